@@ -173,6 +173,10 @@ SET_BY_STRATEGIES = {"self", "config", "given", "module", "device_ids"} | {
 }  # fmt: skip
 
 
+class UsageError(ValueError):
+    """A command cannot do what its user asks for; the message says why. Any other error of it is a bug."""
+
+
 def check_keywords(kind: type, given: Iterable[str], *more: type) -> None:
     """Refuse unknown keyword arguments of a class and suggest the nearest names (TypeError).
 

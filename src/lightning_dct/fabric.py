@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import fields
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning.fabric.accelerators.accelerator import Accelerator
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies.ddp import DDPStrategy
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -28,6 +28,7 @@ from lightning_dct.checkpoint.reading import (
     digest_of,
     on_all_ranks,
     restore_state,
+    state_of_nothing,
 )
 from lightning_dct.compress.awaited import clock_of
 from lightning_dct.config import DCTConfig, check_keywords
@@ -37,6 +38,7 @@ from lightning_dct.failures.process_group import group_is_made
 from lightning_dct.law import Given, RunSettings
 from lightning_dct.lightning_private import BackwardSyncControl, StrategyRegistry
 from lightning_dct.profiling import recorded
+from lightning_dct.saving import EDITED_GROUPS, checksum_of_groups, with_groups_of
 from lightning_dct.strategy import DCTStrategy as TrainerStrategy
 from lightning_dct.sync.setup import (
     check_optimizers,
@@ -82,11 +84,8 @@ class DCTStrategy(DDPStrategy):
         kwargs.setdefault("gradient_as_bucket_view", True)  # as the Trainer's strategy does
         super().__init__(accelerator=accelerator, **kwargs)
         self.traffic = Traffic(recorded)
-        # One for each module, in the order of setup, and the modules.
-        self.synchronizers: list[Synchronizer] = []
-        self.modules: list[Module] = []
-        self.optimizers: list[Optimizer] = []
         self._step_guard = StepGuard()
+        self._is_evaluating = False
         if self.config.compress == "updates":
             self._backward_sync_control = _NoBackwardSync()
 
@@ -100,6 +99,13 @@ class DCTStrategy(DDPStrategy):
         # Fabric does not know how long a run is, so its settings follow the steps that it has made.
         self._run_settings = RunSettings(self.given, self.world_size, math.inf)
         self.config = self._run_settings.at(0)
+        # In the order of setup. Programs such as a cross-validation set up many, and drop them again. Here, because
+        # the strategy is pickled before.
+        self._synchronized: weakref.WeakKeyDictionary[Module, _Synchronized] = weakref.WeakKeyDictionary()
+        self._optimizers: list[weakref.ref[Optimizer]] = []
+        # An optimizer trains parameters, and the synchronizer of their module must see that, whoever has the module.
+        self._trained: weakref.WeakKeyDictionary[Optimizer, list[Module]] = weakref.WeakKeyDictionary()
+        self._modules_setup = 0
 
     def setup_module(self, module: Module) -> Any:
         """Set up synchronisation, and wrap the module with DDP if gradients are exchanged."""
@@ -110,33 +116,41 @@ class DCTStrategy(DDPStrategy):
             )
         group = check_settings(self.config, module, self._ddp_kwargs, {})
         synchronizer: Synchronizer
+        optimizers: list[weakref.ref[Optimizer]] = []
         if self.config.compress == "gradients":
             module = super().setup_module(module)
             synchronizer = make_gradient_synchronizer(self, module, self.precision)
             module.register_comm_hook(None, synchronizer.hook)
         else:
             average_buffers = self._ddp_kwargs.get("broadcast_buffers", True)
-            synchronizer = updates = make_update_synchronizer(self, module, group, average_buffers)
+            # The module must not live as long as its synchronizer, which lives as long as the module.
+            proxy: Any = weakref.proxy(module)
+            synchronizer = updates = make_update_synchronizer(
+                self, proxy, group, average_buffers, optimizers=lambda: [one() for one in optimizers]
+            )
             updates.run_settings = self._run_settings
             ours = weakref.ref(self)  # the guard may outlive a Fabric that nobody tears down
             self._step_guard.watch(lambda: () if (one := ours()) is None else one._updates)
         # The synchronizer itself requests refreshes: if a strategy overrides `backward`, Fabric forbids
         # `loss.backward()`.
         synchronizer.refresh_every = self.config.refresh_every
-        self.synchronizers.append(synchronizer)
-        self.modules.append(module)
+        self._synchronized[module] = _Synchronized(self._modules_setup, synchronizer, optimizers)
+        self._modules_setup += 1
+        for earlier in self._optimizers:
+            if (optimizer := earlier()) is not None:
+                self._trained_by(optimizer)
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Register an optimizer."""
         check_optimizers(self.config, [optimizer])
-        self.optimizers.append(optimizer)
+        self._optimizers.append(weakref.ref(optimizer))
+        self._trained_by(optimizer)
         return super().setup_optimizer(optimizer)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Step, and exchange updates when they are due."""
-        stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        updates = [one for one in self._updates if any(parameter in one.parameter_names for parameter in stepped)]
+        updates = self._trained_by(optimizer)
         for synchronizer in updates:
             synchronizer.before_step(optimizer)
         with self._step_guard.seen(optimizer):
@@ -148,13 +162,25 @@ class DCTStrategy(DDPStrategy):
     @contextmanager
     def shared_weights(self) -> Iterator[None]:
         """Have the weights that all ranks share in the modules, to evaluate them; a collective call."""
-        for synchronizer in self._updates:
-            synchronizer.begin_evaluation()
-        try:
+        if self._is_evaluating:  # as where a function that evaluates calls another
             yield
-        finally:
-            for synchronizer in self._updates:
-                synchronizer.end_evaluation()
+            return
+        # With the modules, which so stay.
+        own = {its.number: (module, its.synchronizer) for module, its in self._synchronized.items()}
+        # Ranks delete a module that the user has dropped at different times, and its buffers need all ranks.
+        everywhere = set.intersection(*gather_objects(set(own)))
+        found = [synchronizer for number, (_, synchronizer) in own.items() if number in everywhere]
+        updates = [one for one in found if isinstance(one, UpdateSynchronizer)]
+        with self._shared_weights():
+            for synchronizer in updates:
+                synchronizer.begin_evaluation()
+            self._is_evaluating = True
+            try:
+                yield
+            finally:
+                self._is_evaluating = False
+                for synchronizer in updates:
+                    synchronizer.end_evaluation()
 
     def get_module_state_dict(self, module: Module) -> dict[str, Any]:
         """The state of a module, with the weights that all ranks share."""
@@ -166,6 +192,8 @@ class DCTStrategy(DDPStrategy):
         path, save = self.broadcast((str(path), secrets.token_hex(4)))
         modules = self._modules_in(state)
         parts = [_part(path, index) for index in range(len(modules))]
+        while saved.files_beside(earlier := _part(path, len(parts))):  # of a save of more modules
+            parts.append(earlier)
         if self.is_global_zero:
             lock(path)
         # The first rank of a node may have to clean the node's disk.
@@ -175,8 +203,11 @@ class DCTStrategy(DDPStrategy):
         notes = []
         for index, (key, synchronizer) in enumerate(modules):
             note = saved.make_note(self.world_size, synchronizer.synchronisations, f"{save}{index:02d}")
-            optimizers = [[name, one.state_dict()] for name, one in _optimizers_of(synchronizer, state)]
-            own = {**synchronizer.state_dict(), "optimizers": optimizers}
+            optimizers: list[list[Any]] = [
+                [name, one.state_dict()] for name, one in _optimizers_of(synchronizer, state)
+            ]
+            groups = self.broadcast({name: _checksum_of_groups(one) for name, one in optimizers})
+            own = {**synchronizer.state_dict(), "optimizers": optimizers, "optimizer_groups": groups}
             written = saved.write_state(self.checkpoint_io, _part(path, index), note, self.global_rank, own)
             notes.append({**saved.seal(note, gather_objects(written)), "module": key})
         super().save_checkpoint(path, {**state, saved.CHECKPOINT_KEY: notes}, *args, **kwargs)
@@ -207,12 +238,33 @@ class DCTStrategy(DDPStrategy):
                 check_replicas(on_all_ranks(load, file), file)
             else:
                 rank_zero_info(f"{path} holds no state of DCTStrategy for {key!r}: its residuals start at zero.")
+                traffic = synchronizer.traffic.state_dict()  # of all modules
+                synchronizer.load_state_dict({**state_of_nothing(synchronizer.synchronisations), "traffic": traffic})
         return remainder
 
     def _modules_in(self, state: Mapping[str, Any]) -> list[tuple[str, Synchronizer]]:
         """The keys and synchronizers of the modules in Fabric's state."""
-        found = zip(self.modules, self.synchronizers, strict=True)
-        return [(key, its) for module, its in found for key, one in state.items() if one is module]
+        found = self._synchronized.items()
+        return [(key, its.synchronizer) for module, its in found for key, one in state.items() if one is module]
+
+    def _trained_by(self, optimizer: Optimizer) -> list[UpdateSynchronizer]:
+        """The synchronizers that must see an optimizer's steps; it numbers it, and keeps their modules alive."""
+        stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        found = [
+            (module, its, optimizers)
+            for module, (_, its, optimizers) in self._synchronized.items()
+            if isinstance(its, UpdateSynchronizer) and any(parameter in its.parameter_names for parameter in stepped)
+        ]
+        for _, _, optimizers in found:
+            if not any(one() is optimizer for one in optimizers):
+                optimizers.append(weakref.ref(optimizer))
+        self._trained[optimizer] = [module for module, _, _ in found]
+        return [its for _, its, _ in found]
+
+    @property
+    def synchronizers(self) -> list[Synchronizer]:
+        """Those of all modules that are alive, in the order of setup."""
+        return [its.synchronizer for its in self._synchronized.values()]
 
     @property
     def _updates(self) -> list[UpdateSynchronizer]:
@@ -232,6 +284,14 @@ class DCTStrategy(DDPStrategy):
             strategy_registry.register(name, cls, description="DCT strategy for Fabric", override=True, **settings)
 
 
+class _Synchronized(NamedTuple):
+    """A module's number, its synchronizer, and the optimizers that step its parameters, in the order of setup."""
+
+    number: int
+    synchronizer: Synchronizer
+    optimizers: list[weakref.ref[Optimizer]]
+
+
 class _NoBackwardSync(BackwardSyncControl):
     """Backward does not synchronise, so gradient accumulation has nothing to suspend."""
 
@@ -242,10 +302,14 @@ class _NoBackwardSync(BackwardSyncControl):
 def _continue(synchronizer: Synchronizer, own: dict[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
     """Continue from what has been read, without a collective call; what all ranks must have alike."""
     synchronizer.load_state_dict(own)
-    states = dict(own.get("optimizers", []))
+    states, groups = dict(own.get("optimizers", [])), own.get("optimizer_groups", {})
     for key, optimizer in _optimizers_of(synchronizer, state):
         if key in states:
-            optimizer.load_state_dict(states[key])
+            theirs, mine = optimizer.state_dict(), [states[key]]  # Lightning's file has been loaded
+            if key in groups and groups[key] != _checksum_of_groups(theirs):
+                rank_zero_warn(EDITED_GROUPS)
+                mine = with_groups_of([theirs], mine)
+            optimizer.load_state_dict(mine[0])
     return digest_of(synchronizer)
 
 
@@ -256,6 +320,10 @@ def _optimizers_of(synchronizer: Synchronizer, state: Mapping[str, Any]) -> list
     found = [(key, one) for key, one in state.items() if isinstance(one, Optimizer)]
     stepped = {key: {parameter for group in one.param_groups for parameter in group["params"]} for key, one in found}
     return [(key, one) for key, one in found if not stepped[key].isdisjoint(synchronizer.parameter_names)]
+
+
+def _checksum_of_groups(state: Mapping[str, Any]) -> int:
+    return checksum_of_groups({"optimizer_states": [state]})
 
 
 def _part(path: Any, index: int) -> str:

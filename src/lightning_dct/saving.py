@@ -50,6 +50,10 @@ from lightning_dct.traffic import Traffic
 # In a checkpoint that was loaded: this rank's state, and the folder of the rows of sharded tables.
 STATE_KEY = f"{saved.CHECKPOINT_KEY}_state"
 ROWS_KEY = f"{saved.CHECKPOINT_KEY}_rows"
+EDITED_GROUPS = (
+    "The checkpoint's optimizers have other hyperparameters, such as the learning rate, than were saved. Every rank"
+    " continues with those of the checkpoint."
+)
 
 
 class CheckpointedStrategy(ParallelStrategy):
@@ -299,10 +303,7 @@ class CheckpointedStrategy(ParallelStrategy):
     def _load_optimizer_states(self, checkpoint: Mapping[str, Any], own: Sequence[Mapping[str, Any]]) -> None:
         """Load this rank's own states of the optimizers if there are any, and otherwise those of the checkpoint."""
         if own and checkpoint[STATE_KEY].get("groups") not in (None, checksum_of_groups(checkpoint)):
-            rank_zero_warn(
-                "The checkpoint's optimizers have other hyperparameters, such as the learning rate, than were saved."
-                " Every rank continues with those of the checkpoint."
-            )
+            rank_zero_warn(EDITED_GROUPS)
             own = with_groups_of(checkpoint["optimizer_states"], own)
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": list(own)} if own else checkpoint)
 

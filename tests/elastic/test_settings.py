@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_dct import DCTElasticStrategy, DCTStrategy
@@ -32,6 +34,17 @@ def test_settings_that_take_all_ranks(setting: dict[str, Any], monkeypatch: pyte
     monkeypatch.setattr("lightning_dct.elastic.elastic_strategy.import_torchft", lambda: None)
     with pytest.raises(ValueError, match=next(iter(setting))):
         DCTElasticStrategy(**setting)
+
+
+def test_settings_on_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LightningCLI reads from the source of ``__init__`` which settings it passes on, and some code it cannot read."""
+    monkeypatch.setattr("lightning_dct.elastic.elastic_strategy.import_torchft", lambda: None)
+    given = {"": "lightning_dct.DCTElasticStrategy", ".patience": "30", ".density": "0.5", ".bucket_cap_mb": "7"}
+    words = [f"--trainer.strategy{setting}={value}" for setting, value in given.items()]
+    cli = LightningCLI(BoringModel, run=False, seed_everything_default=None, args=["--trainer.accelerator=cpu", *words])
+    strategy = cli.trainer.strategy
+    assert (strategy.patience, strategy.config.density) == (30.0, 0.5)
+    assert (strategy.config.exchange, strategy._ddp_kwargs["bucket_cap_mb"]) == ("all_gather", 7)
 
 
 def test_another_version_of_torchft(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from lightning.fabric.plugins.environments import LightningEnvironment
 
-from distributed.harness import TESTS
+from distributed.harness import TESTS, TIMEOUT_S
 from lightning_dct.elastic import supervisor
 from lightning_dct.elastic.launcher import RestartingLauncher
 from lightning_dct.elastic.present import LIGHTHOUSE
@@ -25,7 +25,7 @@ DIES_ONCE = f'echo $LOCAL_RANK${supervisor.RESTARTED} >> started; test "${superv
 
 
 def wait_for(found: Callable[[], bool], why: Callable[[], str] = str) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + TIMEOUT_S
     while not found():
         assert time.monotonic() < deadline, why()
         time.sleep(0.05)
@@ -62,7 +62,7 @@ def test_a_rank_that_leaves_ends_nobody_elses_run(tmp_path: Path) -> None:
     run = supervise(tmp_path, "", "touch left", f"until test -e left; do sleep 0.1; done; sleep 0.5; {DIES_ONCE}")
     wait_for(lambda: started(tmp_path) == ["2", "21"])
     say(run, "done")
-    assert run.wait(30) == 0
+    assert run.wait(TIMEOUT_S) == 0
 
 
 @pytest.mark.parametrize("word", ["left", None], ids=str)
@@ -74,16 +74,16 @@ def test_ranks_are_restarted_after_the_first_process(word: str | None, tmp_path:
     run.stdin.close()
     time.sleep(2.0)
     (tmp_path / "gone").touch()
-    assert run.wait(30) == 0
+    assert run.wait(TIMEOUT_S) == 0
     assert started(tmp_path) == (["1", "11"] if word else ["0", "1", "11"])
 
 
 @pytest.mark.parametrize(("word", "finishes"), [("done", True), ("stop", False)])
 def test_the_run_ends(word: str, finishes: bool, tmp_path: Path) -> None:
-    run = supervise(tmp_path, "", "echo 1 >> started; sleep 3; touch end; kill -9 $$")
+    run = supervise(tmp_path, "", f"echo 1 >> started; sleep {3 if finishes else TIMEOUT_S}; touch end; kill -9 $$")
     wait_for(lambda: started(tmp_path) == ["1"])
     say(run, word)
-    assert run.wait(30) == 0
+    assert run.wait(TIMEOUT_S) == 0
     assert started(tmp_path) == ["1"]
     assert (tmp_path / "end").exists() == finishes
 
@@ -154,14 +154,14 @@ def script(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 def test_a_rank_that_dies_in_a_second_function_is_restarted(
     script: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
-    assert script("goes on").wait(120) == 0
+    assert script("goes on").wait(TIMEOUT_S) == 0
     assert [row.split()[0] for row in (tmp_path / "started").read_text().splitlines()].count("11") == 1
 
 
 def test_all_end_if_the_first_fails_in_a_second_function(
     script: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
-    assert script("fails").wait(120) == 1
+    assert script("fails").wait(TIMEOUT_S) == 1
     rows = [row.split() for row in (tmp_path / "started").read_text().splitlines()]
     other = next(Path("/proc") / pid for rank, pid in rows if rank == "1")
     wait_for(lambda: not other.exists())
@@ -170,7 +170,7 @@ def test_all_end_if_the_first_fails_in_a_second_function(
 def test_the_first_rank_leaves_and_the_others_go_on(
     script: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
-    assert script("leaves").wait(120) == 0
+    assert script("leaves").wait(TIMEOUT_S) == 0
     (tmp_path / "go").touch()
     wait_for(lambda: "11 " in (tmp_path / "started").read_text())
     assert "01 " not in (tmp_path / "started").read_text()
@@ -191,4 +191,4 @@ def test_an_empty_address_is_none_and_a_failed_start_ends_the_ranks(monkeypatch:
         RestartingLauncher(LightningEnvironment(), 1, 1, 10.0, 3).launch(str)
     assert os.environ[LIGHTHOUSE].startswith("http://127.0.0.1:")
     assert RestartingLauncher._supervisor is not None
-    assert RestartingLauncher._supervisor.wait(60) == 0
+    assert RestartingLauncher._supervisor.wait(TIMEOUT_S) == 0

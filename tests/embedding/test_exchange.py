@@ -1,4 +1,6 @@
+import copy
 import gc
+import io
 from typing import Any
 
 import numpy as np
@@ -98,6 +100,27 @@ def groups_before_with_and_after_tables() -> list[int]:
 def test_the_group_of_tables_ends_with_them(ranks: Any) -> None:
     for before, during, after in ranks(2).run(groups_before_with_and_after_tables):
         assert (during, after) == (before + 1, before)
+
+
+def copied_and_pickled_with_a_lookup_under_way() -> tuple[bool, str]:
+    tables = ShardedEmbeddingBags([5, 30], 4, density=1.0, value_format="fp32")
+    tables.materialize()
+    ids = torch.tensor([[1, 0], [4, 7]])
+    started = tables.request(ids)
+    gradients = []
+    for lookup in (copy.deepcopy(tables).request(ids), started):
+        lookup.pooled().sum().backward()
+        gradients.append(lookup._module.weight.grad.to_dense())
+    with pytest.raises(TypeError) as refused:
+        torch.save(tables, io.BytesIO())
+    return torch.equal(*gradients), str(refused.value)
+
+
+def test_tables_are_copied_and_not_pickled(ranks: Any) -> None:
+    """Oracle: the original's gradient; a file cannot hold a process group, and so says what can be saved."""
+    for is_same, refusal in ranks(2).run(copied_and_pickled_with_a_lookup_under_way):
+        assert is_same
+        assert "state_dict()" in refusal
 
 
 class WatchedWork:

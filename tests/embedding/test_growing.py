@@ -301,6 +301,7 @@ def test_a_copy_goes_on_like_the_original(copied: Callable[[GrowingEmbeddingBags
         optimizer.step()
 
     step(tables, optimizer, [1, 2])
+    tables(torch.tensor([[1]]))  # without a backward
     other = copied(tables)
     others = torch.optim.Adagrad([other.weight], lr=0.1)
     others.load_state_dict(copy.deepcopy(optimizer.state_dict()))

@@ -149,6 +149,17 @@ def test_a_missing_extra_is_named(tmp_path, capsys, monkeypatch):
     assert "'matplotlib' is missing: pip install '.[experiments]' in a clone" in capsys.readouterr().err
 
 
+def test_a_bug_keeps_its_traceback(tmp_path, monkeypatch):
+    """Oracle: an error of the kind that misuse has, where no user can cause it."""
+
+    def fail(*_):
+        raise ValueError("a bug")
+
+    monkeypatch.setattr("lightning_dct.report.page.make_page", fail)
+    with pytest.raises(ValueError, match="a bug"):
+        main(["report", str(write_csv(tmp_path / "run", rows_of(8.0))), "--output", str(tmp_path / "report.html")])
+
+
 def test_a_page_replaces_a_page_and_nothing_else(tmp_path, capsys):
     """Oracle: one line that names the argument, and what was there is there still."""
     run = write_csv(tmp_path / "run", rows_of(8.0))

@@ -195,10 +195,15 @@ def restore_state(
             f"{error} This setting is given, so training continues from step {note['synchronisations']} with an empty"
             " residual on every rank. Changes that were not sent before the save are lost."
         )
-        nothing: dict[str, Any] = {name: {} for name in ("residuals", "owned", "traffic", "modules")}
-        nothing["thresholds"] = {"values": {}, "targets": {}}
-        return {**nothing, "synchronisations": note["synchronisations"], "steps_since_refresh": 0}
+        return state_of_nothing(note["synchronisations"])
     return state
+
+
+def state_of_nothing(synchronisations: int) -> dict[str, Any]:
+    """The state of a rank that has nothing to send, after so many steps."""
+    nothing: dict[str, Any] = {name: {} for name in ("residuals", "owned", "traffic", "modules")}
+    nothing["thresholds"] = {"values": {}, "targets": {}}
+    return {**nothing, "synchronisations": synchronisations, "steps_since_refresh": 0}
 
 
 def read_state(

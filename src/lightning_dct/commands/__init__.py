@@ -1,6 +1,6 @@
 """The command ``lightning-dct``: each module here is one subcommand.
 
-A module has ``add_arguments(parser)`` and ``run(arguments)``, which returns the exit status. A ValueError and a missing
+A module has ``add_arguments(parser)`` and ``run(arguments)``, which returns the exit status. A UsageError and a missing
 package end it with a line and status 1. Only the module of the chosen subcommand is imported: each needs other extras.
 """
 
@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lightning_dct.__about__ import __version__
+from lightning_dct.config import UsageError
 
 COMMANDS: dict[str, str] = {
     "report": "One HTML page out of the logs of one or several runs.",
@@ -39,7 +40,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return int(arguments.run(arguments))
     except ModuleNotFoundError as error:
         reason = f"the package {error.name!r} is missing: pip install '.[experiments]' in a clone of lightning_dct"
-    except ValueError as error:
+    except UsageError as error:
         reason = str(error)
     print(f"lightning-dct {arguments.command}: {reason}", file=sys.stderr)
     return 1
@@ -53,19 +54,19 @@ def writing(file: Path, beginning: bytes, kind: str) -> Iterator[None]:
     ``kind`` of file, and have this ``beginning`` in lower case and without white space.
 
     Raises:
-        ValueError: Something else is there, or the file cannot be read or written.
+        UsageError: Something else is there, or the file cannot be read or written.
     """
     try:
         if file.exists() and not file.is_file():
             what = "this is a folder" if file.is_dir() else "this cannot be replaced"
-            raise ValueError(f"--output {file}: {what}; name a file")
+            raise UsageError(f"--output {file}: {what}; name a file")
         with file.open("rb") if file.exists() else io.BytesIO() as content:
             found = b"".join(content.read(4 * len(beginning)).split()).lower()
             if found[: len(beginning)] != beginning and (found or content.read(1)):
-                raise ValueError(
+                raise UsageError(
                     f"--output {file}: this file is not {kind}, and its content would be lost. Name another file, or"
                     " remove it"
                 )
         yield
     except OSError as error:
-        raise ValueError(f"--output {file}: {error.strerror}") from error
+        raise UsageError(f"--output {file}: {error.strerror}") from error

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 from lightning_dct.commands import writing
+from lightning_dct.config import UsageError
 from lightning_dct.report.workspace import BEGINNING, QUALITY, make_workspace, push, to_json
 
 
@@ -24,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Build the dashboard, and write it or save it in W&B."""
     entity, project, output = arguments.entity, arguments.project, arguments.output
     if not project:
-        raise ValueError("which W&B project? Name it with `--project`, or set WANDB_PROJECT.")
+        raise UsageError("which W&B project? Name it with `--project`, or set WANDB_PROJECT.")
     if output is None:
         print(push(entity, project, arguments.name, arguments.quality))
         return 0

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from lightning_dct.commands import writing
+from lightning_dct.config import UsageError
 from lightning_dct.report.find_runs import read_all
 from lightning_dct.report.quality import find_quality, logged_names
 
@@ -35,11 +36,11 @@ def run(arguments: argparse.Namespace) -> int:
         for problem in reading.problems:
             print(problem, file=sys.stderr)
         if not reading.runs:
-            raise ValueError("nothing to show: no run could be read.")
+            raise UsageError("nothing to show: no run could be read.")
         logged = [run.series for run in reading.runs]
         names = logged_names(logged)
         if arguments.metric is not None and arguments.metric not in names:
-            raise ValueError(
+            raise UsageError(
                 f"--metric {arguments.metric}: choose one of the logged values: {', '.join(sorted(names))}"
             )
         quality = arguments.metric or find_quality(logged)

@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -72,7 +72,8 @@ class BucketPlan:
         parts = [part for plan in plans for part in plan.parts or (plan,)]
         whose = tuple(0 if of_one else rank for rank, plan in enumerate(plans) for _ in plan.parts or (plan,))
         names, sizes, targets = (
-            sum((getattr(part, field) for part in parts), ()) for field in ("names", "sizes", "targets")
+            tuple(chain.from_iterable(getattr(part, field) for part in parts))
+            for field in ("names", "sizes", "targets")
         )
         starts = tuple(start for part in parts for start, _ in part.bounds)
         return replace(

@@ -89,12 +89,14 @@ class DCTElasticStrategy(DCTStrategy):
     def __init__(self, accelerator: Any = None, *, patience: float = 10.0, restarts: int = 10, **kwargs: Any) -> None:
         import_torchft()
         for setting, only in ONLY.items():
-            if kwargs.get(setting, only[0]) not in only:
+            if setting in kwargs and kwargs[setting] not in only:
                 raise ValueError(
                     f"`strategy='dct_elastic'` cannot take `{setting}={kwargs[setting]!r}`, which needs all ranks."
                     " Leave it out, or use `strategy='dct'`."
                 )
-        super().__init__(accelerator, **{**kwargs, "exchange": "all_gather", "lifelines": False})
+        # In these two statements, and with no `kwargs.get` above: LightningCLI reads here which settings there are.
+        kwargs |= {"exchange": "all_gather", "lifelines": False}
+        super().__init__(accelerator, **kwargs)
         self.patience, self.restarts = patience, restarts
         self._pretends = False
         self._given: Mapping[str, Any] | None = None

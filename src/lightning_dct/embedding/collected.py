@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Mapping
 from contextlib import suppress
@@ -47,9 +46,18 @@ class RowCollectives:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowCollectives:
         """The same ranks, with a device of its own: callbacks that average weights copy the whole model."""
-        copied = copy.copy(self)
+        copied = RowCollectives(self.group, self.device)
         copied._keeps_group = self
         return copied
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        """What a file holds: a group cannot be in one."""
+        if self.group is not None:
+            raise TypeError(
+                "Sharded tables cannot be pickled while they have a process group: each rank has rows of its own."
+                " Save a checkpoint with `trainer.save_checkpoint`, or this rank's rows with `state_dict()`."
+            )
+        return super().__reduce__()
 
     @classmethod
     def among_all(cls, device: torch.device) -> RowCollectives:

@@ -193,7 +193,7 @@ class GrowingEmbeddingBags(ShardedEmbeddingBags):
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy or a file holds: a copy has optimizers of its own."""
-        return {name: value for name, value in self.__dict__.items() if name != "_optimizers"}
+        return {name: value for name, value in super().__getstate__().items() if name != "_optimizers"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Continue from it."""

@@ -212,6 +212,14 @@ class TableState(CompressedModule):
                 kept = gradient[mine].to(device, self.remembered_dtype) * scale
                 self.collected.add(torch.from_numpy(now)[mine].to(device), kept)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy or a file holds, with all messages that are under way."""
+        if self.is_materialized:
+            if self.latest_lookup is not None:
+                self.latest_lookup.take_answers()
+            self.collected.wait()
+        return dict(self.__dict__)
+
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         """Move copies, residuals and collected gradients together with the rows."""
         super()._apply(fn, recurse)

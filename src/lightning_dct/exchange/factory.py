@@ -38,8 +38,10 @@ class NodeLayout:
     @cached_property
     def nodes(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each node, ascending."""
-        numbers = sorted({node for node, _ in self.places})
-        return tuple(tuple(rank for rank, (node, _) in enumerate(self.places) if node == number) for number in numbers)
+        ranks: dict[int, list[int]] = {node: [] for node in sorted({node for node, _ in self.places})}
+        for rank, (node, _) in enumerate(self.places):
+            ranks[node].append(rank)
+        return tuple(map(tuple, ranks.values()))
 
     @cached_property
     def ranks_per_node(self) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from lightning_dct.callbacks.wandb_runs import CONFIG_KEY, STEP
+from lightning_dct.config import UsageError
 
 QUALITY = ("train/loss", "val/loss")
 """Keys of the model's quality, as the experiments of this repository log them."""
@@ -114,27 +115,29 @@ def push(entity: str | None, project: str, name: str, quality: Sequence[str]) ->
     """Save the dashboard as a new view of a project, by default of the user's default entity; return the view's URL.
 
     Raises:
-        ValueError: No user is logged in, W&B cannot be reached, or there is no such project.
+        UsageError: No user is logged in, W&B cannot be reached, or there is no such project.
     """
     import wandb
-    from wandb.errors import AuthenticationError, CommError, UsageError
+    from wandb.errors import AuthenticationError, CommError
+    from wandb.errors import UsageError as WandbUsageError
 
     try:
         api = wandb.Api()
         owner = entity or api.default_entity
-    except (AuthenticationError, UsageError) as error:
-        raise ValueError(
+    except (AuthenticationError, WandbUsageError) as error:
+        raise UsageError(
             f"cannot log in to W&B: {error} Run `wandb login`, or set WANDB_API_KEY, and WANDB_BASE_URL for your own"
             " server. `--output FILE` needs no login."
         ) from error
     if not owner:
-        raise ValueError("you have no default entity in W&B. Name the owner of the project: `--entity NAME`.")
+        raise UsageError("you have no default entity in W&B. Name the owner of the project: `--entity NAME`.")
+    workspace = make_workspace(owner, project, name, quality)
     try:
         # Any attribute makes W&B look the project up.
         _ = api.project(project, owner).id
-        url: str = make_workspace(owner, project, name, quality).save().url
+        url: str = workspace.save().url
     except (CommError, ValueError) as error:
-        raise ValueError(
+        raise UsageError(
             f"W&B has no project {project!r} of the entity {owner!r}, or you may not write to it ({error}). Check"
             f" `--project` and `--entity`, or log a run there first: `WandbLogger(project={project!r})`."
         ) from error

@@ -4,7 +4,7 @@
 and its number on that node, and the timeout of process groups.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -89,11 +89,13 @@ def make_update_synchronizer(
     weights: SharedWeights | None = None,
     inside: Link | None = None,
     are_alike: bool = False,
+    optimizers: Callable[[], Sequence[Any]] | None = None,
 ) -> UpdateSynchronizer:
     """The synchronizer of a model that is not wrapped; all ranks call this together, and get the first one's weights.
 
     ``average_buffers`` averages floating-point buffers. ``are_alike`` says that all ranks have the same weights
-    already. The other arguments are those of :class:`~lightning_dct.sync.updates.UpdateSynchronizer`.
+    already. ``optimizers`` are by default those of the strategy. The other arguments are those of
+    :class:`~lightning_dct.sync.updates.UpdateSynchronizer`.
 
     Raises:
         ValueError: The exchange or the kernel does not work here.
@@ -106,7 +108,7 @@ def make_update_synchronizer(
         start_alike(module, group, ignored)
 
     buffers = partial(floating_buffers, module, ignored) if average_buffers else dict
-    every = (lambda: strategy.optimizers), (lambda: list(module.parameters()))
+    every = optimizers or (lambda: strategy.optimizers), (lambda: list(module.parameters()))
     # Not over the exchange's own group: training waits for the mean of the buffers, and not for updates in flight.
     everyone = Link(group, strategy.traffic, exchange.everyone.ranks_per_node)
     average_over = [everyone] if inside is None else [inside, everyone]
