@@ -140,7 +140,7 @@ def test_command(words, tmp_path, ranks, monkeypatch):
             # What each row trains is tested where the methods are.
             monkeypatch.setattr(comparison.runs, "run_alone", run_in_no_time([], lambda _: {"loss": 1.0}))
             assert peers.main([*rest, "--loopback", "--output", str(tmp_path)]) == 0
-            page = (tmp_path / "peers-1000.md").read_text()
+            page = (tmp_path / f"peers-{rest[rest.index('--steps') + 1]}.md").read_text()
             assert all(
                 f"| {name} |" in page or f"- {name}: left out" in page for name in rest[rest.index("--methods") + 1 :]
             )

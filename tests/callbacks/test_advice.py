@@ -70,7 +70,10 @@ def test_a_run_that_leaves_settings_out_is_told_what_it_gets() -> None:
 
 def test_a_run_too_short_for_any_setting_is_warned() -> None:
     told = notes(Given.of({}), 4, 300)
-    assert "DCT takes local_steps=1, density=0.3, and expects the loss to be about 0.8% above that of plain DDP." in told[0]
+    assert (
+        "DCT takes local_steps=1, density=0.3, and expects the loss to be about 0.8% above that of plain DDP."
+        in told[0]
+    )
     assert "would send less" not in told[0]
     assert told[1].startswith("This run is short for local_steps=1, density=0.3: the loss may be 2% above that of")
     assert told[1].endswith("Train for 588 steps or more, or use strategy='ddp': all other settings lose more.")
