@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import fields
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from lightning.fabric.accelerators.accelerator import Accelerator
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies.ddp import DDPStrategy
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -38,7 +38,7 @@ from lightning_dct.failures.process_group import group_is_made
 from lightning_dct.law import Given, RunSettings
 from lightning_dct.lightning_private import BackwardSyncControl, StrategyRegistry
 from lightning_dct.profiling import recorded
-from lightning_dct.saving import EDITED_GROUPS, checksum_of_groups, with_groups_of
+from lightning_dct.saving import checksum_of_groups, with_edited_groups
 from lightning_dct.strategy import DCTStrategy as TrainerStrategy
 from lightning_dct.sync.setup import (
     check_optimizers,
@@ -206,7 +206,7 @@ class DCTStrategy(DDPStrategy):
             optimizers: list[list[Any]] = [
                 [name, one.state_dict()] for name, one in _optimizers_of(synchronizer, state)
             ]
-            groups = self.broadcast({name: _checksum_of_groups(one) for name, one in optimizers})
+            groups = self.broadcast({name: checksum_of_groups([one]) for name, one in optimizers})
             own = {**synchronizer.state_dict(), "optimizers": optimizers, "optimizer_groups": groups}
             written = saved.write_state(self.checkpoint_io, _part(path, index), note, self.global_rank, own)
             notes.append({**saved.seal(note, gather_objects(written)), "module": key})
@@ -249,17 +249,15 @@ class DCTStrategy(DDPStrategy):
 
     def _trained_by(self, optimizer: Optimizer) -> list[UpdateSynchronizer]:
         """The synchronizers that must see an optimizer's steps; it numbers it, and keeps their modules alive."""
-        stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        found = [
-            (module, its, optimizers)
-            for module, (_, its, optimizers) in self._synchronized.items()
-            if isinstance(its, UpdateSynchronizer) and any(parameter in its.parameter_names for parameter in stepped)
-        ]
-        for _, _, optimizers in found:
-            if not any(one() is optimizer for one in optimizers):
-                optimizers.append(weakref.ref(optimizer))
-        self._trained[optimizer] = [module for module, _, _ in found]
-        return [its for _, its, _ in found]
+        modules, updates = [], []
+        for module, (_, synchronizer, optimizers) in self._synchronized.items():
+            if _steps_for(synchronizer, optimizer):
+                modules.append(module)
+                updates.append(synchronizer)
+                if not any(one() is optimizer for one in optimizers):
+                    optimizers.append(weakref.ref(optimizer))
+        self._trained[optimizer] = modules
+        return updates
 
     @property
     def synchronizers(self) -> list[Synchronizer]:
@@ -305,25 +303,22 @@ def _continue(synchronizer: Synchronizer, own: dict[str, Any], state: Mapping[st
     states, groups = dict(own.get("optimizers", [])), own.get("optimizer_groups", {})
     for key, optimizer in _optimizers_of(synchronizer, state):
         if key in states:
-            theirs, mine = optimizer.state_dict(), [states[key]]  # Lightning's file has been loaded
-            if key in groups and groups[key] != _checksum_of_groups(theirs):
-                rank_zero_warn(EDITED_GROUPS)
-                mine = with_groups_of([theirs], mine)
-            optimizer.load_state_dict(mine[0])
+            theirs = optimizer.state_dict()  # Lightning's file has been loaded
+            (mine,) = with_edited_groups([states[key]], [theirs], groups.get(key))
+            optimizer.load_state_dict(dict(mine))
     return digest_of(synchronizer)
 
 
 def _optimizers_of(synchronizer: Synchronizer, state: Mapping[str, Any]) -> list[tuple[str, Optimizer]]:
     """The optimizers in Fabric's state that step parameters of a module of which ranks exchange updates."""
-    if not isinstance(synchronizer, UpdateSynchronizer):
-        return []
     found = [(key, one) for key, one in state.items() if isinstance(one, Optimizer)]
-    stepped = {key: {parameter for group in one.param_groups for parameter in group["params"]} for key, one in found}
-    return [(key, one) for key, one in found if not stepped[key].isdisjoint(synchronizer.parameter_names)]
+    return [(key, one) for key, one in found if _steps_for(synchronizer, one)]
 
 
-def _checksum_of_groups(state: Mapping[str, Any]) -> int:
-    return checksum_of_groups({"optimizer_states": [state]})
+def _steps_for(synchronizer: Synchronizer, optimizer: Optimizer) -> TypeGuard[UpdateSynchronizer]:
+    """Whether a synchronizer exchanges updates of parameters that an optimizer steps."""
+    stepped = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return isinstance(synchronizer, UpdateSynchronizer) and any(one in synchronizer.parameter_names for one in stepped)
 
 
 def _part(path: Any, index: int) -> str:

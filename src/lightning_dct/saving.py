@@ -50,10 +50,6 @@ from lightning_dct.traffic import Traffic
 # In a checkpoint that was loaded: this rank's state, and the folder of the rows of sharded tables.
 STATE_KEY = f"{saved.CHECKPOINT_KEY}_state"
 ROWS_KEY = f"{saved.CHECKPOINT_KEY}_rows"
-EDITED_GROUPS = (
-    "The checkpoint's optimizers have other hyperparameters, such as the learning rate, than were saved. Every rank"
-    " continues with those of the checkpoint."
-)
 
 
 class CheckpointedStrategy(ParallelStrategy):
@@ -186,7 +182,7 @@ class CheckpointedStrategy(ParallelStrategy):
         self._finish_saving()
         # Under SLURM every rank looks for a free name, and they may find different ones.
         begun = self._begin_saving(str(filepath)) if self.is_global_zero else ("", "")
-        path, save, groups = self.broadcast((*begun, checksum_of_groups(checkpoint)))
+        path, save, groups = self.broadcast((*begun, checksum_of_groups(checkpoint.get("optimizer_states", []))))
         if cleans_own_disk(self, path):
             # Rank 0 has finished all earlier saves.
             saved.remove(self.checkpoint_io, self._outdated)
@@ -302,9 +298,8 @@ class CheckpointedStrategy(ParallelStrategy):
 
     def _load_optimizer_states(self, checkpoint: Mapping[str, Any], own: Sequence[Mapping[str, Any]]) -> None:
         """Load this rank's own states of the optimizers if there are any, and otherwise those of the checkpoint."""
-        if own and checkpoint[STATE_KEY].get("groups") not in (None, checksum_of_groups(checkpoint)):
-            rank_zero_warn(EDITED_GROUPS)
-            own = with_groups_of(checkpoint["optimizer_states"], own)
+        if own:
+            own = with_edited_groups(own, checkpoint["optimizer_states"], checkpoint[STATE_KEY].get("groups"))
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": list(own)} if own else checkpoint)
 
     def _state(self) -> dict[str, Any]:
@@ -372,18 +367,30 @@ def warn_of_uploads(loggers: Iterable[Logger]) -> None:
             )
 
 
-def checksum_of_groups(checkpoint: Mapping[str, Any]) -> int:
-    """A checksum of the hyperparameters in a checkpoint's optimizer states, to see whether somebody edits them."""
+def checksum_of_groups(states: Iterable[Mapping[str, Any]]) -> int:
+    """A checksum of the hyperparameters in optimizer states, to see whether somebody edits them in a checkpoint."""
     plain = (int, float, str, list, tuple, Tensor)  # of others `repr` may have an address
-    groups = [group for state in checkpoint.get("optimizer_states", []) for group in state.get("param_groups", [])]
+    groups = [group for state in states for group in state.get("param_groups", [])]
     kept = [
         {key: value for key, value in group.items() if isinstance(value, plain) and key != "params"} for group in groups
     ]
     return zlib.crc32(repr(apply_to_collection(kept, Tensor, Tensor.tolist)).encode())
 
 
-def with_groups_of(theirs: Iterable[Mapping[str, Any]], own: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A rank's own states of the optimizers, with the hyperparameters of others."""
+def with_edited_groups(
+    own: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]], saved_checksum: int | None
+) -> Sequence[Mapping[str, Any]]:
+    """A rank's own states of the optimizers, with the hyperparameters of the checkpoint if these have been edited.
+
+    ``theirs`` are the states in the checkpoint. ``saved_checksum`` is of the hyperparameters that were saved; None if
+    it is not known.
+    """
+    if saved_checksum in (None, checksum_of_groups(theirs)):
+        return own
+    rank_zero_warn(
+        "The checkpoint's optimizers have other hyperparameters, such as the learning rate, than were saved. Every rank"
+        " continues with those of the checkpoint."
+    )
     states = []
     for their, mine in zip(theirs, own, strict=True):
         pairs = zip(their["param_groups"], mine["param_groups"], strict=True)
