@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
@@ -110,6 +111,7 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
         gradient_as_bucket_view: bool = True,
         **kwargs: Any,
     ) -> None:
+        arguments = locals()
         check_keywords(type(self), kwargs, DCTConfig, DDPStrategy, DistributedDataParallel)
         for setting in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period"):
             if kwargs.get(setting) is not None:
@@ -117,24 +119,8 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
                     f"`DCTStrategy` registers its own communication hook and cannot take `{setting}`. Use"
                     " `DDPStrategy` for another hook, or leave the setting out."
                 )
-        given = Given.of(
-            {
-                "compress": compress,
-                "local_steps": local_steps,
-                "warmup_steps": warmup_steps,
-                "residual_decay": residual_decay,
-                "delay": delay,
-                "density": density,
-                "density_per_parameter": density_per_parameter or {},
-                "refresh_every": refresh_every,
-                "value_format": value_format,
-                "min_tensor_size": min_tensor_size,
-                "guard": guard,
-                "exchange": exchange,
-                "kernel": kernel,
-                "missing_state": missing_state,
-            }
-        )
+        settings = {field.name: arguments[field.name] for field in fields(DCTConfig)}
+        given = Given.of({**settings, "density_per_parameter": density_per_parameter or {}})
         if target_overhead is None and min_density is not None:
             raise ValueError(
                 "`min_density` bounds what `target_overhead` chooses. Give `target_overhead=0.05` too, or `density`."

@@ -12,7 +12,7 @@ from lightning_dct.compress.bucket_plan import real_dtype
 from lightning_dct.cost.bytes_sent import compressed_step, dense_step
 from lightning_dct.cost.forecast import layout_of
 from lightning_dct.cost.workload import workload_of
-from lightning_dct.sync.rounds import Rounds, buckets_of, is_due, round_length
+from lightning_dct.sync.rounds import Rounds, buckets_of, is_due
 from lightning_dct.sync.step_cosine import is_measured, sample_of
 from lightning_dct.traffic import TrafficTotals, all_reduce_bytes
 
@@ -39,7 +39,7 @@ def test_the_plan_says_what_is_counted(ranks: Any, world_size: int, settings: di
     expected = [0] * world_size
     warmup = min(config.warmup_steps, STEPS)
     for first, last in ((1, warmup), (warmup + 1, STEPS)):
-        length = round_length(last, config.round_length, warmup)
+        length = config.length_at(last)
         now = replace(config, density=length / config.round_length * config.density)
         sent = compressed_step(settings["exchange"], now, workload, layout).sent
         exchanges = sum(is_due(step, length) for step in range(first, last + 1))
@@ -57,9 +57,10 @@ def test_the_plan_says_what_is_counted(ranks: Any, world_size: int, settings: di
 
 
 def test_rounds_are_shorter_while_training_warms_up() -> None:
-    assert [round_length(step, 8, 3) for step in range(1, 6)] == [1, 1, 1, 8, 8]
-    assert [round_length(step, 80, 3) for step in range(1, 6)] == [1, 1, 1, 80, 80]
-    assert [round_length(step, 5, 0) for step in range(1, 3)] == [5, 5]
+    for local_steps in (8, 80):
+        config = DCTConfig(local_steps=local_steps, warmup_steps=3)
+        assert [config.length_at(step) for step in range(1, 6)] == [1, 1, 1, local_steps, local_steps]
+    assert [DCTConfig(local_steps=5, warmup_steps=0).length_at(step) for step in (1, 2)] == [5, 5]
     assert [step for step in range(1, 30) if is_due(step, 8)] == [8, 16, 24]
 
 

@@ -127,7 +127,7 @@ class ElasticUpdates(UpdateSynchronizer):
     def after_step(self, optimizer: Optimizer) -> None:
         """Count a step; the exchange comes when the batch ends, where a checkpoint can be made for a joiner."""
         rounds = self._count_step(optimizer)
-        is_due = bool(rounds.due(self._length(rounds.steps), takes_turns=False))
+        is_due = bool(rounds.due(self.config.length_at(rounds.steps), takes_turns=False))
         self.due = rounds.steps > self.resume_at and is_due
 
     def count(self, trained: bool, seconds: float) -> None:
@@ -297,7 +297,7 @@ class ElasticUpdates(UpdateSynchronizer):
             self._change(self.run_settings.at(step - 1))
 
     def _plans(self, rounds: Rounds, step: int) -> list[tuple[list[str], BucketPlan]]:
-        length = self._length(step)
+        length = self.config.length_at(step)
         return [(names, self.flow.plan(names, length)) for names in rounds.buckets]
 
     # A joiner, and a rank that is behind.

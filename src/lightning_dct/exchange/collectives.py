@@ -78,27 +78,14 @@ def all_gather_payload(payload: Tensor, link: Link) -> tuple[dist.Work | Segment
     ), gathered
 
 
-def deliver_payloads(payloads: Tensor, sizes: Sequence[int], link: Link) -> tuple[dist.Work, Tensor]:
+def all_to_all(payloads: Tensor, sizes: Sequence[int], expected: Sequence[int], link: Link) -> tuple[dist.Work, Tensor]:
     """Start sending each rank its own of payloads (uint8, one after the other), ``sizes[r]`` bytes for rank ``r``.
 
-    Return the work to wait for, and the payloads for this rank by sender: shape ``[ranks, own size]``, uint8.
+    Return the work to wait for, and what arrives, uint8: ``expected[r]`` bytes from rank ``r``, in the ranks' order.
     """
-    own = sizes[link.rank]
-    link.count(sum(sizes) - own)
-    received = payloads.new_empty(link.size * own)
-    work = dist.all_to_all_single(received, payloads, [own] * link.size, list(sizes), group=link.group, async_op=True)
-    return work, received.view(link.size, -1)
-
-
-def spread_payload(payload: Tensor, sizes: Sequence[int], link: Link) -> tuple[dist.Work, Tensor]:
-    """Start sending a payload (uint8, ``[sizes[own rank]]``) to all ranks, by all-to-all: all-gather needs equal sizes.
-
-    Return the work to wait for, and the payloads, uint8, one after the other in the order of the ranks.
-    """
-    link.count(all_gather_bytes(payload.numel(), link.size))
-    received = payload.new_empty(sum(sizes))
-    sent, sent_sizes = payload.repeat(link.size), [payload.numel()] * link.size
-    work = dist.all_to_all_single(received, sent, list(sizes), sent_sizes, group=link.group, async_op=True)
+    link.count(sum(sizes) - sizes[link.rank])
+    received = payloads.new_empty(sum(expected))
+    work = dist.all_to_all_single(received, payloads, list(expected), list(sizes), group=link.group, async_op=True)
     return work, received
 
 

@@ -40,13 +40,7 @@ from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, OwnedPiece, R
 from lightning_dct.compress.memory import Memory
 from lightning_dct.compress.on_host import compress, decompress
 from lightning_dct.exchange.base import Exchange, Flow, count_entries, unused_tensors
-from lightning_dct.exchange.collectives import (
-    Link,
-    all_gather_payload,
-    all_reduce_mean,
-    deliver_payloads,
-    spread_payload,
-)
+from lightning_dct.exchange.collectives import Link, all_gather_payload, all_reduce_mean, all_to_all
 from lightning_dct.exchange.sharding import cut, owned_by
 
 
@@ -98,20 +92,22 @@ class Sharded(Exchange):
         sizes = [shard.plan.num_bytes for shard in shards]
         compressed = compress(memory, bucket, joined, divided.of(deferred), lost)
         count_entries(sum(plan.sizes), compressed, self.everyone, memory)
-        work, received = deliver_payloads(compressed.payload, sizes, self.everyone)
+        own, ranks = shards[self.everyone.rank], self.everyone.size
+        work, received = all_to_all(compressed.payload, sizes, ranks * [own.plan.num_bytes], self.everyone)
         yield work
 
-        own = shards[self.everyone.rank]
         sums = compressed.payload.new_empty(sum(own.plan.sizes), dtype=plan.residual_dtype)
-        decompress(memory, Received(received, own.packed, 1.0, own=None), sums)
+        decompress(memory, Received(received.view(ranks, -1), own.packed, 1.0, own=None), sums)
         deferred = unused_tensors(sums, own.sums) if self._defer_unused else set()
         # Of updates, the ranks keep in their own weights what is not sent.
         summed = Bucket([sums], [memory.owned_of(own.packed, sums.device)], 1.0, memory.of_updates)
         sent = compress(memory, summed, own.sums, deferred)
-        work, spread = spread_payload(sent.payload, [shard.sums.num_bytes for shard in shards], self.everyone)
+        # To all, although it is the same for each: all-gather needs equal sizes.
+        sizes = [shard.sums.num_bytes for shard in shards]
+        work, spread = all_to_all(sent.payload.repeat(ranks), ranks * [sent.payload.numel()], sizes, self.everyone)
         yield work
 
-        factor = 1.0 / ((bucket.scale or 1.0) * self.everyone.size)
+        factor = 1.0 / ((bucket.scale or 1.0) * ranks)
         mine = SentPayload(compressed.payload, joined)
         return Received(spread.unsqueeze(0), joined_sums, factor, mine, what="Sums")
 
@@ -164,7 +160,8 @@ class ByNode(Exchange):
 
         nodes = self._between.size
         sizes = [nodes * shard.plan.num_bytes for shard in shards]
-        work, spread = spread_payload(gathered.flatten(), sizes, self._inside)
+        sent, ranks = gathered.flatten(), self._inside.size
+        work, spread = all_to_all(sent.repeat(ranks), ranks * [sent.numel()], sizes, self._inside)
         yield work
 
         by_shard = [payloads.view(nodes, -1) for payloads in spread.split(sizes)]

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_debug
@@ -20,7 +20,8 @@ from lightning_dct.exchange.base import Exchange
 from lightning_dct.exchange.collectives import Link
 from lightning_dct.exchange.compressed import AllGather, ByNode, Sharded, link_traversals
 from lightning_dct.exchange.sharding import share_out, sums_of
-from lightning_dct.traffic import Traffic, all_gather_bytes, all_reduce_bytes
+from lightning_dct.kernels import check_kernel
+from lightning_dct.traffic import all_gather_bytes, all_reduce_bytes
 
 # The sharded exchange has a second threshold and a second collective. So it must send at most 1 / 1.5 of the bytes,
 # which it does from six ranks on.
@@ -67,26 +68,23 @@ def find_layout(place: tuple[int, int], group: dist.ProcessGroup) -> NodeLayout:
 
 
 def make_exchange(
-    config: DCTConfig,
-    parameters: Mapping[str, Tensor],
-    group: dist.ProcessGroup,
-    place: tuple[int, int],
-    traffic: Traffic,
-    defer_unused: bool,
-    timeout: timedelta | None = None,
+    strategy: Any, names: Mapping[Tensor, str], group: dist.ProcessGroup, defer_unused: bool = False
 ) -> Exchange:
-    """Make the exchange; all ranks of the job call this together.
+    """Make the exchange that a strategy's settings name; all ranks of the job call this together.
 
     With ``delay`` it gets a group of its own. Under NCCL the collectives of a group run one after the other, so what a
     step logs from all ranks would wait for the updates in flight.
 
-    ``parameters`` are all that are synchronised, now or after unfreezing, by name in the model's order. ``place`` is
-    this rank's node and its number on that node, as the launcher gives them. ``timeout`` is that of groups that are
-    made here. :class:`~lightning_dct.sync.gradients.GradientSynchronizer` explains ``defer_unused``.
+    ``names`` are those of all parameters that are synchronised, now or after unfreezing, in the model's order.
+    :class:`~lightning_dct.sync.gradients.GradientSynchronizer` explains ``defer_unused``.
 
     Raises:
-        ValueError: ``exchange="by_node"`` does not work with these ranks.
+        ValueError: ``exchange="by_node"`` does not work with these ranks, or the kernel not on this device.
     """
+    config, traffic, timeout = strategy.config, strategy.traffic, strategy._timeout
+    for device in {parameter.device.type for parameter in names}:
+        check_kernel(config.kernel, device)
+    parameters = {name: parameter for parameter, name in names.items()}
     everyone = Link(group, traffic)
     if everyone.size == 1 or not parameters:
         return AllGather(everyone)
@@ -94,7 +92,7 @@ def make_exchange(
     members = dist.get_process_group_ranks(group)
     wanted = [tuple(members)] if config.delay else []
     if name in ("auto", "by_node"):
-        layout = find_layout(place, group)
+        layout = find_layout((strategy.node_rank, strategy.local_rank), group)
         if name == "auto":
             choice = choose_for_model(config, parameters, layout)
             rank_zero_debug(f"`exchange='auto'` takes {choice.name!r}: {choice.reason}.")

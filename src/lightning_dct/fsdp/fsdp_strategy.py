@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_dct.compress.bucket_plan import local_of
 from lightning_dct.config import DCTConfig, check_integer, check_keywords
 from lightning_dct.exchange.collectives import Link
+from lightning_dct.exchange.factory import make_exchange
 from lightning_dct.failures.course import EXCHANGE, IN_FORWARD
 from lightning_dct.fsdp.mesh_strategy import MeshStrategy
 from lightning_dct.fsdp.shard_gradients import ShardGradientSynchronizer, count_inside
@@ -28,7 +29,6 @@ from lightning_dct.law import Given
 from lightning_dct.sync.setup import (
     check_settings,
     compare_places,
-    exchange_of,
     make_update_synchronizer,
     parameter_names,
     start_alike,
@@ -161,7 +161,7 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
             return make_update_synchronizer(self, model, group, True, ShardWeights(modules), inside)
         start_alike(model, group)
         names = parameter_names(model)
-        synchronizer = ShardGradientSynchronizer(self.config, names, exchange_of(self, names, group), self.shards)
+        synchronizer = ShardGradientSynchronizer(self.config, names, make_exchange(self, names, group), self.shards)
         compare_places(synchronizer, self, group)
         synchronizer.attach(modules)
         return synchronizer

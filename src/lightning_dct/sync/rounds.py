@@ -104,16 +104,6 @@ class Rounds:
         return num_bytes
 
 
-def round_length(step: int, local_steps: int, warmup_steps: int) -> int:
-    """Optimizer steps from one exchange to the next, at a step (from 1 on).
-
-    Weights move fastest during warm-up, and ranks that drift apart then cannot be averaged any more (Lin et al., *Don't
-    Use Large Mini-Batches, Use Local SGD*, ICLR 2020). So until then a round is one step long, and sends as much less:
-    the delay, about length / density, is the same. GPT-2 at its largest rate lost 7% in 1,000 steps without that.
-    """
-    return 1 if step <= warmup_steps else local_steps
-
-
 def is_due(step: int, length: int, place: int = 0, places: int = 1) -> bool:
     """Whether bucket number ``place`` of ``places`` that take turns is exchanged after a step (from 1 on)."""
     return (step - place * length // places) % length == 0

@@ -19,10 +19,8 @@ from lightning_dct.activations.module import module_settings, plain_name
 from lightning_dct.agreement import check_agreement
 from lightning_dct.compress.bucket_plan import local_of
 from lightning_dct.config import DCTConfig
-from lightning_dct.exchange.base import Exchange
 from lightning_dct.exchange.collectives import Link
 from lightning_dct.exchange.factory import make_exchange
-from lightning_dct.kernels import check_kernel
 from lightning_dct.sync.gradients import GradientSynchronizer
 from lightning_dct.sync.shared_weights import SharedWeights, as_real
 from lightning_dct.sync.synchronizer import Synchronizer
@@ -74,7 +72,7 @@ def make_gradient_synchronizer(
     scaler = getattr(precision, "scaler", None)
     names = _synchronised_names(wrapped.module, wrapped.parameters_to_ignore)
     unused = wrapped.find_unused_parameters
-    exchange = exchange_of(strategy, names, wrapped.process_group, defer_unused=unused)
+    exchange = make_exchange(strategy, names, wrapped.process_group, defer_unused=unused)
     scale = None if scaler is None else scaler.get_scale
     made = GradientSynchronizer(strategy.config, names, exchange, defer_unused=unused, loss_scale=scale)
     compare_places(made, strategy, wrapped.process_group)
@@ -103,7 +101,7 @@ def make_update_synchronizer(
     group = group or dist.distributed_c10d._get_default_group()
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     names = _synchronised_names(module, ignored)
-    exchange = exchange_of(strategy, names, group)
+    exchange = make_exchange(strategy, names, group)
     if not are_alike:
         start_alike(module, group, ignored)
 
@@ -121,17 +119,6 @@ def compare_places(synchronizer: Synchronizer, strategy: Any, group: dist.Proces
     """Have lifelines compare what the ranks of a group do, which hold the same parameters; Fabric has no lifelines."""
     synchronizer.lifeline = getattr(strategy, "lifeline", None)
     synchronizer.peers = dist.get_process_group_ranks(group)
-
-
-def exchange_of(
-    strategy: Any, names: Mapping[Tensor, str], group: dist.ProcessGroup, defer_unused: bool = False
-) -> Exchange:
-    """The exchange that the settings name; all ranks call this together."""
-    for device in {parameter.device.type for parameter in names}:
-        check_kernel(strategy.config.kernel, device)
-    parameters = {name: parameter for parameter, name in names.items()}
-    place = (strategy.node_rank, strategy.local_rank)
-    return make_exchange(strategy.config, parameters, group, place, strategy.traffic, defer_unused, strategy._timeout)
 
 
 def start_alike(module: Module, group: dist.ProcessGroup, ignored: Collection[str] = (), source: int = 0) -> None:

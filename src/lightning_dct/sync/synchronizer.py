@@ -72,14 +72,14 @@ class Synchronizer:
         self.lifeline: Lifeline | None = None
         self.peers: Sequence[int] = ()
 
-    def come_to(self, what: str, said: str, patience_s: float | None = None) -> None:
+    def come_to(self, what: str, said: str) -> None:
         """Come to a place where all ranks do the same; see :meth:`lightning_dct.failures.lifeline.Lifeline.come_to`.
 
         Raises:
             RuntimeError: They do not, which the message explains.
         """
         if self.lifeline is not None:
-            self.lifeline.come_to(what, said, self.peers, patience_s)
+            self.lifeline.come_to(what, said, self.peers)
 
     @property
     def config(self) -> DCTConfig:

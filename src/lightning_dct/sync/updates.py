@@ -39,14 +39,7 @@ from lightning_dct.exchange.collectives import Link
 from lightning_dct.failures.course import EXCHANGE
 from lightning_dct.law import RunSettings
 from lightning_dct.sync.buffers import Buffers
-from lightning_dct.sync.rounds import (
-    MOST_IN_FLIGHT,
-    Rounds,
-    buckets_of,
-    load_rounds,
-    round_length,
-    save_rounds,
-)
+from lightning_dct.sync.rounds import MOST_IN_FLIGHT, Rounds, buckets_of, load_rounds, save_rounds
 from lightning_dct.sync.shared_weights import SharedWeights, as_real
 from lightning_dct.sync.step_cosine import is_measured
 from lightning_dct.sync.synchronizer import Synchronizer
@@ -188,7 +181,7 @@ class UpdateSynchronizer(Synchronizer):
                     f"{EXCHANGE} that ends", f"the arrival of updates in optimizer step {self.synchronisations}"
                 )
             self.flow.apply(rounds, arrived)
-        length = self._length(rounds.steps)
+        length = config.length_at(rounds.steps)
         if sending := rounds.due(length, takes_turns=bool(config.delay)):
             self.come_to(rounds.what, f"{rounds.said}, in optimizer step {self.synchronisations}")
             self._measure(rounds)
@@ -350,11 +343,6 @@ class UpdateSynchronizer(Synchronizer):
 
     def _parameters_by_name(self) -> dict[str, Tensor]:
         return {name: parameter for parameter, name in self.parameter_names.items()}
-
-    def _length(self, steps: int) -> int:
-        """Optimizer steps from one exchange to the next, after so many steps."""
-        config = self.config
-        return round_length(steps, config.round_length, config.warmup_steps)
 
     def _forget_thresholds(self, buckets: Iterable[Sequence[str]]) -> None:
         """Delete the thresholds of buckets about to be sent, if a refresh was requested since they were last sent."""
