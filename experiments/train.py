@@ -6,6 +6,7 @@ torchrun does: ``torchrun --nproc-per-node 2 experiments/train.py experiment=lm`
 ``strategy.density=0.01,0.1 seed=0,1``, are a run for each combination, one after the other.
 """
 
+import inspect
 import math
 import os
 import sys
@@ -20,7 +21,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor
 from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf
 from torch.distributed import TCPStore
@@ -49,6 +50,8 @@ def make_trainer(config: DictConfig) -> Trainer:
         strategy=hydra.utils.instantiate(config.strategy),
         callbacks=callbacks,
         logger=loggers or False,
+        # Otherwise Lightning would save without the callback, too.
+        enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
     )
 
 
@@ -135,9 +138,15 @@ def main(config: DictConfig) -> None:
         print_result(result)
 
 
+def is_argument(config: Any, key: str) -> bool:
+    """Whether what a configuration describes takes an argument of that name."""
+    return "_target_" in config and key in inspect.signature(hydra.utils.get_object(config._target_)).parameters
+
+
 def suggest(words: list[str]) -> str | None:
     """What a command line may have meant by the name of a setting that does not exist; None if all exist."""
-    overrides = [word for word in words if "=" in word and word[0] != "-" and not is_hydra_setting(word)]
+    given = [word for word in words if "=" in word or word[0] == "~"]
+    overrides = [word for word in given if word[0] != "-" and not is_hydra_setting(word)]
     with initialize_config_dir(str(Path(__file__).resolve().parents[1] / "conf"), version_base="1.3"):
         try:
             compose("train", overrides)
@@ -147,6 +156,9 @@ def suggest(words: list[str]) -> str | None:
             rest = [word for word in overrides if word.partition("=")[0] != name]
             if name and len(rest) < len(overrides):
                 config: Any = OmegaConf.select(compose("train", rest), group) if group else compose("train", rest)
+                if is_argument(config, key):
+                    word = next(word for word in overrides if word.partition("=")[0] == name)
+                    return f"An argument that no file in conf/ has needs a plus sign: `+{word}`."
                 nearest = [f"`{group}.{other}`".replace("`.", "`") for other in get_close_matches(key, list(config))]
                 return f"Did you mean {' or '.join(nearest)}?" if nearest else f"There are: {', '.join(config)}."
     return None

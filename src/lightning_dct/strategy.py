@@ -186,6 +186,14 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
         group, buffers = self._ddp_kwargs.get("process_group"), self._ddp_kwargs.get("broadcast_buffers", True)
         return make_update_synchronizer(self, self.model, group, buffers, are_alike=are_alike)
 
+    def on_exception(self, exception: BaseException) -> None:
+        """Name this strategy where Lightning's message on unused parameters names DDP's."""
+        super().on_exception(exception)
+        ours = "DCTStrategy(" if self.auto is None else f"DCTStrategy(target_overhead={self.auto.target_overhead:g}, "
+        if exception.args and "find_unused_parameters" in (said := str(exception.args[0])):
+            said = said.replace("'ddp_find", "'dct_find").replace("DDPStrategy(", ours)
+            exception.args = (said, *exception.args[1:])
+
     def change_settings(self, config: DCTConfig) -> None:
         """Change the settings between two optimizer steps; all ranks call this together.
 

@@ -44,6 +44,10 @@ def configuration(folder: Path, *overrides: str) -> DictConfig:
     [
         ("strategy.densty=0.15", "Did you mean `strategy.density`?"),
         ("sed=1", "Did you mean `seed`?"),
+        (
+            "trainer.limit_val_batches=2",
+            "An argument that no file in conf/ has needs a plus sign: `+trainer.limit_val_batches=2`.",
+        ),
         ("strategy.density=0.15", None),
     ],
 )

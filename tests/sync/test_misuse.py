@@ -61,7 +61,7 @@ def message_of(strategy: DCTStrategy, module: LightningModule, **settings: Any) 
 
 def refused(folder: Path) -> list[str]:
     zero = Module(None, ZeroRedundancyOptimizer, optimizer_class=torch.optim.Adam, lr=0.01)
-    messages = [message_of(DCTStrategy(), zero)]
+    messages = [message_of(DCTStrategy(), zero), message_of(DCTStrategy(), Module(None, torch.optim.LBFGS))]
     messages.append(message_of(DCTStrategy(), Module(), callbacks=[ErrorAveraging(5)]))
     for ours, theirs in (("updates", "gradients"), ("gradients", "updates")):
         path = folder / f"{theirs}.ckpt"
@@ -73,6 +73,27 @@ def refused(folder: Path) -> list[str]:
     auto = DCTStrategy(target_overhead=0.05)
     messages.append(message_of(auto, Module(), ckpt_path=str(folder / "updates.ckpt")))
     return messages
+
+
+class Partly(Module):
+    """Has a parameter that no loss depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Parameter(torch.ones(3))
+
+
+def train_partly() -> list[str]:
+    settings: list[dict[str, Any]] = [{"compress": "gradients"}, {"target_overhead": 0.05}]
+    return [message_of(DCTStrategy(**each), Partly()) for each in settings]
+
+
+def test_unused_parameters_name_this_strategy(ranks: Any) -> None:
+    """Lightning's own message would lead to plain DDP."""
+    for gradients, auto in ranks(2).run(train_partly):
+        assert "'dct_find_unused_parameters_true'" in gradients
+        assert "`strategy=DCTStrategy(find_unused_parameters=True)`" in gradients
+        assert "`strategy=DCTStrategy(target_overhead=0.05, find_unused_parameters=True)`" in auto
 
 
 class Late(Module):
@@ -96,8 +117,9 @@ def test_a_parameter_that_comes_late_is_named_by_its_shape(ranks: Any) -> None:
 
 
 def test_what_does_not_go_with_updates_is_refused(ranks: Any, tmp_path: Path) -> None:
-    for zero, averaging, gradients, updates, auto in ranks(2).run(refused, tmp_path):
+    for zero, lbfgs, averaging, gradients, updates, auto in ranks(2).run(refused, tmp_path):
         assert "`ZeroRedundancyOptimizer` needs the same weights" in zero
+        assert "Use `compress='gradients', density=1.0`" in lbfgs
         assert "`DCTStrategy(compress='gradients')`, or remove the callback" in averaging
         assert "was saved with `compress='gradients'`" in gradients
         assert "was saved with `compress='updates'`" in updates

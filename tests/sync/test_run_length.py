@@ -8,10 +8,12 @@ from typing import Any
 from unittest.mock import PropertyMock, patch
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.core.saving import load_hparams_from_yaml
+from lightning.pytorch.loggers import CSVLogger
 
 from distributed.test_resume import train, train_half
 from distributed.training import Module, assert_replicas_equal, assert_weights_equal, fit, loader, rank
-from lightning_dct import DCTStrategy, law
+from lightning_dct import CompressionMonitor, DCTStrategy, law
 from lightning_dct.config import DCTConfig
 from lightning_dct.law import Given
 
@@ -66,6 +68,24 @@ def unknown_length() -> Iterator[None]:
         patch.object(Trainer, "estimated_stepping_batches", PropertyMock(return_value=math.inf)),
     ):
         yield
+
+
+def logged_settings(folder: Path) -> tuple[int, float]:
+    logger = CSVLogger(folder, name="", version="")
+    seen = Settings()
+    fit(DCTStrategy(), Module(), loader(16, 40, 8), callbacks=[CompressionMonitor(), seen], logger=logger)
+    return seen.seen[-1]
+
+
+def test_the_log_has_the_settings_that_a_run_has_chosen(ranks: Any, tmp_path: Path) -> None:
+    """And the latest, if it changes them."""
+    chosen = []
+    for name, run in (("known", [logged_settings]), ("unknown", [train_unknown, logged_settings])):
+        folder = tmp_path / name
+        chosen.append(ranks(2).run(*run, folder)[0])
+        logged = load_hparams_from_yaml(folder / "hparams.yaml")["lightning_dct"]
+        assert (logged["local_steps"], logged["density"]) == chosen[-1]
+    assert chosen[0] != chosen[1]
 
 
 def train_unknown(function: Any, *arguments: Any) -> Any:

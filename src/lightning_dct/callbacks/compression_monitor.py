@@ -15,6 +15,7 @@ from lightning_dct.activations.split_point import SplitPoint
 from lightning_dct.callbacks.run_advice import RunAdvice
 from lightning_dct.callbacks.wandb_runs import (
     CONFIG_KEY,
+    config_of,
     describe_run,
     settings_of,
     summary_media,
@@ -71,18 +72,14 @@ class CompressionMonitor(pl.Callback):
         self.tensors_every_n_steps = tensors_every_n_steps
         self._at_fit_start: dict[str, TrafficTotals] = {}
         self._bytes_of_ddp: int | None = None  # in a step
+        self._described: tuple[Any] | None = None  # the settings that loggers know
         self._seconds, self._since = 0.0, perf_counter()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begin counting, also in a resumed run, and describe the run to W&B and CSV files."""
+        """Begin counting, also in a resumed run."""
         self._next_tensors_at = 0
         self._seconds, self._since = 0.0, perf_counter()
-        if trainer.is_global_zero:
-            for logger in trainer.loggers:
-                if isinstance(logger, WandbLogger):
-                    describe_run(logger.experiment, settings_of(trainer))
-                elif isinstance(logger, CSVLogger):
-                    logger.log_hyperparams({CONFIG_KEY: settings_of(trainer)})
+        self._described = None
         strategy = trainer.strategy
         self._bytes_of_ddp, self._began_at = None, trainer.global_step
         if type(strategy) is DDPStrategy and strategy._ddp_comm_hook is None:
@@ -101,7 +98,11 @@ class CompressionMonitor(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log when the Trainer logs."""
+        """Describe the run to W&B and CSV files if its settings are new, and log when the Trainer logs."""
+        # Not before the first step: the strategy chooses settings when training starts, after this callback's turn.
+        if trainer.is_global_zero and self._described != (described := (config_of(trainer.strategy),)):
+            self._described = described
+            self._describe(trainer)
         totals = self._totals(trainer)
         if not totals:
             return
@@ -183,6 +184,13 @@ class CompressionMonitor(pl.Callback):
         for logger in wandb_loggers(trainer):
             media = {**summary_media(tables), **self._tensors(trainer)}
             logger.log_metrics(media, step=logged_step(trainer))
+
+    def _describe(self, trainer: pl.Trainer) -> None:
+        for logger in trainer.loggers:
+            if isinstance(logger, WandbLogger):
+                describe_run(logger.experiment, settings_of(trainer))
+            elif isinstance(logger, CSVLogger):
+                logger.log_hyperparams({CONFIG_KEY: settings_of(trainer)})
 
     def _totals(self, trainer: pl.Trainer) -> dict[str, TrafficTotals]:
         """The totals of data parallelism ("dp") and inside the model ("mp"); empty if nothing is counted."""

@@ -61,11 +61,16 @@ def describe_run(run: Any, settings: Mapping[str, Any]) -> None:
     run.config.update({CONFIG_KEY: dict(settings)}, allow_val_change=True)
 
 
+def config_of(strategy: Any) -> Any:
+    """The settings of this moment; None or those of another package if the strategy is not one of this package's."""
+    return getattr(getattr(strategy, "synchronizer", None) or strategy, "config", None)
+
+
 def settings_of(trainer: pl.Trainer) -> dict[str, Any]:
-    """The settings of synchronisation: plain numbers, strings and dicts."""
+    """The settings of synchronisation at this moment: plain numbers, strings and dicts."""
     strategy = trainer.strategy
     settings = {"strategy": getattr(strategy, "strategy_name", type(strategy).__name__), "ranks": trainer.world_size}
-    if isinstance(config := getattr(strategy, "config", None), DCTConfig):  # DeepSpeed has another `config`
+    if isinstance(config := config_of(strategy), DCTConfig):  # DeepSpeed has another `config`
         settings |= vars(config)
     if getattr(strategy, "auto", None) is not None:
         # What it chooses changes on the way.
