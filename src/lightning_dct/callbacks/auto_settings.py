@@ -168,8 +168,10 @@ class AutoSettings(RunAdvice):
 
     def _verdict(self, strategy: Any, costs: StepCosts, dense: float) -> str:
         """The settings in force, beside whose predicted time the table has the real one."""
-        predicted = "" if self.chosen is None else f", predicted at {1e3 * self.chosen.seconds:,.1f} ms a step"
-        return f"DCTStrategy has chosen {describe(self.settings)}{predicted}."
+        if self.chosen is None:
+            return f"The run was too short for DCTStrategy to choose: all of it was {describe(self.settings)}."
+        milliseconds = 1e3 * self.chosen.seconds
+        return f"DCTStrategy has chosen {describe(self.settings)}, predicted at {milliseconds:,.1f} ms a step."
 
     def state_dict(self) -> dict[str, Any]:
         """The decisions; the same on every rank."""
