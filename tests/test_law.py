@@ -23,9 +23,10 @@ def test_the_loss_by_hand() -> None:
     assert expected_loss(default, 2, 1000) == pytest.approx(2.114, abs=0.001)
     # Ten times the steps, a fifth of the loss: 10^0.67 is 4.68.
     assert expected_loss(default, 2, 10_000) == pytest.approx(2.114 / 4.677, abs=0.001)
-    # One step apart, with a mean as long as the steps: 0.035 * 3 / 0.1 on four ranks, and beyond times (W / 4)^0.45.
+    # One step apart, with a mean as long as the steps: 0.035 * 3 / 0.1 on four ranks, 4 times that on 8, 8^0.45 on 64.
     assert expected_loss(DCTConfig(local_steps=1, density=0.1), 4, 1000) == pytest.approx(1.05)
-    assert expected_loss(DCTConfig(local_steps=1, density=0.1), 64, 1000) == pytest.approx(1.05 * 3.4822, abs=0.001)
+    assert expected_loss(DCTConfig(local_steps=1, density=0.1), 8, 1000) == pytest.approx(4.2)
+    assert expected_loss(DCTConfig(local_steps=1, density=0.1), 64, 1000) == pytest.approx(4.2 * 2.5491, abs=0.001)
     # Fewer exchanges of the same density lose no less: 0.035 / 0.005 + 0.05 * 2^1.25.
     rare = DCTConfig(local_steps=2, density=0.005)
     assert expected_loss(rare, 2, 1000) == pytest.approx(7.119, abs=0.001)

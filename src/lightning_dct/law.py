@@ -1,12 +1,12 @@
 """How much of the loss a run of updates gives up, and the settings that send the fewest bytes within a bound.
 
     loss in % = (0.3 m (H / d)^0.5  +  0.05 W^1.25 (H - 1)^0.8) / (S / 1000)^0.67
-    loss in % =  0.035 (m / d) max(1, W / 4)^0.45 / (S / 1000)^0.67     if the mean is made as long as the steps
+    loss in % =  0.035 (m / d) g / (S / 1000)^0.67     if the mean is made as long as the steps
 
-``W`` ranks exchange every ``H`` local steps at density ``d``, and make ``S`` optimizer steps; ``m = min(W - 1, 3)``.
-The term with ``d`` is for entries that wait to be sent, and is never less than that of the second line; the other one
-is for steps that ranks take apart. The longer a run, the less it loses. This is a fit to small language models under
-AdamW, and no more: ``docs/evidence/run_length.md``.
+``W`` ranks exchange every ``H`` local steps at density ``d``, and make ``S`` optimizer steps; ``m = min(W - 1, 3)``,
+and ``g = max(1, min(W, 8) / 4)^2 max(1, W / 8)^0.45``. The term with ``d`` is for entries that wait to be sent, and is
+never less than that of the second line; the other one is for steps that ranks take apart. The longer a run, the less it
+loses. This is a fit to small language models under AdamW, and no more: ``docs/evidence/run_length.md``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ SHORTEST = 1000
 def expected_loss(config: DCTConfig, ranks: int, steps: float) -> float:
     """By how many percent a loss is expected to be above that of plain DDP, with updates."""
     others = min(ranks - 1, 3)
-    lost = 0.035 * others * max(1.0, ranks / 4) ** 0.45 / config.density
+    growth = max(1.0, min(ranks, 8) / 4) ** 2 * max(1.0, ranks / 8) ** 0.45
+    lost = 0.035 * others * growth / config.density
     if not config.lengthens:
         apart = 0.05 * ranks**1.25 * (config.round_length - 1) ** 0.8
         # Below 1% of the entries, waiting longer would be better by the fit to higher densities.
