@@ -45,13 +45,14 @@ def make_trainer(config: DictConfig) -> Trainer:
     if not loggers:
         # This callback raises an error without a logger.
         callbacks = [callback for callback in callbacks if not isinstance(callback, LearningRateMonitor)]
+    # Otherwise Lightning would save without the callback, too.
+    saves = any(isinstance(callback, Checkpoint) for callback in callbacks)
     return hydra.utils.instantiate(
         config.trainer,
         strategy=hydra.utils.instantiate(config.strategy),
         callbacks=callbacks,
         logger=loggers or False,
-        # Otherwise Lightning would save without the callback, too.
-        enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
+        enable_checkpointing=config.trainer.get("enable_checkpointing", saves),
     )
 
 
@@ -145,7 +146,7 @@ def is_argument(config: Any, key: str) -> bool:
 
 def suggest(words: list[str]) -> str | None:
     """What a command line may have meant by the name of a setting that does not exist; None if all exist."""
-    given = [word for word in words if "=" in word or word[0] == "~"]
+    given = [word for word in words if "=" in word or word.startswith("~")]
     overrides = [word for word in given if word[0] != "-" and not is_hydra_setting(word)]
     with initialize_config_dir(str(Path(__file__).resolve().parents[1] / "conf"), version_base="1.3"):
         try:
@@ -153,12 +154,12 @@ def suggest(words: list[str]) -> str | None:
         except HydraException as error:
             name = getattr(error.__cause__, "full_key", None) or ""
             group, _, key = name.rpartition(".")
-            rest = [word for word in overrides if word.partition("=")[0] != name]
-            if name and len(rest) < len(overrides):
+            wrong = [word for word in overrides if word.partition("=")[0] == name]
+            rest = [word for word in overrides if word not in wrong]
+            if name and wrong:
                 config: Any = OmegaConf.select(compose("train", rest), group) if group else compose("train", rest)
                 if is_argument(config, key):
-                    word = next(word for word in overrides if word.partition("=")[0] == name)
-                    return f"An argument that no file in conf/ has needs a plus sign: `+{word}`."
+                    return f"An argument that no file in conf/ has needs a plus sign: `+{wrong[0]}`."
                 nearest = [f"`{group}.{other}`".replace("`.", "`") for other in get_close_matches(key, list(config))]
                 return f"Did you mean {' or '.join(nearest)}?" if nearest else f"There are: {', '.join(config)}."
     return None

@@ -89,6 +89,11 @@ def all_to_all(payloads: Tensor, sizes: Sequence[int], expected: Sequence[int], 
     return work, received
 
 
+def spread_payload(payload: Tensor, sizes: Sequence[int], link: Link) -> tuple[dist.Work, Tensor]:
+    """The same with one payload of ``sizes[own rank]`` bytes for all ranks, because all-gather needs equal sizes."""
+    return all_to_all(payload.repeat(link.size), link.size * [payload.numel()], sizes, link)
+
+
 def all_reduce_mean(buffer: Tensor, link: Link) -> dist.Work:
     """Start averaging a tensor over all ranks, in place, as DistributedDataParallel does."""
     link.count(all_reduce_bytes(buffer.numel() * buffer.element_size(), link.size))

@@ -40,7 +40,13 @@ from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, OwnedPiece, R
 from lightning_dct.compress.memory import Memory
 from lightning_dct.compress.on_host import compress, decompress
 from lightning_dct.exchange.base import Exchange, Flow, count_entries, unused_tensors
-from lightning_dct.exchange.collectives import Link, all_gather_payload, all_reduce_mean, all_to_all
+from lightning_dct.exchange.collectives import (
+    Link,
+    all_gather_payload,
+    all_reduce_mean,
+    all_to_all,
+    spread_payload,
+)
 from lightning_dct.exchange.sharding import cut, owned_by
 
 
@@ -102,9 +108,7 @@ class Sharded(Exchange):
         # Of updates, the ranks keep in their own weights what is not sent.
         summed = Bucket([sums], [memory.owned_of(own.packed, sums.device)], 1.0, memory.of_updates)
         sent = compress(memory, summed, own.sums, deferred)
-        # To all, although it is the same for each: all-gather needs equal sizes.
-        sizes = [shard.sums.num_bytes for shard in shards]
-        work, spread = all_to_all(sent.payload.repeat(ranks), ranks * [sent.payload.numel()], sizes, self.everyone)
+        work, spread = spread_payload(sent.payload, [shard.sums.num_bytes for shard in shards], self.everyone)
         yield work
 
         factor = 1.0 / ((bucket.scale or 1.0) * ranks)
@@ -160,8 +164,7 @@ class ByNode(Exchange):
 
         nodes = self._between.size
         sizes = [nodes * shard.plan.num_bytes for shard in shards]
-        sent, ranks = gathered.flatten(), self._inside.size
-        work, spread = all_to_all(sent.repeat(ranks), ranks * [sent.numel()], sizes, self._inside)
+        work, spread = spread_payload(gathered.flatten(), sizes, self._inside)
         yield work
 
         by_shard = [payloads.view(nodes, -1) for payloads in spread.split(sizes)]

@@ -75,8 +75,10 @@ def make_exchange(
     With ``delay`` it gets a group of its own. Under NCCL the collectives of a group run one after the other, so what a
     step logs from all ranks would wait for the updates in flight.
 
-    ``names`` are those of all parameters that are synchronised, now or after unfreezing, in the model's order.
-    :class:`~lightning_dct.sync.gradients.GradientSynchronizer` explains ``defer_unused``.
+    ``strategy`` has the settings, this rank's node and its number on that node, as the launcher gives them, and the
+    timeout of groups that are made here. ``names`` are those of all parameters that are synchronised, now or after
+    unfreezing, in the model's order. :class:`~lightning_dct.sync.gradients.GradientSynchronizer` explains
+    ``defer_unused``.
 
     Raises:
         ValueError: ``exchange="by_node"`` does not work with these ranks, or the kernel not on this device.
