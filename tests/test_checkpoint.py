@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +16,7 @@ from torch import Tensor
 from lightning_dct import CheckpointError, DCTStrategy
 from lightning_dct.checkpoint import format as saved
 from lightning_dct.checkpoint.format import check_state
-from lightning_dct.checkpoint.merging import merge_states
+from lightning_dct.checkpoint.merging import merge_states, with_edited_groups, without_place
 from lightning_dct.checkpoint.reading import agreed_notes, read_state
 from lightning_dct.checkpoint.row_files import RowFiles, write_rows
 from strategies_for_hypothesis import examples
@@ -185,11 +186,51 @@ def test_own_weights_of_another_world_are_the_mean() -> None:
     assert merged["weights"]["b"].dtype == torch.complex64
     assert merged["weights"]["b"].item() == 0.5 + 1j
     assert merged["weights"]["c"].shape == (0, 2)
-    assert "optimizers" not in merged
-    assert "in_flight" not in merged
+    assert without_place(merged).keys() == merged.keys() - {"optimizers", "in_flight"}
     assert merged["exchange_clocks"] is states[0]["exchange_clocks"]
     assert merge_states(states[:1]) == {**states[0], "modules": {}}
     assert "weights" not in merge_states([state({}), state({})])
+
+
+@pytest.mark.parametrize(
+    ("world_size", "stages", "holds_shards", "whole"),
+    [(2, 2, True, False), (2, 1, True, True), (4, 2, True, True), (2, 2, False, True), (1, 1, False, True)],
+)
+def test_shards_of_one_replica_are_whole_for_another_layout(
+    tmp_path: Path, world_size: int, stages: int, holds_shards: bool, whole: bool
+) -> None:
+    """Oracle: the rows of both ranks, and no rank's moments, which belong to its rows only."""
+    path, note = str(tmp_path / "a.ckpt"), saved.make_note(2, 7, "5f0c93ab", stages=2)
+    for rank in range(2):
+        rows = {"weights": {"a": torch.full((2, 3), float(rank))}, "shards": {"a": [2, 3]}, "scaler": {"scale": 2.0}}
+        own = state({"a": torch.full((6,), 1.0 + rank)}, **rows, optimizers=[{"state": {}, "param_groups": []}])
+        saved.write_state(TorchCheckpointIO(), path, note, rank, own)
+    read = read_state(TorchCheckpointIO(), path, note, 1, world_size, stages, holds_shards)
+    assert read["weights"]["a"].tolist() == ([[0.0] * 3] * 2 if whole else []) + [[1.0] * 3] * 2
+    assert read["residuals"]["a"].tolist() == ([1.0] * 6 if whole else []) + [2.0] * 6
+    assert {"optimizers", "scaler", "shards"}.isdisjoint(read) == whole
+
+
+@pytest.mark.parametrize("theirs", [[], [{"param_groups": []}], [{"param_groups": [{"lr": 1.0}]}] * 2])
+def test_optimizers_that_a_hook_has_changed_are_taken_from_the_checkpoint(theirs: list[dict[str, Any]]) -> None:
+    """As where ``on_load_checkpoint`` clears them, to go on with a new optimizer."""
+    own = [{"state": {}, "param_groups": [{"lr": 0.1, "params": [0]}]}]
+    with pytest.warns(UserWarning, match="optimizers are others than were saved, or none"):
+        assert with_edited_groups(own, theirs, 7) == theirs
+
+
+def test_a_folder_that_another_node_removes_meanwhile_is_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "a.ckpt.dct"
+    folder.mkdir()
+    seen = LocalFileSystem.isdir
+
+    def remove_afterwards(self: Any, path: str) -> bool:
+        found = seen(self, path)
+        folder.rmdir()
+        return found
+
+    monkeypatch.setattr(LocalFileSystem, "isdir", remove_afterwards)
+    assert saved.files_beside(str(tmp_path / "a.ckpt")) == []
 
 
 @pytest.mark.parametrize(

@@ -44,13 +44,14 @@ def clip_grad_norm(
 ) -> Tensor:
     """Scale gradients so that the Euclidean norm of all of them, over all ranks of a group, is at most ``max_norm``.
 
-    A collective call; every rank scales by the same factor.
+    A collective call. Every rank scales by the same factor, if the shared gradients are equal on all ranks. With
+    updates they are each rank's own, and so is the factor.
 
     Args:
         own: Parameters on this rank only: stages of a pipeline, rows of a sharded table. Gradients may be sparse.
         max_norm: The largest norm allowed.
         group: The ranks that together have the model; None for this rank alone.
-        shared: Parameters that all ranks have, with equal gradients. They count once.
+        shared: Parameters that all ranks have. This rank's gradients of them count once.
 
     Returns:
         The norm before clipping, a scalar of fp32; the same on every rank.

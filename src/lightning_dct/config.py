@@ -109,10 +109,10 @@ class DCTConfig:
     def _check_rounds(self) -> None:
         check_choice("compress", self.compress, get_args(Compress))
         updates = self.compress == "updates"
-        if self.local_steps is None:
-            object.__setattr__(self, "local_steps", 8 if updates else 1)
-        check_integer("local_steps", self.local_steps, minimum=1)
         check_integer("delay", self.delay, minimum=0)
+        if self.local_steps is None:
+            object.__setattr__(self, "local_steps", max(8, self.delay) if updates else 1)
+        check_integer("local_steps", self.local_steps, minimum=1)
         check_integer("warmup_steps", self.warmup_steps, minimum=0)
         check_density("residual_decay", self.residual_decay, "what remains of a residual", "To keep all of it")
         given = {name: getattr(self, name) for name in OF_UPDATES}

@@ -21,6 +21,7 @@ from lightning_dct.activations.module import modules_of
 from lightning_dct.agreement import gather_objects
 from lightning_dct.checkpoint import format as saved
 from lightning_dct.checkpoint.files import AtomicCheckpointIO, cleans_own_disk, lock, unlock
+from lightning_dct.checkpoint.merging import checksum_of_groups, with_edited_groups
 from lightning_dct.checkpoint.reading import (
     agreed_notes,
     check_replicas,
@@ -38,7 +39,6 @@ from lightning_dct.failures.process_group import group_is_made
 from lightning_dct.law import Given, RunSettings
 from lightning_dct.lightning_private import BackwardSyncControl, StrategyRegistry
 from lightning_dct.profiling import recorded
-from lightning_dct.saving import checksum_of_groups, with_edited_groups
 from lightning_dct.strategy import DCTStrategy as TrainerStrategy
 from lightning_dct.sync.setup import (
     check_optimizers,
@@ -73,6 +73,7 @@ class DCTStrategy(DDPStrategy):
 
     # Ranks that together hold one replica of the parameters.
     stages = 1
+    holds_shards = False
 
     def __init__(self, accelerator: Accelerator | None = None, **kwargs: Any) -> None:
         self._lifelines = kwargs.pop("lifelines", True)
@@ -106,6 +107,7 @@ class DCTStrategy(DDPStrategy):
         # An optimizer trains parameters, and the synchronizer of their module must see that, whoever has the module.
         self._trained: weakref.WeakKeyDictionary[Optimizer, list[Module]] = weakref.WeakKeyDictionary()
         self._modules_setup = 0
+        self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def setup_module(self, module: Module) -> Any:
         """Set up synchronisation, and wrap the module with DDP if gradients are exchanged."""
@@ -151,6 +153,11 @@ class DCTStrategy(DDPStrategy):
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Step, and exchange updates when they are due."""
         updates = self._trained_by(optimizer)
+        if optimizer not in self._stepped:
+            self._stepped.add(optimizer)
+            for _, synchronizer, optimizers in self._synchronized.values():
+                if len(optimizers) > 1 and synchronizer in updates:
+                    _take_number_of_dropped(synchronizer, optimizers, optimizer)
         for synchronizer in updates:
             synchronizer.before_step(optimizer)
         with self._step_guard.seen(optimizer):
@@ -279,6 +286,8 @@ class DCTStrategy(DDPStrategy):
     def register_strategies(cls, strategy_registry: StrategyRegistry) -> None:
         """Register this strategy's names with Fabric's registry."""
         for name, settings in TrainerStrategy.registered_names.items():
+            if "target_overhead" in settings:  # only the Trainer has the callback that chooses
+                continue
             strategy_registry.register(name, cls, description="DCT strategy for Fabric", override=True, **settings)
 
 
@@ -288,6 +297,18 @@ class _Synchronized(NamedTuple):
     number: int
     synchronizer: Synchronizer
     optimizers: list[weakref.ref[Optimizer]]
+
+
+def _take_number_of_dropped(
+    synchronizer: UpdateSynchronizer, optimizers: list[weakref.ref[Optimizer]], successor: Optimizer
+) -> None:
+    """Give an optimizer the number of one that the user has dropped on every rank, if any; a collective call."""
+    dropped = [number for number, one in enumerate(optimizers) if one() is None]
+    # Ranks may collect garbage at different times.
+    if everywhere := set.intersection(*map(set, gather_objects(dropped))):
+        number, own = min(everywhere), [one() for one in optimizers].index(successor)
+        synchronizer.forget_optimizer(number)
+        optimizers[number], optimizers[own] = optimizers[own], optimizers[number]
 
 
 class _NoBackwardSync(BackwardSyncControl):

@@ -1,7 +1,6 @@
 """The half of a strategy that saves and loads: Lightning's checkpoint, and beside it the state of each rank."""
 
 import secrets
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, ClassVar
@@ -12,7 +11,6 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.precision import DoublePrecision
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -29,6 +27,7 @@ from lightning_dct.checkpoint.files import (
     unlock,
     write_at_once,
 )
+from lightning_dct.checkpoint.merging import checksum_of_groups, with_edited_groups
 from lightning_dct.checkpoint.reading import (
     agreed_notes,
     check_replicas,
@@ -55,8 +54,9 @@ ROWS_KEY = f"{saved.CHECKPOINT_KEY}_rows"
 class CheckpointedStrategy(ParallelStrategy):
     """Saves and restores the state of each rank; see :mod:`lightning_dct.checkpoint.format` for the files."""
 
-    # Number of ranks that together hold one replica of the parameters.
+    # Number of ranks that together hold one replica of the parameters, and whether each has a shard of all of them.
     stages = 1
+    holds_shards: ClassVar[bool] = False
     # What a user is told to do without sharded tables; empty if the strategy can hold them.
     without_tables: ClassVar[str] = ""
 
@@ -246,12 +246,12 @@ class CheckpointedStrategy(ParallelStrategy):
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         found = [checkpoint[saved.CHECKPOINT_KEY]] if saved.CHECKPOINT_KEY in checkpoint else []
         note = next(iter(agreed_notes(found, path, fingerprints)), {})
-        self._take_settings(checkpoint)
         if note.get("has_rows"):
             checkpoint[ROWS_KEY] = saved.rows_path(path, note)
         # After `dct_spawn` the module has no Trainer in the process that started the others.
         trainer = getattr(self.lightning_module, "_trainer", None)
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+            self._take_settings(checkpoint)
             if note.get("has_state"):
                 checkpoint[STATE_KEY] = restore_state(self, path, note, weights_only)
             else:
@@ -365,35 +365,3 @@ def warn_of_uploads(loggers: Iterable[Logger]) -> None:
                 " Without the folder, a run continues only with `missing_state='reset'`, which loses the ranks'"
                 " residuals. The rows of sharded tables are lost too."
             )
-
-
-def checksum_of_groups(states: Iterable[Mapping[str, Any]]) -> int:
-    """A checksum of the hyperparameters in optimizer states, to see whether somebody edits them in a checkpoint."""
-    plain = (int, float, str, list, tuple, Tensor)  # of others `repr` may have an address
-    groups = [group for state in states for group in state.get("param_groups", [])]
-    kept = [
-        {key: value for key, value in group.items() if isinstance(value, plain) and key != "params"} for group in groups
-    ]
-    return zlib.crc32(repr(apply_to_collection(kept, Tensor, Tensor.tolist)).encode())
-
-
-def with_edited_groups(
-    own: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]], saved_checksum: int | None
-) -> Sequence[Mapping[str, Any]]:
-    """A rank's own states of the optimizers, with the hyperparameters of the checkpoint if these have been edited.
-
-    ``theirs`` are the states in the checkpoint. ``saved_checksum`` is of the hyperparameters that were saved; None if
-    it is not known.
-    """
-    if saved_checksum in (None, checksum_of_groups(theirs)):
-        return own
-    rank_zero_warn(
-        "The checkpoint's optimizers have other hyperparameters, such as the learning rate, than were saved. Every rank"
-        " continues with those of the checkpoint."
-    )
-    states = []
-    for their, mine in zip(theirs, own, strict=True):
-        pairs = zip(their["param_groups"], mine["param_groups"], strict=True)
-        groups = [{**group, "params": my_group["params"]} for group, my_group in pairs]
-        states.append({**mine, "param_groups": groups})
-    return states

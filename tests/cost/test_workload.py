@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dct import DCTConfig, ShardedEmbeddingBags
-from lightning_dct.cost.forecast import Forecast, layout_of
+from lightning_dct.cost.forecast import Forecast, describe, layout_of
 from lightning_dct.cost.timing import Speed
 from lightning_dct.cost.workload import load_module, one_tensor, workload_of
 
@@ -79,6 +79,11 @@ def test_updates_of_a_table_with_sparse_gradients_are_counted(compress: Any, nam
     forecast = Forecast(config, workload, layout_of(2, 2), 1e9, Speed(0.0, 0.0, 0.0, ""))
     assert forecast.row("ddp").most_sent == 0
     assert (forecast.row("all_gather").most_sent > 0) == bool(names)
+    said = describe(forecast, [])
+    assert said.startswith("3,600 parameters in 1 tensor" if names else "0 parameters in 0 tensors")
+    assert ("leaves out embeddings with sparse gradients" in said) == bool(names)
+    by_node = Forecast(config, workload, layout_of(4, 2), 1e9, Speed(0.0, 0.0, 0.0, ""))
+    assert by_node.row("by_node").ratio == 0.0
 
 
 def test_one_tensor_takes_no_memory() -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
 
 from distributed.harness import RankFailure
@@ -175,6 +176,22 @@ def test_state_of_another_module_is_refused(ranks: Any, tmp_path: Path) -> None:
 
 def make_group() -> dist.ProcessGroup:
     return dist.new_group([0, 1])
+
+
+def make_two_groups() -> dist.ProcessGroup:
+    groups = [dist.new_group([0, 1]), dist.new_group([2])]
+    return groups[dist.get_rank() == 2]
+
+
+def train_in_groups_of_two_sizes() -> int:
+    strategy = DCTStrategy(process_group=make_two_groups, density=0.05)
+    fit(strategy, Module(), 4)
+    return strategy.synchronizer.exchange.everyone.size
+
+
+def test_groups_of_two_sizes(ranks: Any) -> None:
+    """Oracle: a group of one rank has nobody to make groups with, and yet takes part where others make theirs."""
+    assert ranks(3).run(train_in_groups_of_two_sizes) == [2, 2, 1]
 
 
 def train_in_own_group() -> tuple[bool, int]:
@@ -350,6 +367,58 @@ def train_folds(compress: str) -> tuple[list[bool], int]:
 def test_modules_that_are_dropped_are_not_kept(ranks: Any, compress: str) -> None:
     """Oracle: no reference; and ranks that disagree for a while on what is there do not wait for each other."""
     assert ranks(2).run(train_folds, compress) == [([False] * 9, 0)] * 2
+
+
+def train_in_phases(path: Path, delay: int) -> tuple[list[bool], list[int]]:
+    """A new optimizer for each phase; then a resume with one. Whether buffers were alike, and the steps it counts."""
+
+    def begin() -> tuple[Fabric, Any]:
+        strategy = FabricDCTStrategy(local_steps=2, delay=delay, density=0.5, warmup_steps=0)
+        fabric = Fabric(accelerator=accelerator(), devices=dist.get_world_size(), strategy=strategy)
+        fabric.launch()
+        torch.manual_seed(0)
+        layers = torch.nn.Sequential(torch.nn.Linear(4, 40), torch.nn.BatchNorm1d(40))
+        return fabric, fabric.setup_module(layers)
+
+    def train(steps: int) -> list[bool]:
+        alike = []
+        for _ in range(steps):
+            inputs = torch.randn(16, 4, device=fabric.device) * (1 + rank())
+            fabric.backward(module(inputs).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            means = fabric.all_gather(module.module[1].running_mean)
+            alike.append(torch.equal(means[0], means[1]))
+        return alike
+
+    fabric, module = begin()
+    optimizer = fabric.setup_optimizers(torch.optim.SGD(module.parameters(), lr=0.01))
+    train(3)
+    optimizer = fabric.setup_optimizers(torch.optim.SGD(module.parameters(), lr=0.01))
+    train(4)
+    gc.collect()
+    optimizer = fabric.setup_optimizers(torch.optim.SGD(module.parameters(), lr=0.01))
+    alike = train(8)
+    fabric.save(path, {"module": module, "optimizer": optimizer})
+    fabric, module = begin()
+    optimizer = fabric.setup_optimizers(torch.optim.SGD(module.parameters(), lr=0.01))
+    fabric.load(path, {"module": module, "optimizer": optimizer})
+    train(1)
+    clocks = fabric.strategy.synchronizers[0].state_dict()["exchange_clocks"]
+    return alike, [clocks[f"steps of {number}"] for number in range(2) if f"steps of {number}" in clocks]
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_an_optimizer_for_each_phase(ranks: Any, tmp_path: Path, delay: int) -> None:
+    """Oracle: running statistics are averaged in the last phase, too, and the last optimizer's clock goes on."""
+    for alike, steps in ranks(2).run(train_in_phases, tmp_path / "a.ckpt", delay):
+        assert alike == [step % 2 == 1 for step in range(8)]
+        assert 9 in steps
+
+
+def test_fabric_has_no_automatic_settings() -> None:
+    assert "dct_auto" not in STRATEGY_REGISTRY.available_strategies()
+    assert "dct" in STRATEGY_REGISTRY.available_strategies()
 
 
 def train_parts_of_a_list() -> list[torch.Tensor]:

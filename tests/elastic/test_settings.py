@@ -13,7 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_dct import DCTElasticStrategy, DCTStrategy
 from lightning_dct.config import DCTConfig
-from lightning_dct.elastic.elastic_updates import Header
+from lightning_dct.elastic.elastic_updates import Header, refuse_dtypes
 from lightning_dct.elastic.joining import compare_settings, compare_starts, settings_of, train_only, trained_names
 from lightning_dct.elastic.present import import_torchft
 
@@ -34,6 +34,17 @@ def test_settings_that_take_all_ranks(setting: dict[str, Any], monkeypatch: pyte
     monkeypatch.setattr("lightning_dct.elastic.elastic_strategy.import_torchft", lambda: None)
     with pytest.raises(ValueError, match=next(iter(setting))):
         DCTElasticStrategy(**setting)
+
+
+def test_parameters_that_cannot_be_read_in_place() -> None:
+    parameters = {
+        torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16)): "half",
+        torch.nn.Parameter(torch.ones(2, 3).t()): "turned",
+    }
+    for parameter, name in parameters.items():
+        with pytest.raises(ValueError, match=f"(?s){name}.*Use `strategy='dct'`"):
+            refuse_dtypes({parameter: name})
+        refuse_dtypes({parameter.requires_grad_(False): name})
 
 
 def test_settings_on_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_dct.callbacks.requirements import InternalCallback, expected_steps
-from lightning_dct.compress.bucket_plan import real_numel
 from lightning_dct.config import DCTConfig
 from lightning_dct.cost.timing import MeasuredLink, measure_link
 from lightning_dct.kernels import faster_kernel_missing
@@ -190,8 +189,7 @@ class RunAdvice(InternalCallback):
         costs = self._clock.costs
         if self._link is None or costs is None:
             return []
-        names = strategy.synchronizer.parameter_names
-        dense = self._link.all_reduce_seconds(FP32_BYTES * sum(real_numel(p) for p in names if p.requires_grad))
+        dense = self._link.all_reduce_seconds(FP32_BYTES * strategy.synchronizer.entries_under_ddp())
         time = time_of_step(costs, dense, self._link, strategy.dense_rival)
         rows, slow = [("time of a step", time)], self._slow
         if slow is not None and slow.share_of_step > MUCH:

@@ -330,10 +330,12 @@ def files_beside(path: str) -> list[str]:
     """What lies in the folder of a checkpoint: before a save, files of earlier and of killed saves."""
     folder = state_folder(path)
     files, place = url_to_fs(folder)
-    if not files.isdir(place):
+    try:
+        listed = files.ls(place, detail=False) if files.isdir(place) else []
+    except FileNotFoundError:  # another node has just removed it from a shared disk
         return []
     # Storage services may list folders with a slash at their end, and the folder itself.
-    names = {os.path.basename(name.rstrip("/")) for name in files.ls(place, detail=False)}
+    names = {os.path.basename(name.rstrip("/")) for name in listed}
     return [f"{folder}/{name}" for name in sorted(names - {os.path.basename(place)})]
 
 

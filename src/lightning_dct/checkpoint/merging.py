@@ -1,10 +1,13 @@
-"""The state that each rank starts from at another world size, made of the states of all ranks that saved."""
+"""The state that each rank starts from: at another world size, made of the states of all ranks that saved."""
 
 import math
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_dct.checksums import CheckpointError
@@ -20,16 +23,13 @@ def merge_states(states: Sequence[Mapping[str, Any]], stages: int = 1) -> dict[s
 
     ``states`` is one state (the rank's own), or those of all ranks of the saved world, of which ``stages`` ranks
     together held one replica. In the result each entry of ``"modules"`` is the list of that module's states.
+    :func:`without_place` removes what then belongs to no rank.
     """
     modules = {name: [state["modules"][name] for state in states] for name in states[0].get("modules", {})}
     merged = {**states[0], "modules": modules}
     if len(states) == 1:
         return merged
     replicas = len(states) // stages
-    # A mean of the ranks' optimizers or loss scalers would continue none of them. Updates in flight are still in the
-    # ranks' own weights, and are sent again.
-    for part in ("optimizers", "scaler", "in_flight"):
-        merged.pop(part, None)
     names = {name for state in states for part in ("residuals", "owned") for name in state[part]}
     merged["residuals"] = {name: _mean_residual(states, name, replicas) for name in sorted(names)}
     merged["owned"] = {}
@@ -44,6 +44,15 @@ def merge_states(states: Sequence[Mapping[str, Any]], stages: int = 1) -> dict[s
             for part in states[0]["thresholds"]
         }
     return merged
+
+
+def without_place(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state for ranks in another layout than those that saved.
+
+    A mean of the ranks' optimizers or loss scalers would continue none of them, and of shards they have other rows.
+    Updates in flight are still in the ranks' own weights, and are sent again.
+    """
+    return {part: value for part, value in state.items() if part not in ("optimizers", "scaler", "in_flight")}
 
 
 def _mean_over_replicas(states: Sequence[Mapping[str, Any]], part: str, replicas: int) -> dict[str, Tensor]:
@@ -116,3 +125,42 @@ def _joined(pieces: Sequence[Mapping[str, Any]], part: str, name: str) -> Tensor
         for piece in pieces
     ]
     return torch.cat(flat) if part == "residuals" else torch.cat(flat).view(-1, *there.shape[1:])  # residuals are flat
+
+
+def checksum_of_groups(states: Iterable[Mapping[str, Any]]) -> int:
+    """A checksum of the hyperparameters in optimizer states, to see whether somebody edits them in a checkpoint."""
+    plain = (int, float, str, list, tuple, Tensor)  # of others `repr` may have an address
+    groups = [group for state in states for group in state.get("param_groups", [])]
+    kept = [
+        {key: value for key, value in group.items() if isinstance(value, plain) and key != "params"} for group in groups
+    ]
+    return zlib.crc32(repr(apply_to_collection(kept, Tensor, Tensor.tolist)).encode())
+
+
+def with_edited_groups(
+    own: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]], saved_checksum: int | None
+) -> Sequence[Mapping[str, Any]]:
+    """A rank's own states of the optimizers, with the hyperparameters of the checkpoint if these have been edited.
+
+    ``theirs`` are the states in the checkpoint. ``saved_checksum`` is of the hyperparameters that were saved; None if
+    it is not known. If ``theirs`` are others, such as none, because a hook has changed them, each rank continues with
+    those.
+    """
+    if [len(one["param_groups"]) for one in theirs] != [len(one["param_groups"]) for one in own]:
+        rank_zero_warn(
+            "The checkpoint's optimizers are others than were saved, or none. Every rank continues with those of the"
+            " checkpoint."
+        )
+        return theirs
+    if saved_checksum in (None, checksum_of_groups(theirs)):
+        return own
+    rank_zero_warn(
+        "The checkpoint's optimizers have other hyperparameters, such as the learning rate, than were saved. Every rank"
+        " continues with those of the checkpoint."
+    )
+    states = []
+    for their, mine in zip(theirs, own, strict=True):
+        pairs = zip(their["param_groups"], mine["param_groups"], strict=True)
+        groups = [{**group, "params": my_group["params"]} for group, my_group in pairs]
+        states.append({**mine, "param_groups": groups})
+    return states

@@ -23,7 +23,7 @@ from lightning_dct.checkpoint.format import (
     state_folder,
     state_path,
 )
-from lightning_dct.checkpoint.merging import merge_states, put_together
+from lightning_dct.checkpoint.merging import merge_states, put_together, without_place
 from lightning_dct.checksums import CheckpointError, checksum_of
 from lightning_dct.sync.synchronizer import Synchronizer
 
@@ -172,7 +172,7 @@ def restore_state(
     state: dict[str, Any] = {}
 
     def read() -> None:
-        layout = strategy.global_rank, strategy.world_size, strategy.stages
+        layout = strategy.global_rank, strategy.world_size, strategy.stages, strategy.holds_shards
         state.update(read_state(strategy.checkpoint_io, path, note, *layout, weights_only))
         # Ranks save weights of their own only if updates are exchanged.
         saved_with = "updates" if "weights" in state else "gradients"
@@ -213,34 +213,41 @@ def read_state(
     rank: int,
     world_size: int,
     stages: int = 1,
+    holds_shards: bool = False,
     weights_only: bool | None = None,
 ) -> dict[str, Any]:
     """Read the state a rank starts from: its own, or the merged states of all ranks if the layout has changed.
 
-    :func:`check_note` has accepted ``note``; ``world_size`` and ``stages`` describe the layout now.
+    :func:`check_note` has accepted ``note``; ``world_size``, ``stages`` and ``holds_shards`` (of every parameter, and
+    not whole stages) describe the layout now.
 
     Raises:
         CheckpointError: A file is corrupt, or belongs to another rank, save or step.
         FileNotFoundError: The files are not beside the checkpoint.
     """
-    states = []
     saved_stages = note["stages"]
     same_layout = (world_size, stages) == (note["world_size"], saved_stages)
     fingerprints = note["fingerprints"] or [""] * note["world_size"]
-    for saved_rank in [rank] if same_layout else range(note["world_size"]):
+
+    def read_one(saved_rank: int) -> dict[str, Any]:
         file, known = state_path(path, note, saved_rank), fingerprints[saved_rank]
         try:
-            states.append(read_checked(checkpoint_io, file, identity(note, saved_rank), known, weights_only))
+            return read_checked(checkpoint_io, file, identity(note, saved_rank), known, weights_only)
         except FileNotFoundError as error:
             raise FileNotFoundError(
                 f"The checkpoint {path!r} was saved with compression state, but {file!r} is not there. Put the folder"
                 f" {state_folder(path)!r} beside the checkpoint, or continue without the ranks' residuals:"
                 " `missing_state='reset'` in the strategy."
             ) from error
+
+    own = read_one(rank) if same_layout else {}
+    if same_layout and (stages == 1 or ("shards" in own) == holds_shards):
+        return merge_states([own])
+    states = [read_one(saved_rank) for saved_rank in range(note["world_size"])]
     try:
-        if len(states) > 1 and "shards" in states[0]:
+        if "shards" in states[0]:
             states, saved_stages = put_together(states, saved_stages), 1
-        return merge_states(states, saved_stages)
+        return without_place(merge_states(states, saved_stages))
     except Exception as error:
         # torch raises many kinds of errors on tensors that do not fit.
         raise CheckpointError(

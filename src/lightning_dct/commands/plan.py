@@ -92,7 +92,7 @@ def _print_forecast(arguments: argparse.Namespace) -> None:
     given, workload = Given.of({name: getattr(arguments, name) for name in names}), _workload(arguments)
     replicas = world_size // (shards or 1)
     config = given.for_run(replicas, arguments.steps)
-    sizes = [real_numel(workload.parameters[name]) for bucket in workload.buckets for name in bucket]
+    sizes = [real_numel(workload.parameters[name]) for bucket in workload.buckets_under(config) for name in bucket]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     speed = measure_speed(config, sizes, 1.0, device)
     print(f"A run of {arguments.steps:,} optimizer steps:")

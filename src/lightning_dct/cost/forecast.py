@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
+from lightning_dct.compress.bucket_plan import real_numel
 from lightning_dct.config import DCTConfig
 from lightning_dct.cost.bytes_sent import (
     Group,
@@ -109,7 +110,7 @@ class Forecast:
                 continue
             step = step_of_all(partial(compressed_step, name, config), groups, fsdp, every)
             if name == "by_node" or self.shards is not None:
-                most = max(sent.between for sent in step.sent)
+                most = max(1, *(sent.between for sent in step.sent))
                 ratio = (max(sent.between for sent in dense.sent) - fsdp.between) / most
             else:
                 ratio = dense.sent[0].total / max(1, *(sent.total for sent in step.sent))  # all gradients may be sparse
@@ -164,11 +165,13 @@ def describe(forecast: Forecast, more: Sequence[str]) -> str:
 
 def _title(forecast: Forecast) -> str:
     config, layout = forecast.config, forecast.layout
+    names = [name for bucket in forecast.workload.buckets_under(config) for name in bucket]
+    entries = sum(real_numel(forecast.workload.parameters[name]) for name in names)
     every = "step" if config.round_length == 1 else f"{config.round_length:,} steps"
     what = "gradients" if config.compress == "gradients" else f"updates every {every}"
     replicas = "" if forecast.shards is None else f" in replicas of {_many(forecast.shards, 'shard')}"
     return (
-        f"{forecast.workload.entries:,} parameters in {_many(sum(map(len, forecast.workload.buckets)), 'tensor')},"
+        f"{_many(entries, 'parameter')} in {_many(len(names), 'tensor')},"
         f" {100 * config.density:g}% of the entries, {config.value_format} values, {what};"
         f" {_many(len(layout.places), 'rank')}{replicas} on {_many(len(layout.nodes), 'node')},"
         f" {rate_text(forecast.link)} from each {'rank' if len(layout.nodes) == 1 else 'node'}"
@@ -199,7 +202,12 @@ def _notes(forecast: Forecast) -> list[str]:
     chosen, dense = forecast.row(forecast.choice.name), forecast.row(DENSE)
     rival = "strategy='ddp'" if forecast.shards is None else "HSDP"
     notes = [f'exchange="auto" takes {chosen.name!r}: {forecast.choice.reason}.']
-    if chosen.seconds < dense.seconds:
+    if forecast.workload.sparse and forecast.config.compress == "updates":
+        notes.append(
+            "The dense column leaves out embeddings with sparse gradients, and the others have them. So compare a run"
+            " with both strategies."
+        )
+    elif chosen.seconds < dense.seconds:
         notes.append(
             f"Synchronising takes {1e3 * chosen.seconds:,.1f} ms a step instead of {1e3 * dense.seconds:,.1f}, if"
             " backward hides none of it. These figures do not include a round trip's latency."

@@ -142,7 +142,7 @@ class ElasticUpdates(UpdateSynchronizer):
         self.due, began = False, time.monotonic()
         self.train_until, self._round = 0, self.present.round
         self.weights.hide()
-        with self.traffic.timed("exchange"):
+        with self.traffic.timed("exchange", "seconds_waiting"):
             met = self.present.meet()  # a rank that is behind has the others' shared weights afterwards
         if met:
             self._exchange()
@@ -199,7 +199,8 @@ class ElasticUpdates(UpdateSynchronizer):
         nanoseconds = int(1e9 * median(self._times or (0.0,)))
         shared = {"cosine": rounds.cosine.value, "history": self._history}
         header = Header(self._rank, rounds.steps, self._trained, num_bytes, nanoseconds, **shared)
-        gathered = present.gather(torch.tensor(header, dtype=torch.int64))
+        with self.traffic.timed("exchange", "seconds_waiting"):
+            gathered = present.gather(torch.tensor(header, dtype=torch.int64))
         if gathered is None:
             present.agree()
             return
@@ -235,9 +236,11 @@ class ElasticUpdates(UpdateSynchronizer):
         size = next(iter(sizes))
         sent = torch.cat([*payloads, uncompressed]) if sends else torch.zeros(size, dtype=torch.uint8)
         self.exchange.everyone.count(all_gather_bytes(size, present.size()))
-        rows = present.gather(sent)
         this_round, quorum = present.round, present.quorum
-        if not present.agree() or rows is None:
+        with self.traffic.timed("exchange", "seconds_waiting"):
+            rows = present.gather(sent)
+            agreed = present.agree()
+        if not agreed or rows is None:
             parts = [(names, plan, payload) for (names, plan), payload in zip(buckets, payloads, strict=bool(payloads))]
             self._unsure = (this_round, quorum, parts) if sends else None
             if own.step < step:  # the next exchange may be with others that are behind, too
@@ -361,6 +364,11 @@ class ElasticUpdates(UpdateSynchronizer):
 def refuse_dtypes(names: Mapping[Tensor, str]) -> None:
     """Refuse parameters that cannot be exchanged in place (ValueError)."""
     for parameter, name in names.items():
+        if parameter.requires_grad and not parameter.is_contiguous():
+            raise ValueError(
+                f"`strategy='dct_elastic'` exchanges contiguous parameters, and {name!r} is not. Use `strategy='dct'`,"
+                " or make it so: `parameter.data = parameter.data.contiguous()`."
+            )
         if parameter.requires_grad and (parameter.dtype not in IN_PLACE or parameter.device.type != "cpu"):
             raise ValueError(
                 f"`strategy='dct_elastic'` exchanges parameters of float32 or float64 on the CPU, and {name!r} is"

@@ -88,7 +88,10 @@ def make_exchange(
         check_kernel(config.kernel, device)
     parameters = {name: parameter for parameter, name in names.items()}
     everyone = Link(group, traffic)
+    may_make = config.delay or config.exchange in ("auto", "by_node")
     if everyone.size == 1 or not parameters:
+        if may_make:  # other groups of the job may need this rank for theirs
+            make_groups([], group, timeout)
         return AllGather(everyone)
     name: str = config.exchange
     members = dist.get_process_group_ranks(group)
@@ -107,7 +110,7 @@ def make_exchange(
         if name == "by_node":
             nodes = [tuple(members[rank] for rank in ranks) for ranks in layout.nodes]
             wanted += [*nodes, *zip(*nodes, strict=True)]
-    made = make_groups(wanted, group, timeout) if config.delay or config.exchange in ("auto", "by_node") else []
+    made = make_groups(wanted, group, timeout) if may_make else []
     everyone = Link(made[0] if config.delay else group, traffic, layout.ranks_per_node if name == "by_node" else 1)
     exchange: Exchange
     if name == "by_node":

@@ -116,6 +116,8 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
         )
         self._hooks: list[RemovableHandle] = []
 
+    holds_shards = True
+
     @property
     def stages(self) -> int:  # type: ignore[override]
         """The ranks per replica."""

@@ -79,9 +79,10 @@ class Placement:
         return {name: value for name, value in state.items() if name.startswith(own)}
 
     def drop_foreign(self, saved: dict[str, Any]) -> None:
-        """Drop the residuals of other ranks' pieces from a state that another number of stages has saved."""
+        """Drop residuals and waiting gradients of other ranks' pieces from a state of another number of stages."""
         foreign = self._names(self.foreign)
-        saved["residuals"] = {name: r for name, r in saved["residuals"].items() if not name.startswith(foreign)}
+        for part in ("residuals", "accumulated"):
+            saved[part] = {name: one for name, one in saved.get(part, {}).items() if not name.startswith(foreign)}
 
     def check_parameters(self) -> None:
         """Refuse parameters that no stage or two stages would train, and a stage without any (ValueError)."""

@@ -26,9 +26,12 @@ class Buffers:
     def average(self) -> None:
         """Give every rank the mean; a collective call."""
         buffers = list(self.named().values())
-        # A mean in half precision would change a number that all ranks have alike, and may be infinite.
-        for dtype in dict.fromkeys(_summed_in(buffer) for buffer in buffers):
-            some = [buffer for buffer in buffers if _summed_in(buffer) == dtype]
+        # A mean in half precision would change a number that all ranks have alike, and may be infinite. So would one in
+        # fp32 where dividing by the number of ranks rounds.
+        divides = all(link.size & (link.size - 1) == 0 for link in self._average_over)
+        least = torch.float32 if divides else torch.float64
+        for dtype in dict.fromkeys(torch.promote_types(buffer.dtype, least) for buffer in buffers):
+            some = [buffer for buffer in buffers if torch.promote_types(buffer.dtype, least) == dtype]
             together = torch.cat([buffer.reshape(-1).to(dtype) for buffer in some])
             for link in self._average_over:
                 all_reduce_mean(together, link).wait()
@@ -51,10 +54,6 @@ class Buffers:
             if name in self._own and torch.equal(buffer, self._shown[name]):
                 buffer.copy_(self._own[name])
         self._own, self._shown = {}, {}
-
-
-def _summed_in(buffer: Tensor) -> torch.dtype:
-    return torch.promote_types(buffer.dtype, torch.float32)
 
 
 class MeanBuffers(Buffers):

@@ -60,6 +60,7 @@ class Rounds:
         without_gradient: Parameters that have had no gradient yet, sparse or dense.
         in_flight: Updates that have not been applied.
         cosine: How alike the steps of the ranks are.
+        since_buffers: Its steps since an exchange has averaged buffers.
     """
 
     steps: int = 0
@@ -73,6 +74,7 @@ class Rounds:
     without_gradient: list[Tensor] = field(default_factory=list)
     in_flight: list[InFlight] = field(default_factory=list)
     cosine: StepCosine = field(default_factory=StepCosine)
+    since_buffers: int = 0
 
     def due(self, length: int, takes_turns: bool) -> list[list[str]]:
         """The buckets that are sent after this step, ``length`` steps after the last time.
@@ -145,6 +147,7 @@ def save_rounds(
     in_flight: dict[str, Tensor] = {}
     for number, own_rounds in rounds.items():
         clocks[f"steps of {number}"] = own_rounds.steps
+        clocks[f"unaveraged of {number}"] = own_rounds.since_buffers
         clocks[f"cosine of {number}"] = own_rounds.cosine.value
         if own_rounds.cosine.measured is not None:
             clocks[f"measured of {number}"] = own_rounds.cosine.measured
@@ -167,10 +170,12 @@ def load_rounds(
         what, _, of = key.partition(" ")
         if what == "refresh":
             to_refresh.add(of)
-        elif what in ("steps", "cosine", "measured"):
+        elif what in ("steps", "unaveraged", "cosine", "measured"):
             own_rounds = rounds.setdefault(int(of.split(" ")[1]), Rounds())
             if what == "steps":
                 own_rounds.steps = value
+            elif what == "unaveraged":
+                own_rounds.since_buffers = value
             elif what == "cosine":
                 own_rounds.cosine.value = min(value, WHOLE)
             else:

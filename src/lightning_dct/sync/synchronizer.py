@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -100,6 +100,11 @@ class Synchronizer:
         size = real_numel(parameter)
         plan = self._plan_of([parameter], [size], real_dtype(parameter))
         return plan.targets[0] / size if plan.targets[0] else 1.0
+
+    def entries_under_ddp(self, sparse: Collection[Tensor] = ()) -> int:
+        """Entries that DistributedDataParallel all-reduces in a step: not those of parameters with sparse gradients."""
+        trained = [one for one in self.parameter_names if one.requires_grad and one not in sparse]
+        return sum(map(real_numel, trained))
 
     def norms(self) -> dict[str, float]:
         """Euclidean norm of this rank's residual of each parameter, by name."""

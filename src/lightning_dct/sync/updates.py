@@ -196,17 +196,24 @@ class UpdateSynchronizer(Synchronizer):
             if not config.delay:
                 self.flow.apply(rounds, rounds.in_flight)
             # Training does not use the running statistics of a BatchNorm, so warm-up does not average them more often.
-            if rounds.steps % config.round_length == 0:
-                first = min([number for number, other in self._rounds.items() if other.names])
-                if rounds is self._rounds[first]:
-                    self.buffers.average()
+            if rounds.steps % config.round_length == 0 and self._averages_buffers(rounds):
+                self.buffers.average()
         self.memory.awaited.poll()
+
+    def _averages_buffers(self, rounds: Rounds) -> bool:
+        """Whether an exchange averages buffers: those of the first optimizer do, and of another one if it rests."""
+        first = next(self._rounds[number] for number in sorted(self._rounds) if self._rounds[number].names)
+        averages = rounds is first or rounds.since_buffers > self.config.round_length
+        for other in self._rounds.values() if averages else ():
+            other.since_buffers = 0
+        return averages
 
     def _count_step(self, optimizer: Optimizer) -> Rounds:
         """Count a step of an optimizer, and the bytes that DistributedDataParallel would have sent for it."""
         rounds, everyone = self._rounds[self._number_of(optimizer)], self.exchange.everyone
         self.request_refresh_when_due()
         rounds.steps += 1
+        rounds.since_buffers += 1
         self.synchronisations += 1
         self.steps_since_refresh += 1
         everyone.count_dense(rounds.bytes_under_ddp(self.weights.parameters, everyone.size))
@@ -242,6 +249,13 @@ class UpdateSynchronizer(Synchronizer):
             if rounds.in_flight:
                 self.flow.apply(rounds, rounds.in_flight)
 
+    def forget_optimizer(self, number: int) -> None:
+        """Apply the updates in flight of an optimizer that steps no more, and forget its clock; a collective call."""
+        if (rounds := self._rounds.get(number)) is not None:
+            self.weights.hide()
+            self.flow.apply(rounds, rounds.in_flight)
+            del self._rounds[number]
+
     def average_buffers(self) -> None:
         """Give every rank the mean of the floating-point buffers; a collective call."""
         if self.buffers.named():
@@ -257,6 +271,11 @@ class UpdateSynchronizer(Synchronizer):
         """Continue with this rank's own weights and buffers, or with what was written into them meanwhile."""
         self.weights.hide()
         self.buffers.give_back()
+
+    def entries_under_ddp(self, sparse: Collection[Tensor] = ()) -> int:
+        """The same, without those whose gradients have turned out to be sparse."""
+        found = {parameter for rounds in self._rounds.values() for parameter in rounds.sparse}
+        return super().entries_under_ddp(found.union(sparse))
 
     def norms(self) -> dict[str, float]:
         """Euclidean norm of this rank's residual of each parameter, of its own updates and of sums."""
