@@ -45,6 +45,7 @@ from lightning_dct.sync.setup import (
     check_settings,
     make_gradient_synchronizer,
     make_update_synchronizer,
+    parameter_names,
 )
 from lightning_dct.sync.step_guard import StepGuard
 from lightning_dct.sync.synchronizer import Synchronizer
@@ -116,6 +117,8 @@ class DCTStrategy(DDPStrategy):
                 f"Fabric's `DCTStrategy` cannot hold `ShardedEmbeddingBags` ({', '.join(map(repr, tables))}), which are"
                 " spread over the ranks. Use Lightning's Trainer."
             )
+        if self.config.compress == "updates":
+            self._refuse_shared(module)
         group = check_settings(self.config, module, self._ddp_kwargs, {})
         synchronizer: Synchronizer
         optimizers: list[weakref.ref[Optimizer]] = []
@@ -142,6 +145,18 @@ class DCTStrategy(DDPStrategy):
             if (optimizer := earlier()) is not None:
                 self._trained_by(optimizer)
         return module
+
+    def _refuse_shared(self, module: Module) -> None:
+        """Refuse a module with parameters of another one that was set up (ValueError): both would exchange them."""
+        names = parameter_names(module)
+        for other, its in self._synchronized.items():
+            shared = [names[one] for one in its.synchronizer.parameter_names if one in names]
+            if shared and other is not module and isinstance(its.synchronizer, UpdateSynchronizer):
+                raise ValueError(
+                    f"The parameter {shared[0]!r} is also in a module that was set up before, and both would exchange"
+                    " its updates. Put both modules into one `torch.nn.Module` and set that up. If the other one is no"
+                    " longer needed, delete it and its optimizer first. Or use `compress='gradients'`."
+                )
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Register an optimizer."""
@@ -186,7 +201,7 @@ class DCTStrategy(DDPStrategy):
                 yield
             finally:
                 self._is_evaluating = False
-                for synchronizer in updates:
+                for synchronizer in reversed(updates):
                     synchronizer.end_evaluation()
 
     def get_module_state_dict(self, module: Module) -> dict[str, Any]:

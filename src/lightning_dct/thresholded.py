@@ -11,6 +11,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
@@ -126,6 +127,8 @@ class ThresholdedStrategy(CheckpointedStrategy):
                 "Sharded embedding tables do not work with a loss scaler: their residuals would be rescaled in every"
                 " step. Use `precision='bf16-mixed'` instead of `'16-mixed'`."
             )
+        for table in tables.values():
+            table.exchange_group.come_to = self._come_to_look_up
         if tables:
             rows = {id(module.weight) for module in tables.values()}
             group = next(iter(tables.values())).exchange_group.group
@@ -192,6 +195,11 @@ class ThresholdedStrategy(CheckpointedStrategy):
         peers = range(self.world_size) if group is None else dist.get_process_group_ranks(group)
         self.lifeline.come_to(what, said, peers, patience_s)
 
+    def _come_to_look_up(self) -> None:
+        """Come to a look-up of rows in fit, but not in a step or an evaluation, in which ranks may have more batches."""
+        if not self._in_step and self._module.trainer.training:
+            self.come_to("a look-up of embedding rows outside a step")
+
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""
         self.come_to("a barrier")
@@ -254,11 +262,19 @@ class ThresholdedStrategy(CheckpointedStrategy):
             self.updates.average_buffers()
         if self.synchronizer is not None:
             self.synchronizer.flush()
+            if self.updates is not None and self.synchronizer.synchronisations and not self.traffic.totals.entries:
+                rank_zero_warn(
+                    f"This run has ended after {self.synchronizer.synchronisations} optimizer steps, before its first"
+                    f" exchange: the shared weights, which you see, have not changed. Lower `local_steps`"
+                    f" ({self.config.round_length} here), or train for longer."
+                )
         self.come_to("the end of fit")
 
     def teardown(self) -> None:
         """Close the exchange, and put the shared weights into the model."""
         self._step_guard.stop()
+        for table in self.sharded_tables().values() if self._has_tables else ():
+            table.exchange_group.come_to = None
         if self.synchronizer is not None:
             self.synchronizer.exchange.close()
         if self.updates is not None:

@@ -5,7 +5,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_dct.activations.module import modules_of
 from lightning_dct.callbacks.requirements import require_dct
@@ -86,6 +86,14 @@ class EmbeddingPruning(pl.Callback):
             if module.kept is None:
                 left = prune(module, self.keep, trainer.optimizers)
                 rank_zero_info(f"Step {_completed_steps(trainer)}: rank 0 keeps {left:.1%} of the bytes of {name!r}.")
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Warn if it was not time in the whole run."""
+        if _completed_steps(trainer) < self.at_step and _tables_of(pl_module):
+            rank_zero_warn(
+                f"`EmbeddingPruning(at_step={self.at_step})` has pruned nothing: the run has ended at step"
+                f" {_completed_steps(trainer)}. Lower `at_step`."
+            )
 
 
 def _tables_of(model: pl.LightningModule) -> dict[str, ShardedEmbeddingBags]:

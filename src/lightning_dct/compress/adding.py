@@ -36,7 +36,7 @@ def add_to_bucket(
             add_sums(totals, owns or None, [0], sent)
         return
     sums = [sum(of_sender) for of_sender in counts]
-    values = torch.empty(sum(sums))
+    values = torch.empty(sum(sums), dtype=torch.float32)
     for one, own_counts, own in zip(arrived, counts, values.split_with_sizes(sums), strict=True):
         unpack_values(one.plan.layout, one.payload, own_counts, own)
         _check_finite(one, own)
@@ -54,7 +54,7 @@ def _stretches(size: int, flags: Tensor, arrived: Sequence[SentPayload]) -> Iter
     """
     cursors = [0] * len(arrived)
     room = flags.new_zeros(len(arrived), flags_num_bytes(AT_ONCE))
-    memory = torch.empty(8 + len(arrived) * AT_ONCE)
+    memory = torch.empty(8 + len(arrived) * AT_ONCE, dtype=torch.float32)
     for start in range(0, size, AT_ONCE):
         stop = min(start + AT_ONCE, size)
         packed = flags[:, start // 8 : (stop + 7) // 8]

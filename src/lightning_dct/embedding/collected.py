@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple, cast
 
@@ -43,6 +43,8 @@ class RowCollectives:
         self.world_size = group.size() if group else 1
         self.device = device
         self._keeps_group: RowCollectives | None = None  # of a copy: the group ends with its original
+        # Called before each look-up, to compare what ranks do; a strategy sets it.
+        self.come_to: Callable[[], None] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowCollectives:
         """The same ranks, with a device of its own: callbacks that average weights copy the whole model."""
@@ -92,6 +94,8 @@ class RowCollectives:
             if fault is not None:
                 raise fault
             return numbers
+        if self.come_to is not None:
+            self.come_to()
         sent = torch.from_numpy(numbers.astype(np.int32)).to(self.device)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)

@@ -80,6 +80,8 @@ class ShardedEmbeddingBags(TableState):
         seed: int = 0,
     ) -> None:
         super().__init__(refresh_every)
+        if not isinstance(table_rows, Sequence):
+            raise TypeError(f"`table_rows` must list the number of rows of each table, got {table_rows!r}.")
         if not table_rows:
             raise ValueError("`table_rows` is empty: give the number of rows of each table.")
         for table, rows in enumerate(table_rows):

@@ -96,7 +96,7 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
         check_torch(type(self))
         if replicas is not None:
             check_integer("replicas", replicas, minimum=1)
-        if isinstance(unit, int):
+        if not (isinstance(unit, type) or (isinstance(unit, tuple) and all(isinstance(one, type) for one in unit))):
             check_integer("unit", unit, minimum=1)
         if (tensor_parallel_size := settings.pop("tensor_parallel_size", 1)) != 1:
             raise ValueError(

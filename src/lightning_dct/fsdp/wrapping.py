@@ -65,7 +65,13 @@ def units_of(model: nn.Module, unit: Unit = UNIT) -> dict[nn.Module, list[Tensor
 
 
 def check_sharded(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Refuse trained parameters that are not sharded within a replica (ValueError)."""
+    """Refuse trained parameters that are not sharded within a replica, and sparse gradients (ValueError)."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise ValueError(
+                f"`{name}` is an embedding with `sparse=True`, and FSDP2 shards dense gradients only. Leave that out,"
+                " or use `strategy='dct'`."
+            )
     remedy = (
         "Call `fully_shard(module, mesh=self.device_mesh['data_parallel'])` for all modules in `configure_model`, or"
         " leave `configure_model` out and let `DCTFSDPStrategy` do it."

@@ -145,7 +145,7 @@ def add_sums(
 
 def encode_signs(values: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
     """The bytes and scales of ``1bit``, as in :func:`lightning_dct.wire.values.encode_values`."""
-    signs, scales = np.zeros(values.numel() // 64 + 1, np.uint64), torch.empty(len(counts))
+    signs, scales = np.zeros(values.numel() // 64 + 1, np.uint64), torch.empty(len(counts), dtype=torch.float32)
     _encode_signs(values.numpy(), np.array(counts, np.int64), signs, scales.numpy())
     return torch.from_numpy(signs.view(np.uint8)[: (values.numel() + 7) // 8]), scales
 
@@ -159,7 +159,7 @@ def decode_signs(signs: Tensor, counts: Sequence[int], scales: Tensor, values: T
 
 def encode_levels(values: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
     """The codes and scales of ``2bit``, as in :func:`lightning_dct.wire.values.encode_values`."""
-    codes, scales = np.zeros((values.numel() + 3) // 4, np.uint8), torch.empty(len(counts))
+    codes, scales = np.zeros((values.numel() + 3) // 4, np.uint8), torch.empty(len(counts), dtype=torch.float32)
     _encode_levels(values.numpy(), np.array(counts, np.int64), codes, scales.numpy())
     return torch.from_numpy(codes), scales
 

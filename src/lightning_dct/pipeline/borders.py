@@ -41,7 +41,8 @@ class Border(NamedTuple):
         """Uninitialised tensors for words and left-over bytes."""
         words, num_bytes = self.layout.on_the_wire
         left_over = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        return torch.empty(words, device=device, requires_grad=requires_grad), left_over
+        # Lightning's contexts of steps change the default dtype.
+        return torch.empty(words, dtype=torch.float32, device=device, requires_grad=requires_grad), left_over
 
 
 def trace_borders(

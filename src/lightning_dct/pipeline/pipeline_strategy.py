@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -125,6 +126,12 @@ class DCTPipelineStrategy(DCTStrategy):
             raise ValueError(
                 "`DCTPipelineStrategy` works with automatic optimisation only: the schedule runs backward itself, in"
                 " the middle of `training_step`. Remove `self.automatic_optimization = False`."
+            )
+        trainer = getattr(model, "_trainer", None)
+        if any(isinstance(callback, BaseFinetuning) for callback in getattr(trainer, "callbacks", ())):
+            raise ValueError(
+                "`BaseFinetuning` does not work with `DCTPipelineStrategy`: it compares parameters of all stages, and a"
+                " rank has those of its own. Freeze and unfreeze with `requires_grad_` in the LightningModule's hooks."
             )
         if getattr(self.precision_plugin, "scaler", None) is not None:
             raise ValueError(

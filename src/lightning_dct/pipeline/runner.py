@@ -3,8 +3,9 @@
 The last stage runs the steps to their end, and every rank logs.
 """
 
+import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -34,8 +35,8 @@ _DIFFERENT = {
     ),
     "keywords": (
         "called the network with different keyword arguments in `{step}`. They do not cross between stages, so they"
-        " must follow from the batch alone: compute them without random numbers and without state that ranks do not"
-        " share, or make them part of the network's first argument."
+        " must follow from the batch alone: compute them without state that ranks do not share, or make them part of"
+        " the network's first argument."
     ),
 }
 
@@ -54,6 +55,8 @@ class Runner:
         self._step_results = StepResults(pipeline.mesh)
         self._borders: dict[Any, list[Border]] = {}
         self._checked: set[tuple[str, str]] = set()
+        # Of the random numbers in steps, the same on all ranks of this pipeline.
+        self._seed = pipeline.mesh.share(torch.initial_seed(), 0)
 
     def train(self, batch: Any, *arguments: Any) -> Tensor:
         """Run forward and backward of a batch, which adds gradients to the parameters' ``.grad``.
@@ -76,14 +79,13 @@ class Runner:
         micro_batches = self._pipeline.micro_batches
         parts = steps.split_batch(batch, micro_batches)
         with self._pipeline.precision():
-            calls = [self._capture("training_step", part, *arguments) for part in parts]
+            calls = [self._capture("training_step", number, part, *arguments) for number, part in enumerate(parts)]
         self._check_same_data("training_step", "keywords", [call.context for call in calls])
         losses: list[Tensor] = []
         logged: list[list[steps.LogCall]] = []
 
         def loss_of(number: int, output: Any) -> Tensor:
-            given = (parts[number], *arguments)
-            result, logs = steps.run_step(self._module, self._network, "training_step", given, output)
+            result, logs = self._run("training_step", number, output, parts[number], *arguments)
             loss = steps.loss_in(result)
             losses.append(loss.detach())
             logged.append(logs)
@@ -107,14 +109,13 @@ class Runner:
         is masked by itself, as in training.
         """
         self._check_same_data(step, "batches", batch)
-        whole = self._capture(step, batch, *arguments)
+        whole = self._capture(step, 0, batch, *arguments)
         self._check_same_data(step, "keywords", whole.context)
         calls = steps.split_ragged(whole, self._pipeline.micro_batches, batch)
         outputs = self._pipeline.forward(calls, [self._borders_of(call) for call in calls])
         sent, result = None, None
         if outputs is not None:
-            given = (batch, *arguments)
-            result, logs = steps.run_step(self._module, self._network, step, given, steps.join(outputs))
+            result, logs = self._run(step, 0, steps.join(outputs), batch, *arguments)
             sent = to_device(result, "cpu"), logs
         shared = self._share(sent, partial(self._mesh.share, stage=self._mesh.stages - 1))
         return to_device(shared, self._pipeline.device) if outputs is None else result
@@ -130,8 +131,20 @@ class Runner:
         steps.replay(self._module, logs)
         return shared
 
-    def _capture(self, step: str, *arguments: Any) -> NetworkCall:
-        return steps.capture_call(self._module, self._network, step, arguments)
+    def _capture(self, step: str, number: int, batch: Any, *arguments: Any) -> NetworkCall:
+        given = steps.copied(batch) if self._mesh.is_last else batch
+        with self._seeded(step, number, arguments):
+            return steps.capture_call(self._module, self._network, step, (given, *arguments))
+
+    def _run(self, step: str, number: int, output: Any, batch: Any, *arguments: Any) -> tuple[Any, list[steps.LogCall]]:
+        with self._seeded(step, number, arguments):
+            return steps.run_step(self._module, self._network, step, (batch, *arguments), output)
+
+    def _seeded(self, step: str, number: int, arguments: Sequence[Any]) -> AbstractContextManager[None]:
+        """Have a step draw the same random numbers whenever it has this micro-batch, also in a resumed run."""
+        trainer = self._module.trainer
+        place = step, trainer.current_epoch, trainer.global_step, [one for one in arguments if isinstance(one, int)]
+        return steps.seeded(zlib.crc32(repr((self._seed, self._mesh.replica, place, number)).encode()))
 
     def _borders_of(self, call: NetworkCall) -> list[Border]:
         leaves, structure = tree_flatten(call)

@@ -1,17 +1,21 @@
 """Runs the user's ``*_step`` without its network, and records its logs.
 
 A step is ordinary code that calls the network once. To capture the arguments of that call, the network's forward is
-replaced by one that ends the step. To compute a loss, it is replaced by one that returns the last stage's output.
+replaced by one that ends the step. To compute a loss, it is replaced by one that returns the last stage's output. So on
+the last stage the code before the call runs twice. It has the same batch and draws the same random numbers both times.
 """
 
 import inspect
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torchmetrics import Metric
@@ -92,6 +96,21 @@ def run_step(
     return result, calls
 
 
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Draw the random numbers of a seed inside (below 2**32), and go on with others afterwards."""
+    with isolate_rng():
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        random.seed(seed)
+        yield
+
+
+def copied(batch: Any) -> Any:
+    """A batch with copies of its tensors, which a step may change in place."""
+    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
+
+
 def loss_in(result: Any) -> Tensor:
     """The loss in the result of ``training_step`` (RuntimeError if none can be differentiated)."""
     loss = result.get("loss") if isinstance(result, dict) else result
@@ -131,7 +150,7 @@ def split_batch(batch: Any, parts: int) -> list[Any]:
     """Cut the tensors of a nested batch along dimension 0; every part gets all scalars and other objects.
 
     Raises:
-        ValueError: A tensor cannot be cut into equal parts, or there is none.
+        ValueError: A tensor cannot be cut into equal parts, tensors have different numbers of rows, or there is none.
     """
     leaves = tree_leaves(batch)
     if not any(map(_has_rows, leaves)):
@@ -146,6 +165,12 @@ def split_batch(batch: Any, parts: int) -> list[Any]:
                 f" pipeline. Choose a batch size that is a multiple of {parts} (and `drop_last=True` for the loader's"
                 " last batch), or other `micro_batches`."
             )
+    if len(lengths := {leaf.shape[0] for leaf in leaves if _has_rows(leaf)}) > 1:
+        raise ValueError(
+            f"The training batch has tensors of {' and '.join(map(str, sorted(lengths)))} rows, and every tensor of it"
+            " is cut into micro-batches along dimension 0. Give all of them a row for each sample, and keep what is no"
+            " data, such as a weight for each feature, in the LightningModule."
+        )
     return _cut(batch, parts)
 
 

@@ -47,6 +47,7 @@ def encode_tensors(values: Tensor, counts: Sequence[int], value_format: str) -> 
     """:func:`encode_values` of ``counts`` values of each tensor."""
     if value_format in ("1bit", "2bit") and fastest_kernel(values.device.type) == "numba":
         kernel = cpu_kernel()
+        values = values if values.dtype == torch.float64 else values.float()  # numba has no other dtypes
         return (kernel.encode_signs if value_format == "1bit" else kernel.encode_levels)(values, counts)
     return encode_values(values, _tensor_index(counts, values.device), len(counts), value_format)
 
