@@ -196,7 +196,7 @@ class ThresholdedStrategy(CheckpointedStrategy):
         self.lifeline.come_to(what, said, peers, patience_s)
 
     def _come_to_look_up(self) -> None:
-        """Come to a look-up of rows in fit, but not in a step or an evaluation, in which ranks may have more batches."""
+        """Come to a look-up of rows in fit, outside steps and evaluations, in which ranks may have more batches."""
         if not self._in_step and self._module.trainer.training:
             self.come_to("a look-up of embedding rows outside a step")
 
@@ -262,11 +262,12 @@ class ThresholdedStrategy(CheckpointedStrategy):
             self.updates.average_buffers()
         if self.synchronizer is not None:
             self.synchronizer.flush()
-            if self.updates is not None and self.synchronizer.synchronisations and not self.traffic.totals.entries:
+            steps, others = self.synchronizer.synchronisations, self.synchronizer.exchange.everyone.size - 1
+            if self.updates is not None and steps and others and not self.traffic.totals.entries:
                 rank_zero_warn(
-                    f"This run has ended after {self.synchronizer.synchronisations} optimizer steps, before its first"
-                    f" exchange: the shared weights, which you see, have not changed. Lower `local_steps`"
-                    f" ({self.config.round_length} here), or train for longer."
+                    f"This run has ended after {steps} optimizer steps, before its first exchange: the shared weights,"
+                    f" which you see, have not changed. Lower `local_steps` ({self.config.round_length} here), or train"
+                    " for longer."
                 )
         self.come_to("the end of fit")
 

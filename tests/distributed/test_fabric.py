@@ -416,6 +416,25 @@ def test_an_optimizer_for_each_phase(ranks: Any, tmp_path: Path, delay: int) -> 
         assert 9 in steps
 
 
+def set_up_a_trunk_twice() -> None:
+    fabric = Fabric(accelerator=accelerator(), devices=dist.get_world_size(), strategy=FabricDCTStrategy())
+    fabric.launch()
+    trunk = torch.nn.Linear(8, 40)
+    actor, critic = (torch.nn.Sequential(trunk, torch.nn.Linear(40, 1)) for _ in range(2))
+    fabric.setup_module(actor)
+    fabric.setup_module(actor)
+    with pytest.raises(ValueError, match=r"'0\.weight' is also in a module that was set up before"):
+        fabric.setup_module(critic)
+    del actor
+    gc.collect()
+    fabric.setup_module(critic)
+
+
+def test_modules_that_share_parameters_are_refused(ranks: Any) -> None:
+    """Oracle: no error for the same module again, nor once the other one is gone."""
+    ranks(2).run(set_up_a_trunk_twice)
+
+
 def test_fabric_has_no_automatic_settings() -> None:
     assert "dct_auto" not in STRATEGY_REGISTRY.available_strategies()
     assert "dct" in STRATEGY_REGISTRY.available_strategies()

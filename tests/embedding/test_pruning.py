@@ -28,6 +28,15 @@ def without_states(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: value for name, value in found.items() if " " not in name}
 
 
+def train_too_short() -> None:
+    with pytest.warns(UserWarning, match=r"at_step=50.* has pruned nothing: the run has ended at step 3"):
+        train(3, EVERYTHING, 50)
+
+
+def test_a_run_that_ends_before_it_prunes_says_so(ranks: Any) -> None:
+    ranks(1).run(train_too_short)
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
 def test_the_same_as_whole_rows_that_are_masked(ranks: Any, world_size: int, optimizer: str) -> None:

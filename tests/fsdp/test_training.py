@@ -250,6 +250,8 @@ def refused(kind: str, settings: dict[str, Any]) -> None:
         ({"replica": 2}, "Did you mean `replicas`.* It takes its own and those of `DCTConfig`"),
         ({"data_parallel_size": 2}, "has no setting `data_parallel_size`"),
         ({"wrap_unit": 2}, "has no setting `wrap_unit`"),
+        ({"unit": "Linear"}, "`unit` must be a whole number"),
+        ({"unit": 1e6}, "`unit` must be a whole number"),
         ({"replicas": 0}, "`replicas` must be at least 1"),
         ({"density": 2.0}, "`density`"),
     ],

@@ -1,14 +1,17 @@
 """Ordinary Lightning code under a pipeline: samplers, batch norm, dropout, half precision, a second fit."""
 
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from distributed.training import rank as rank_of_process
 from distributed.training import trainer_for
 from lightning_dct import SplitPoint
 from pipeline.split_models import Losses, SplitModule, batches, strategy_for, train, train_alone, worst
@@ -44,6 +47,39 @@ def test_lightnings_sampler_gives_a_pipeline_one_share(ranks: Any) -> None:
     assert all(len(read) == 8 for read in told)
     assert told[0] == told[1] != told[2] == told[3]
     assert sorted(row for read in told[::2] for row in read) == list(range(16))
+
+
+class Drawing(SplitModule):
+    """Changes its batch in place and adds noise, before it calls the network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[tuple[float, ...]] = []
+
+    def loss(self, batch: Any) -> Tensor:
+        inputs, targets = batch
+        inputs += 1.0
+        noise = torch.randn_like(inputs)
+        self.drawn.append((float(inputs.sum()), float(noise.sum()), random.random(), float(np.random.rand())))
+        return (self.network(inputs + noise) - targets).square().mean()
+
+
+def draw() -> tuple[list[tuple[float, ...]], list[float]]:
+    module, losses = Drawing(), Losses()
+    torch.manual_seed(rank_of_process() // 2)
+    trainer = trainer_for(strategy_for(2), callbacks=[losses], max_epochs=2, limit_val_batches=1)
+    trainer.fit(module, batches(3, 2), batches(1, 2))
+    return module.drawn, [float(torch.rand(())), random.random()]
+
+
+def test_a_step_draws_the_same_wherever_it_runs(ranks: Any) -> None:
+    """Oracle: what the first stage sees and draws, twice on the last: for the network's input, and for the loss."""
+    told = ranks(4).run(draw)
+    for (first, after_first), (last, after_last) in (told[:2], told[2:]):
+        assert sorted(first * 2) == sorted(last)
+        assert len(set(first)) == len(first) >= 2 * 3 * 2
+        assert after_first == after_last  # other random numbers are as without
+    assert set(told[0][0]).isdisjoint(told[2][0])
 
 
 class Various(SplitModule):

@@ -89,6 +89,18 @@ def test_batches_are_cut_whatever_their_nesting() -> None:
     assert all(part["b"][1] == "text" and part["c"] == (torch.tensor(1.0), 3) for part in parts)
     with pytest.raises(ValueError, match=r"`micro_batches=4` does not divide the training batch, which has 6 rows"):
         split_batch(batch, 4)
+    with pytest.raises(ValueError, match="tensors of 4 and 8 rows, and every tensor of it is cut"):
+        split_batch({"inputs": torch.ones(8, 4), "weight_of_each_feature": torch.ones(4)}, 4)
+
+
+def test_borders_do_not_follow_the_default_dtype() -> None:
+    """Lightning changes it in the steps of ``precision="bf16-true"``."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        words, _ = Border(SplitPoint(), (4, 8), torch.bfloat16).empty("cpu")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert words.dtype == torch.float32
 
 
 def test_batches_without_tensors_are_refused() -> None:

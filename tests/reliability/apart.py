@@ -8,7 +8,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_dct import DCTFSDPStrategy, DCTPipelineStrategy, DCTStrategy, SplitPoint, SplitSequential
+from lightning_dct import (
+    DCTFSDPStrategy,
+    DCTPipelineStrategy,
+    DCTStrategy,
+    ShardedEmbeddingBags,
+    SplitPoint,
+    SplitSequential,
+)
 from lightning_dct.callbacks import failures
 from lightning_dct.failures import lifeline
 
@@ -35,6 +42,7 @@ WAYS = (
     "shard, gathering",
     "shard, gathering after forward",
     "shard, gathering after backward",
+    "rows, looked up alone",
 )
 
 
@@ -54,6 +62,7 @@ class Model(pl.LightningModule):
             self.extra.requires_grad_(False)
         if way.startswith("stage"):
             self.model, self.extra = SplitSequential(nn.Linear(8, 8), SplitPoint(), nn.Linear(8, 8)), None
+        self.tables = ShardedEmbeddingBags([9], 4) if way.startswith("rows") else None
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
         if self.global_rank == 0 and batch_idx == 4:
@@ -65,6 +74,8 @@ class Model(pl.LightningModule):
                 self.all_gather(batch[0])
         output = self.model(batch[0])
         loss = (output if self.extra is None else output + self.extra(batch[0])).square().mean()
+        if self.tables is not None:
+            loss = loss + self.tables(torch.ones(4, 1, dtype=torch.int64)).mean()
         if self.global_rank == 0 and batch_idx == 4 and "after forward" in self.way:
             self.all_gather(batch[0])
         if "log" in self.way:
@@ -78,6 +89,11 @@ class Model(pl.LightningModule):
             self.trainer.save_checkpoint(f"{self.trainer.default_root_dir}/x.ckpt")
         if self.global_rank == 0 and batch_idx == 4 and "decide" in self.way:
             self.trainer.strategy.reduce_boolean_decision(True)
+
+    def on_train_epoch_end(self) -> None:
+        if self.global_rank == 0 and "looked up alone" in self.way:
+            with torch.no_grad():
+                self.tables(torch.ones(4, 1, dtype=torch.int64))
 
     def on_train_end(self) -> None:
         if self.global_rank == 0 and "gathering at the end" in self.way:

@@ -24,7 +24,11 @@ SAYS = {
         "gathered values after 4 steps",
         "the arrival of updates in optimizer step 6",
     ],
-    "gathering": ["rank 0 to an exchange of gathered values after 4 steps and rank 1 to an exchange of 6 parameters"],
+    "gathering": [
+        "rank 0 to an exchange of gathered values after 4 steps and rank 1 to an exchange of 6 parameters",
+        "number of batches",
+    ],
+    "rows, looked up alone": ["rank 0 to a look-up of embedding rows outside a step after 12 steps and rank 1 to "],
     "more parameters": [
         "an exchange of 8 parameters, 'extra.weight', 'extra.bias' added, in optimizer step 5",
         "`param_groups`",

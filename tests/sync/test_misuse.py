@@ -11,7 +11,16 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from distributed.test_resume import SaveAndStop
-from distributed.training import Module, Run, assert_replicas_equal, fit, loader, perceptron, trainer_for
+from distributed.training import (
+    Module,
+    Run,
+    assert_replicas_equal,
+    fit,
+    loader,
+    perceptron,
+    trainer_for,
+    weights_of,
+)
 from lightning_dct import DCTConfig, DCTStrategy
 from lightning_dct.compress.adding import name_broken_sender
 from methods import ErrorAveraging
@@ -172,6 +181,26 @@ def test_strange_parameters_train(ranks: Any, compress: str) -> None:
     results = ranks(2).run(train_strange, compress)
     assert_replicas_equal([run for run, _ in results])
     assert int((results[0][1] > 0).sum()) > 0.9 * 1600
+
+
+def train_shortly(steps: int) -> tuple[bool, list[str]]:
+    strategy, module = DCTStrategy(local_steps=4, warmup_steps=0), Module()
+    begun = weights_of(module)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(strategy, module, steps)
+    said = [str(one.message) for one in caught if "before its first exchange" in str(one.message)]
+    return all(torch.equal(weights, begun[name]) for name, weights in weights_of(module).items()), said
+
+
+def test_a_run_that_ends_before_its_first_exchange_says_so(ranks: Any) -> None:
+    """Oracle: the weights that it began with."""
+    told = ranks(2).run(train_shortly, 3)
+    assert [same for same, _ in told] == [True, True]
+    assert "ended after 3 optimizer steps" in told[0][1][0]
+    assert "Lower `local_steps` (4 here)" in told[0][1][0]
+    assert ranks(2).run(train_shortly, 4) == [(False, [])] * 2
+    assert ranks(1).run(train_shortly, 3) == [(False, [])]
 
 
 def break_one_rank(compress: str) -> list[str]:

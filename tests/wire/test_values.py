@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_dct.wire.values import BITS_PER_VALUE, decode_values, encode_values, values_num_bytes
+from lightning_dct.wire.values import BITS_PER_VALUE, decode_values, encode_tensors, encode_values, values_num_bytes
 from strategies_for_hypothesis import FORMATS, examples, floats
 
 LARGEST = torch.finfo(torch.float32).max
@@ -45,6 +45,22 @@ def as_tensors(case: list[tuple[int, float]]) -> tuple[Tensor, Tensor]:
 )
 def test_size(value_format: str, num_bytes: int) -> None:
     assert values_num_bytes(value_format, 13) == num_bytes == math.ceil(13 * BITS_PER_VALUE[value_format] / 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("value_format", ["1bit", "2bit"])
+def test_values_of_any_dtype_whatever_the_default(value_format: str, dtype: torch.dtype) -> None:
+    """Lightning changes the default in steps of ``precision="bf16-true"``. Oracle: the same values of fp32."""
+    values = torch.tensor([1.5, -0.25, 3.0, -2.0, 0.5])
+    torch.set_default_dtype(dtype)
+    try:
+        data, scales = encode_tensors(values.to(dtype), [2, 3], value_format)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    expected, of_each = encode_values(values, torch.tensor([0, 0, 1, 1, 1]), 2, value_format)
+    assert data.tolist() == expected.tolist()
+    assert scales.dtype == torch.float32
+    assert scales.tolist() == of_each.tolist()
 
 
 # Of the value itself, of the largest of its tensor, and the finest denormals.

@@ -138,8 +138,8 @@ class Course:
         if (theirs["what"], *theirs["peers"]) != (mine["what"], *mine["peers"]):
             both = sorted((theirs, mine), key=lambda one: one["rank"])
             places = " and ".join(f"rank {one['rank']} to {one['said']}" for one in both)
-            alike = all(one["what"].startswith(EXCHANGE) and "parameters" in one["said"] for one in both)
-            remedy = SAME_PARAMETERS if alike else SAME_BATCHES
+            alike = all(one["what"].startswith(EXCHANGE) and "values" not in one["what"] for one in both)
+            remedy = SAME_PARAMETERS if alike and "parameters" in places else SAME_BATCHES
             difference = f"The ranks have come apart: {places}. {remedy}"
         self._send({"agrees": theirs["place"], "peers": theirs["peers"], "apart": difference})
         return difference
