@@ -219,6 +219,11 @@ def test_optimizers_that_a_hook_has_changed_are_taken_from_the_checkpoint(theirs
         assert with_edited_groups(own, theirs, 7) == theirs
 
 
+def test_a_folder_of_shards_is_refused_by_others(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"folder of shards.*`DCTFSDPStrategy\(save_distributed_checkpoint=False\)`"):
+        DCTStrategy().load_checkpoint(tmp_path)
+
+
 def test_a_folder_that_another_node_removes_meanwhile_is_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "a.ckpt.dct"
     folder.mkdir()

@@ -1,5 +1,6 @@
 """The half of a strategy that saves and loads: Lightning's checkpoint, and beside it the state of each rank."""
 
+import os
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -239,8 +240,14 @@ class CheckpointedStrategy(ParallelStrategy):
         Raises:
             FileNotFoundError: A file is missing. Raised on every rank, like the following.
             CheckpointError: A file is damaged, was changed or belongs to another checkpoint.
+            ValueError: It is a folder of shards.
         """
         path = saved.resolve_symlink(str(checkpoint_path))
+        if not self.holds_shards and os.path.isdir(path):
+            raise ValueError(
+                f"The checkpoint {path!r} is a folder of shards, which only `strategy='dct_fsdp'` reads. For other"
+                " strategies save with `DCTFSDPStrategy(save_distributed_checkpoint=False)`."
+            )
         with compared(path) as fingerprints, nullcontext() if self.updates is None else self.updates.weights.in_model():
             # ModelParallelStrategy loads into the model here.
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
