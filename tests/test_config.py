@@ -1,5 +1,4 @@
 import pickle
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -66,15 +65,6 @@ def test_densities_of_parameters_become_a_private_plain_dict(mapping: type[Mappi
     assert config.density_per_parameter == {"*.embedding.weight": 0.001, "*.bias": 1.0}
     assert type(config.density_per_parameter) is dict
     assert all(type(density) is float for density in config.density_per_parameter.values())
-
-
-def test_the_kernel_of_earlier_versions_is_an_alias_that_says_so_once() -> None:
-    with pytest.warns(UserWarning, match=r"`kernel='triton'` is now another name for `kernel='torch'`"):
-        config = DCTConfig(kernel="triton")
-    assert config.kernel == "torch"
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert replace(config, density=0.1).kernel == "torch"
 
 
 def test_pickles() -> None:

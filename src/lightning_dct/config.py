@@ -8,9 +8,7 @@ from inspect import Parameter, signature
 from numbers import Integral
 from typing import Any, Literal, get_args
 
-from lightning_utilities.core.rank_zero import rank_zero_warn
-
-from lightning_dct.kernels import ALIASES, KernelName
+from lightning_dct.kernels import KernelName
 
 ValueFormat = Literal["fp32", "bf16", "int8", "int4", "2bit", "1bit"]
 VALUE_FORMATS: tuple[str, ...] = get_args(ValueFormat)
@@ -56,7 +54,7 @@ class DCTConfig:
             owner of each piece of the model, who sums, thresholds again and sends to all), ``"by_node"`` (dense inside
             a node, compressed between nodes) or ``"auto"``, which chooses by counted bytes and logs its choice.
         kernel: Implementation of the selection and the sum: ``"torch"``, ``"numba"`` (on the CPU) or ``"auto"``,
-            the fastest that is installed. All give the same results to the last bit. ``"triton"`` means ``"torch"``.
+            the fastest that is installed. All give the same results to the last bit.
         missing_state: What happens if a run resumes from a checkpoint without the folder that was saved beside it:
             ``"error"``, or ``"reset"``, which continues with empty residuals and logs that. Without the rows of sharded
             tables, which are part of the model, it is always an error.
@@ -99,12 +97,6 @@ class DCTConfig:
             check_choice(setting, getattr(self, setting), get_args(choices))
         if not isinstance(self.guard, bool):
             raise TypeError(f"`guard` must be True or False, got {self.guard!r}.")
-        if self.kernel in ALIASES:
-            rank_zero_warn(
-                f"`kernel={self.kernel!r}` is now another name for `kernel={ALIASES[self.kernel]!r}`, which is what"
-                " works on GPUs. Use `kernel='auto'`."
-            )
-            object.__setattr__(self, "kernel", ALIASES[self.kernel])
 
     def _check_rounds(self) -> None:
         check_choice("compress", self.compress, get_args(Compress))

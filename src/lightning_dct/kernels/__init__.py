@@ -22,9 +22,7 @@ from torch import Tensor
 
 from lightning_dct.kernels.bits import nonzero_indices, unpack_bits
 
-KernelName = Literal["auto", "torch", "numba", "triton"]
-# What "triton" has become; `DCTConfig` says so.
-ALIASES = {"triton": "torch"}
+KernelName = Literal["auto", "torch", "numba"]
 
 
 @cache
