@@ -2,7 +2,7 @@
 
 import os
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from distributed.harness import RankFailure
 from distributed.training import Module, assert_weights_equal, loader, on_two_nodes, trainer_for
 from fsdp.training import Plain, fsdp, train, whole_weights
 from lightning_dct import DCTFSDPStrategy, ShardedEmbeddingBags
+from lightning_dct.fsdp.wrapping import check_sharded
 
 
 class Wide(Module):
@@ -259,6 +260,11 @@ def refused(kind: str, settings: dict[str, Any]) -> None:
 def test_wrong_settings_are_named(settings: dict[str, Any], words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
         DCTFSDPStrategy(**settings)
+
+
+def test_embeddings_with_sparse_gradients_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"`0` is an embedding with `sparse=True`.*`strategy='dct'`"):
+        check_sharded(nn.Sequential(nn.Embedding(4, 2, sparse=True)), MagicMock())
 
 
 def test_callbacks_that_copy_the_model_are_refused() -> None:

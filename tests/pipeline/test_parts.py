@@ -1,6 +1,7 @@
 """The parts of a pipeline by themselves, without ranks."""
 
 from collections import UserDict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 
 from lightning_dct import SplitPoint
 from lightning_dct.pipeline.borders import Border, as_bytes, as_floats, trace_borders
-from lightning_dct.pipeline.placement import convert, cut
+from lightning_dct.pipeline.placement import Placement, convert, cut
 from lightning_dct.pipeline.runner import Delivered, set_aside
 from lightning_dct.pipeline.sequential import NetworkCall
 from lightning_dct.pipeline.steps import LogCall, combine, join, split_batch, split_ragged
@@ -33,6 +34,15 @@ def test_released_pieces_keep_names_shapes_and_shared_tensors() -> None:
     assert not any(tensor.is_meta for tensor in [*layers.parameters(), *layers.buffers()])
     assert layers[2].weight is layers[0].weight
     assert (tuple(first.modules._modules), tuple(last.modules._modules)) == (("0", "1", "2"), ("4",))
+
+
+def test_nothing_of_another_stage_is_taken_from_a_checkpoint() -> None:
+    """Neither what it has not sent nor a gradient that waits, of another number of stages."""
+    module = nn.ModuleDict({"network": nn.Sequential(nn.Linear(4, 4), SplitPoint(), nn.Linear(4, 4))})
+    placement = Placement(module, SimpleNamespace(stages=2, stage=1), False)
+    saved = {part: {f"network.{i}.bias": torch.ones(4) for i in (0, 2)} for part in ("residuals", "accumulated")}
+    placement.drop_foreign(saved)
+    assert {part: list(values) for part, values in saved.items()} == {key: ["network.2.bias"] for key in saved}
 
 
 @pytest.mark.parametrize("where", ["cpu", "meta"])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import BackboneFinetuning, StochasticWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
@@ -143,6 +143,8 @@ def fit_wrongly(fault: str) -> str:
         data = torch.utils.data.DataLoader(Noise(1, 40, 8, 8, rank()), batch_size=None)
     elif fault == "averaging":
         settings["callbacks"] = [StochasticWeightAveraging(0.1)]
+    elif fault == "finetuning":
+        settings["callbacks"] = [BackboneFinetuning()]
     elif fault == "disagreement":
         strategy = strategy_for(2, "gpipe" if rank() else "1f1b")
     return message_of(trainer_for(strategy, **settings).fit, SplitModule(), data)
@@ -157,6 +159,7 @@ SURROUNDINGS = {
     "data": "have read different batches for `training_step`, and all of them must read the same. Begin the script with"
     " `seed_everything(0, workers=True)`",
     "averaging": "`StochasticWeightAveraging` does not work with",
+    "finetuning": "`BaseFinetuning` does not work with",
     "disagreement": "The ranks disagree on `schedule` (rank 0: '1f1b', rank 1: 'gpipe')",
 }
 
