@@ -217,6 +217,7 @@ def test_optimizers_that_a_hook_has_changed_are_taken_from_the_checkpoint(theirs
     own = [{"state": {}, "param_groups": [{"lr": 0.1, "params": [0]}]}]
     with pytest.warns(UserWarning, match="optimizers are others than were saved, or none"):
         assert with_edited_groups(own, theirs, 7) == theirs
+    assert with_edited_groups([{"state": {}}], [{}], None) == [{"state": {}}]  # an optimizer of the user's own
 
 
 def test_a_folder_of_shards_is_refused_by_others(tmp_path: Path) -> None:

@@ -146,7 +146,8 @@ def with_edited_groups(
     it is not known. If ``theirs`` are others, such as none, because a hook has changed them, each rank continues with
     those.
     """
-    if [len(one["param_groups"]) for one in theirs] != [len(one["param_groups"]) for one in own]:
+    their_groups, own_groups = ([len(one.get("param_groups", ())) for one in states] for states in (theirs, own))
+    if their_groups != own_groups:
         rank_zero_warn(
             "The checkpoint's optimizers are others than were saved, or none. Every rank continues with those of the"
             " checkpoint."
