@@ -127,9 +127,9 @@ class ThresholdedStrategy(CheckpointedStrategy):
                 "Sharded embedding tables do not work with a loss scaler: their residuals would be rescaled in every"
                 " step. Use `precision='bf16-mixed'` instead of `'16-mixed'`."
             )
-        for table in tables.values():
-            table.exchange_group.come_to = self._come_to_look_up
         if tables:
+            for table in tables.values():
+                table.exchange_group.come_to = self._come_to_look_up
             rows = {id(module.weight) for module in tables.values()}
             group = next(iter(tables.values())).exchange_group.group
             install_clipping(self.precision_plugin, group, lambda parameter: id(parameter) in rows)

@@ -13,7 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_dct import DCTElasticStrategy, DCTStrategy
 from lightning_dct.config import DCTConfig
-from lightning_dct.elastic.elastic_updates import Header, refuse_dtypes
+from lightning_dct.elastic.elastic_updates import Header, refuse_not_in_place
 from lightning_dct.elastic.joining import compare_settings, compare_starts, settings_of, train_only, trained_names
 from lightning_dct.elastic.present import import_torchft
 
@@ -43,8 +43,8 @@ def test_parameters_that_cannot_be_read_in_place() -> None:
     }
     for parameter, name in parameters.items():
         with pytest.raises(ValueError, match=f"(?s){name}.*Use `strategy='dct'`"):
-            refuse_dtypes({parameter: name})
-        refuse_dtypes({parameter.requires_grad_(False): name})
+            refuse_not_in_place({parameter: name})
+        refuse_not_in_place({parameter.requires_grad_(False): name})
 
 
 def test_settings_on_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:

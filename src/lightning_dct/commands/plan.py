@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from lightning_dct.callbacks.run_advice import notes_at_start
-from lightning_dct.compress.bucket_plan import real_numel
 from lightning_dct.config import VALUE_FORMATS, DCTConfig
 from lightning_dct.cost.auto import Measured, choose, measure_speeds, predict_dense, predict_updates, table_of
 from lightning_dct.cost.bytes_sent import check_shards
@@ -92,9 +91,8 @@ def _print_forecast(arguments: argparse.Namespace) -> None:
     given, workload = Given.of({name: getattr(arguments, name) for name in names}), _workload(arguments)
     replicas = world_size // (shards or 1)
     config = given.for_run(replicas, arguments.steps)
-    sizes = [real_numel(workload.parameters[name]) for bucket in workload.buckets_under(config) for name in bucket]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    speed = measure_speed(config, sizes, 1.0, device)
+    speed = measure_speed(config, workload.sizes_under(config), 1.0, device)
     print(f"A run of {arguments.steps:,} optimizer steps:")
     dense = "`strategy='ddp'`" if shards is None else "HSDP"
     notes = notes_at_start(given, replicas, arguments.steps, device.type, "", dense)

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
-from lightning_dct.compress.bucket_plan import real_numel
 from lightning_dct.config import DCTConfig
 from lightning_dct.cost.bytes_sent import (
     Group,
@@ -118,7 +117,7 @@ class Forecast:
             busy = link_seconds(step, layout, self.link)
             compressing = self.speed.seconds(name, step.entries, world_size, local)
             if config.compress == "updates":
-                compressing += self.speed.move * largest.entries
+                compressing += self.speed.move * sum(largest.sizes_under(config))
             rows.append(Row(name, step, every, ratio * every, (busy + waits) / every, compressing / every))
         return tuple(rows)
 
@@ -165,13 +164,12 @@ def describe(forecast: Forecast, more: Sequence[str]) -> str:
 
 def _title(forecast: Forecast) -> str:
     config, layout = forecast.config, forecast.layout
-    names = [name for bucket in forecast.workload.buckets_under(config) for name in bucket]
-    entries = sum(real_numel(forecast.workload.parameters[name]) for name in names)
+    sizes = forecast.workload.sizes_under(config)
     every = "step" if config.round_length == 1 else f"{config.round_length:,} steps"
     what = "gradients" if config.compress == "gradients" else f"updates every {every}"
     replicas = "" if forecast.shards is None else f" in replicas of {_many(forecast.shards, 'shard')}"
     return (
-        f"{_many(entries, 'parameter')} in {_many(len(names), 'tensor')},"
+        f"{_many(sum(sizes), 'parameter')} in {_many(len(sizes), 'tensor')},"
         f" {100 * config.density:g}% of the entries, {config.value_format} values, {what};"
         f" {_many(len(layout.places), 'rank')}{replicas} on {_many(len(layout.nodes), 'node')},"
         f" {rate_text(forecast.link)} from each {'rank' if len(layout.nodes) == 1 else 'node'}"

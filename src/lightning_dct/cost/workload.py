@@ -67,6 +67,10 @@ class Workload:
         trained = [(name, parameter) for name, parameter in self.parameters.items() if parameter.requires_grad]
         return buckets_of(trained, config.round_length if config.delay else 1)
 
+    def sizes_under(self, config: DCTConfig) -> list[int]:
+        """The entries of each tensor in these buckets."""
+        return [real_numel(self.parameters[name]) for bucket in self.buckets_under(config) for name in bucket]
+
     @property
     def entries(self) -> int:
         """Entries that are synchronised."""

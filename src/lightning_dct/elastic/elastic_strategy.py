@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from lightning_dct.callbacks.evaluations import EvaluationJoin
 from lightning_dct.callbacks.requirements import InternalCallback, expected_steps
 from lightning_dct.callbacks.run_advice import RunAdvice
-from lightning_dct.elastic.elastic_updates import ElasticUpdates, Header, refuse_dtypes
+from lightning_dct.elastic.elastic_updates import ElasticUpdates, Header, refuse_not_in_place
 from lightning_dct.elastic.joining import (
     checkpoint_folders,
     compare_settings,
@@ -174,7 +174,7 @@ class DCTElasticStrategy(DCTStrategy):
 
     def _make_updates(self, are_alike: bool = False) -> ElasticUpdates:
         names = parameter_names(self._module)
-        refuse_dtypes(names)
+        refuse_not_in_place(names)
         lighthouse = os.environ.get(LIGHTHOUSE)
         if not lighthouse:
             raise ValueError(

@@ -361,17 +361,14 @@ class ElasticUpdates(UpdateSynchronizer):
         return self._rounds.setdefault(0, Rounds())
 
 
-def refuse_dtypes(names: Mapping[Tensor, str]) -> None:
+def refuse_not_in_place(names: Mapping[Tensor, str]) -> None:
     """Refuse parameters that cannot be exchanged in place (ValueError)."""
     for parameter, name in names.items():
-        if parameter.requires_grad and not parameter.is_contiguous():
+        is_in_place = parameter.dtype in IN_PLACE and parameter.is_cpu and parameter.is_contiguous()
+        if parameter.requires_grad and not is_in_place:
+            layout = "" if parameter.is_contiguous() else ", and not contiguous"
             raise ValueError(
-                f"`strategy='dct_elastic'` exchanges contiguous parameters, and {name!r} is not. Use `strategy='dct'`,"
-                " or make it so: `parameter.data = parameter.data.contiguous()`."
-            )
-        if parameter.requires_grad and (parameter.dtype not in IN_PLACE or parameter.device.type != "cpu"):
-            raise ValueError(
-                f"`strategy='dct_elastic'` exchanges parameters of float32 or float64 on the CPU, and {name!r} is"
-                f" {parameter.dtype} on {parameter.device}. Use `strategy='dct'`, or a mixed precision, which keeps"
-                " weights in float32."
+                f"`strategy='dct_elastic'` exchanges contiguous parameters of float32 or float64 on the CPU, and"
+                f" {name!r} is {parameter.dtype} on {parameter.device}{layout}. Use `strategy='dct'`, or a mixed"
+                " precision, which keeps weights in float32, and `parameter.data.contiguous()`."
             )

@@ -101,10 +101,15 @@ class Synchronizer:
         plan = self._plan_of([parameter], [size], real_dtype(parameter))
         return plan.targets[0] / size if plan.targets[0] else 1.0
 
-    def entries_under_ddp(self, sparse: Collection[Tensor] = ()) -> int:
+    @property
+    def sparse(self) -> Collection[Tensor]:
+        """Parameters whose gradients have turned out to be sparse, as far as that is known."""
+        return ()
+
+    def entries_under_ddp(self) -> int:
         """Entries that DistributedDataParallel all-reduces in a step: not those of parameters with sparse gradients."""
-        trained = [one for one in self.parameter_names if one.requires_grad and one not in sparse]
-        return sum(map(real_numel, trained))
+        sparse = self.sparse
+        return sum(real_numel(one) for one in self.parameter_names if one.requires_grad and one not in sparse)
 
     def norms(self) -> dict[str, float]:
         """Euclidean norm of this rank's residual of each parameter, by name."""

@@ -196,17 +196,17 @@ class UpdateSynchronizer(Synchronizer):
             if not config.delay:
                 self.flow.apply(rounds, rounds.in_flight)
             # Training does not use the running statistics of a BatchNorm, so warm-up does not average them more often.
-            if rounds.steps % config.round_length == 0 and self._averages_buffers(rounds):
-                self.buffers.average()
+            if rounds.steps % config.round_length == 0:
+                self._average_with(rounds)
         self.memory.awaited.poll()
 
-    def _averages_buffers(self, rounds: Rounds) -> bool:
-        """Whether an exchange averages buffers: those of the first optimizer do, and of another one if it rests."""
-        first = next(self._rounds[number] for number in sorted(self._rounds) if self._rounds[number].names)
-        averages = rounds is first or rounds.since_buffers > self.config.round_length
-        for other in self._rounds.values() if averages else ():
-            other.since_buffers = 0
-        return averages
+    def _average_with(self, rounds: Rounds) -> None:
+        """Average buffers with an exchange of the first optimizer, or of another one while that rests."""
+        first = min([number for number, other in self._rounds.items() if other.names])
+        if rounds is self._rounds[first] or rounds.since_buffers > self.config.round_length:
+            for other in self._rounds.values():
+                other.since_buffers = 0
+            self.buffers.average()
 
     def _count_step(self, optimizer: Optimizer) -> Rounds:
         """Count a step of an optimizer, and the bytes that DistributedDataParallel would have sent for it."""
@@ -272,10 +272,10 @@ class UpdateSynchronizer(Synchronizer):
         self.weights.hide()
         self.buffers.give_back()
 
-    def entries_under_ddp(self, sparse: Collection[Tensor] = ()) -> int:
-        """The same, without those whose gradients have turned out to be sparse."""
-        found = {parameter for rounds in self._rounds.values() for parameter in rounds.sparse}
-        return super().entries_under_ddp(found.union(sparse))
+    @property
+    def sparse(self) -> set[Tensor]:
+        """The same, since their first step."""
+        return {parameter for rounds in self._rounds.values() for parameter in rounds.sparse}
 
     def norms(self) -> dict[str, float]:
         """Euclidean norm of this rank's residual of each parameter, of its own updates and of sums."""
