@@ -14,8 +14,7 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from comparison.table import main_metric
-from lightning_dct.report.quality import higher_is_better
+from comparison.table import higher_is_better, main_metric
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ matplotlib.use("agg")
 import matplotlib.pyplot as plt
 
 from comparison.runs import Entry, Run
-from lightning_dct.report.quality import higher_is_better
 
 JUDGED_BY = ("auc", "accuracy", "loss")
 """Metrics that a sweep goes by and a picture shows: the first of them that is reported. Validation reports them too."""
@@ -75,6 +74,11 @@ def metric_of(name: str) -> str:
     """
     part, _, metric = name.partition("/")
     return metric if part in ("test", "val") else name
+
+
+def higher_is_better(name: str) -> bool:
+    """Whether higher values of a metric that a table compares are better: of all but losses."""
+    return metric_of(name) != "loss"
 
 
 def main_metric(names: Iterable[str]) -> str:

@@ -14,13 +14,13 @@ from comparison.table import (
     Figure,
     Result,
     difference,
+    higher_is_better,
     how_to_read,
     main_metric,
     markdown,
     metric_figure,
     result_figure,
 )
-from lightning_dct.report.quality import higher_is_better
 
 ALLOWED = {"loss": 0.01, "accuracy": 0.005, "auc": 0.001}
 """The most that may be lost at parity: of a loss a fraction, of scores the bare difference."""

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import wandb
 
+from lightning_dct.callbacks.wandb_workspace import sections
 from lightning_dct.commands import main
-from lightning_dct.report.workspace import sections
 
 KEY = "x" * 40
 
@@ -175,6 +175,17 @@ def test_not_logged_in(server: Server, monkeypatch: pytest.MonkeyPatch, capsys: 
     told = capsys.readouterr().err
     assert "`wandb login`" in told
     assert "WANDB_API_KEY" in told
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: an error of the kind that misuse has, where no user can cause it."""
+
+    def fail(*_: Any) -> None:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr("lightning_dct.commands.dashboard.make_workspace", fail)
+    with pytest.raises(ValueError, match="a bug"):
+        main(["dashboard", "--project", "runs", "--output", "never-written.json"])
 
 
 def test_no_project(capsys: pytest.CaptureFixture[str]) -> None:

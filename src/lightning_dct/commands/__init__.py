@@ -6,17 +6,13 @@ package end it with a line and status 1. Only the module of the chosen subcomman
 
 import argparse
 import importlib
-import io
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Sequence
 
 from lightning_dct.__about__ import __version__
 from lightning_dct.config import UsageError
 
 COMMANDS: dict[str, str] = {
-    "report": "One HTML page out of the logs of one or several runs.",
     "plan": "Bytes, time and memory of a run, for each exchange, before it starts.",
     "dashboard": "A W&B workspace of bytes, residuals and quality, or its JSON.",
 }
@@ -44,29 +40,3 @@ def main(words: Sequence[str] | None = None) -> int:
         reason = str(error)
     print(f"lightning-dct {arguments.command}: {reason}", file=sys.stderr)
     return 1
-
-
-@contextmanager
-def writing(file: Path, beginning: bytes, kind: str) -> Iterator[None]:
-    """Surround the code that writes ``--output``, and have errors name that option.
-
-    Nothing is overwritten but an empty file or one of the command's own: no log, checkpoint or folder. Its own are a
-    ``kind`` of file, and have this ``beginning`` in lower case and without white space.
-
-    Raises:
-        UsageError: Something else is there, or the file cannot be read or written.
-    """
-    try:
-        if file.exists() and not file.is_file():
-            what = "this is a folder" if file.is_dir() else "this cannot be replaced"
-            raise UsageError(f"--output {file}: {what}; name a file")
-        with file.open("rb") if file.exists() else io.BytesIO() as content:
-            found = b"".join(content.read(4 * len(beginning)).split()).lower()
-            if found[: len(beginning)] != beginning and (found or content.read(1)):
-                raise UsageError(
-                    f"--output {file}: this file is not {kind}, and its content would be lost. Name another file, or"
-                    " remove it"
-                )
-        yield
-    except OSError as error:
-        raise UsageError(f"--output {file}: {error.strerror}") from error

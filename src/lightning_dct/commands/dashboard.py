@@ -4,9 +4,8 @@ import argparse
 import os
 from pathlib import Path
 
-from lightning_dct.commands import writing
+from lightning_dct.callbacks.wandb_workspace import QUALITY, make_workspace, push, to_json
 from lightning_dct.config import UsageError
-from lightning_dct.report.workspace import BEGINNING, QUALITY, make_workspace, push, to_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,8 +28,25 @@ def run(arguments: argparse.Namespace) -> int:
     if output is None:
         print(push(entity, project, arguments.name, arguments.quality))
         return 0
-    text = to_json(make_workspace(entity or "", project, arguments.name, arguments.quality))
-    with writing(output, BEGINNING, "the JSON of a dashboard"):
-        output.write_text(text)
+    _write(output, to_json(make_workspace(entity or "", project, arguments.name, arguments.quality)))
     print(output)
     return 0
+
+
+def _write(file: Path, text: str) -> None:
+    """Write a dashboard, over an empty file or another dashboard and nothing else."""
+    try:
+        if file.exists() and not _may_be_replaced(file):
+            raise UsageError(f"--output {file}: this is no dashboard; name another file or remove it")
+        file.write_text(text)
+    except OSError as error:
+        raise UsageError(f"--output {file}: {error.strerror}") from error
+
+
+def _may_be_replaced(file: Path) -> bool:
+    if not file.is_file():
+        return False
+    with file.open("rb") as content:
+        beginning = content.read(64)
+    # A formatter may have changed its white space.
+    return not beginning or b"".join(beginning.split()).startswith(b'{"entity":')

@@ -14,8 +14,6 @@ QUALITY = ("train/loss", "val/loss")
 """Keys of the model's quality, as the experiments of this repository log them."""
 GROUPS = ("strategy", "density", "value_format")
 """Settings by which runs are grouped, outermost first."""
-BEGINNING = b'{"entity":'
-"""What the JSON of a dashboard begins with, without white space."""
 RATIO, TENSORS = "dct/compression_ratio", "dct/dp/tensors"
 
 
@@ -104,7 +102,7 @@ def make_workspace(entity: str, project: str, name: str, quality: Sequence[str] 
 
 
 def to_json(workspace: Any) -> str:
-    """A workspace as W&B stores it; the text begins with ``BEGINNING``, white space left out."""
+    """A workspace as W&B stores it."""
     # Private, because the public way to a specification sends it.
     view = workspace._to_model().model_dump(by_alias=True, exclude_none=True)
     stored = {key: view[key] for key in ("entity", "project", "displayName", "spec")}
