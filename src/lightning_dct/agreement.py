@@ -1,14 +1,16 @@
-"""Compares settings, versions and the model over all ranks at setup, and names the first difference."""
+"""Compares settings, versions, the model and its optimizers over all ranks at setup, and names the first difference."""
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn import Module
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from lightning_dct.__about__ import __version__
 
@@ -55,6 +57,46 @@ def describe_parameters(model: Module) -> dict[str, str]:
         name: f"{list(p.shape)} {str(p.dtype).removeprefix('torch.')} {'trained' if p.requires_grad else 'frozen'}"
         for name, p in parameters.items()
     }
+
+
+def describe_optimizers(optimizers: Sequence[Optimizer], names: Mapping[Tensor, str]) -> dict[str, Any]:
+    """The class of each optimizer, and the settings and parameters of its groups, by name.
+
+    ``names`` are those of the model's parameters.
+    """
+    found: dict[str, Any] = {"number of optimizers": len(optimizers)}
+    for number, optimizer in enumerate(optimizers):
+        own, groups = f"optimizer {number}", optimizer.param_groups
+        found |= {f"class of {own}": type(optimizer).__name__, f"number of groups of {own}": len(groups)}
+        for place, group in enumerate(groups):
+            of, listed = f"of {own}, group {place}", [names.get(one, "") for one in group["params"]]
+            found[f"number of parameters {of}"] = len(listed)
+            found[f"checksum of the parameters' names {of}"] = zlib.crc32(repr(listed).encode())
+            found |= {f"{setting} {of}": _plain(value) for setting, value in group.items() if setting != "params"}
+    return found
+
+
+def describe_schedulers(configs: Sequence[Any]) -> dict[str, Any]:
+    """The class of each of Lightning's learning-rate schedulers, when it steps, and its settings, by name."""
+    found: dict[str, Any] = {"number of schedulers": len(configs)}
+    for number, one in enumerate(configs):
+        own = f"of scheduler {number}"
+        settings = {name: getattr(one, name) for name in ("interval", "frequency", "monitor")}
+        settings |= getattr(one.scheduler, "state_dict", dict)()
+        found[f"class {own}"] = type(one.scheduler).__name__
+        found |= {f"{setting} {own}": _plain(value) for setting, value in settings.items()}
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """A value that ranks can compare: numbers and texts as they are, of other objects the name of their class."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return value if value is None or isinstance(value, bool | int | float | str) else type(value).__name__
 
 
 def gather_objects(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_dct.activations.module import modules_of
-from lightning_dct.agreement import gather_objects
+from lightning_dct.agreement import check_agreement, describe_optimizers, gather_objects
 from lightning_dct.checkpoint import format as saved
 from lightning_dct.checkpoint.files import AtomicCheckpointIO, cleans_own_disk, lock, unlock
 from lightning_dct.checkpoint.merging import checksum_of_groups, with_edited_groups
@@ -161,6 +161,10 @@ class DCTStrategy(DDPStrategy):
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Register an optimizer."""
         check_optimizers(self.config, [optimizer])
+        names = {
+            one: name for its in self._synchronized.values() for one, name in its.synchronizer.parameter_names.items()
+        }
+        check_agreement(describe_optimizers([optimizer], names), Module(), None)
         self._optimizers.append(weakref.ref(optimizer))
         self._trained_by(optimizer)
         return super().setup_optimizer(optimizer)

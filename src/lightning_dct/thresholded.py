@@ -19,11 +19,11 @@ from torch.optim import Optimizer
 
 from lightning_dct.activations.module import module_settings
 from lightning_dct.activations.split_point import SplitPoint
-from lightning_dct.agreement import check_agreement
+from lightning_dct.agreement import check_agreement, describe_optimizers, describe_schedulers
 from lightning_dct.callbacks.compression_monitor import CompressionMonitor
 from lightning_dct.callbacks.evaluations import EvaluationJoin, SharedWeightsView
 from lightning_dct.callbacks.failures import FailureNotice, SignalsAfterStep
-from lightning_dct.callbacks.requirements import AVERAGING, expected_steps
+from lightning_dct.callbacks.requirements import AVERAGING, expected_steps, trainer_settings
 from lightning_dct.callbacks.run_advice import RunAdvice
 from lightning_dct.callbacks.threshold_refresh import ThresholdRefresh
 from lightning_dct.clipping import install_clipping, remove_clipping
@@ -138,6 +138,9 @@ class ThresholdedStrategy(CheckpointedStrategy):
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             check_optimizers(self.config, self.optimizers)
+            optimizing = describe_optimizers(self.optimizers, self._parameter_names())
+            schedulers = describe_schedulers(self.lr_scheduler_configs)
+            check_agreement({**trainer_settings(trainer), **optimizing, **schedulers}, Module(), None)
 
     def on_train_start(self) -> None:
         """Choose the settings that were left out by the length of the run, which is known now."""

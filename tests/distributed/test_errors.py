@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
 from torch import nn
 
 import lightning_dct.fabric
@@ -15,7 +17,7 @@ from distributed.training import Module, fit, perceptron, rank, trainer_for
 from embedding.hybrid import Hybrid
 from embedding.hybrid import batches as hybrid_batches
 from lightning_dct import DCTPipelineStrategy, DCTStrategy, ShardedEmbeddingBags, SplitPoint, ThresholdRefresh
-from one_card import DEVICE
+from one_card import DEVICE, accelerator
 from pipeline.split_models import SplitModule
 from pipeline.split_models import batches as stage_batches
 from reliability.processes import run_to_the_end
@@ -83,6 +85,51 @@ def disagree_on_frozen() -> str:
     return message_of(fit, DCTStrategy(), module, 3)
 
 
+def disagree_on_weight_decay() -> str:
+    return message_of(fit, DCTStrategy(), Module(None, torch.optim.AdamW, lr=0.01, weight_decay=10.0 * rank()), 3)
+
+
+def disagree_on_an_optimizer() -> str:
+    kind = (torch.optim.SGD, torch.optim.AdamW)[rank()]
+    return message_of(fit, DCTStrategy(compress="gradients"), Module(None, kind, lr=0.01), 3)
+
+
+def disagree_on_parameters_of_groups() -> str:
+    class Groups(Module):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            first, *rest = self.parameters()
+            chosen = [first, *rest] if rank() else [rest[0], first, *rest[1:]]
+            return torch.optim.SGD([{"params": chosen[:1], "lr": 0.1}, {"params": chosen[1:], "lr": 0.2}])
+
+    return message_of(fit, DCTStrategy(), Groups(), 3)
+
+
+def disagree_on_a_schedule() -> str:
+    class Scheduled(Module):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), 0.1)
+            return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10 + rank())]
+
+    return message_of(fit, DCTStrategy(), Scheduled(), 3)
+
+
+def disagree_on_the_length() -> str:
+    return message_of(lambda: fit(DCTStrategy(), Module(), 3, max_steps=2 + rank()))
+
+
+def disagree_on_accumulation() -> str:
+    return message_of(lambda: fit(DCTStrategy(), Module(), 4, accumulate_grad_batches=1 + rank()))
+
+
+def disagree_with_fabric() -> str:
+    fabric = Fabric(
+        accelerator=accelerator(), devices=dist.get_world_size(), strategy=lightning_dct.fabric.DCTStrategy()
+    )
+    fabric.launch()
+    module = perceptron()
+    return message_of(fabric.setup, module, torch.optim.Adam(module.parameters(), betas=(0.9 - 0.1 * rank(), 0.99)))
+
+
 def pattern_for_nothing() -> str:
     return message_of(fit, DCTStrategy(density_per_parameter={"*.embedding.*": 0.1}), Module(), 3)
 
@@ -133,6 +180,13 @@ def stages_of_another_width() -> str:
         (disagree_on_refresh_callback, ["ThresholdRefresh", "rank 0: [10]", "rank 1: [20]"]),
         (disagree_on_model, ["`parameter ", "rank 0: ", "rank 1: "]),
         (disagree_on_frozen, ["frozen", "rank 0: ", "rank 1: "]),
+        (disagree_on_weight_decay, ["`weight_decay of optimizer 0, group 0` (rank 0: 0.0, rank 1: 10.0)"]),
+        (disagree_on_an_optimizer, ["`class of optimizer 0` (rank 0: 'SGD', rank 1: 'AdamW')"]),
+        (disagree_on_parameters_of_groups, ["`checksum of the parameters' names of optimizer 0, group 0`"]),
+        (disagree_on_a_schedule, ["`T_max of scheduler 0` (rank 0: 10, rank 1: 11)"]),
+        (disagree_on_the_length, ["`Trainer(max_steps)` (rank 0: 2, rank 1: 3)"]),
+        (disagree_on_accumulation, ["`Trainer(accumulate_grad_batches)` (rank 0: 1, rank 1: 2)"]),
+        (disagree_with_fabric, ["`betas of optimizer 0, group 0` (rank 0: [0.9, 0.99], rank 1: [0.8, 0.99])"]),
         (rows_in_another_format, ["`tables.value_format` (rank 0: 'int4', rank 1: 'int8')"]),
         (rows_of_another_density, ["`tables.density` (rank 0: 0.1, rank 1: 0.2)"]),
         (a_smaller_cache, ["`tables.cache_rows` (rank 0: 100, rank 1: 99)"]),

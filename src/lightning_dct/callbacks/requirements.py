@@ -34,6 +34,20 @@ class InternalCallback(pl.Callback):
                 setattr(cls, hook, None)
 
 
+LIMITS = (
+    *("max_epochs", "max_steps", "min_epochs", "min_steps", "accumulate_grad_batches", "gradient_clip_val"),
+    *("gradient_clip_algorithm", "limit_train_batches", "limit_val_batches", "val_check_interval"),
+    *("check_val_every_n_epoch", "num_sanity_val_steps", "precision"),
+)
+"""Settings of a Trainer by which ranks would do unequal things."""
+
+
+def trainer_settings(trainer: pl.Trainer) -> dict[str, Any]:
+    """Those settings, by the name that a user gives them."""
+    found = {f"Trainer({name})": getattr(trainer, name) for name in LIMITS}
+    return {**found, "automatic_optimization": trainer.lightning_module.automatic_optimization}
+
+
 def expected_steps(trainer: pl.Trainer) -> float:
     """Optimizer steps of a fit; infinite if it is not known, for which Lightning says -1 (data without a length)."""
     steps = float(trainer.estimated_stepping_batches)
