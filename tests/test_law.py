@@ -9,7 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_dct import DCTConfig
-from lightning_dct.law import CANDIDATES, ENTRIES, SHORTEST, Given, RunSettings, bytes_sent, expected_loss, steps_needed
+from lightning_dct.law import (
+    CANDIDATES,
+    COUNTED,
+    ENTRIES,
+    SHORTEST,
+    Given,
+    RunSettings,
+    bytes_sent,
+    expected_loss,
+    steps_needed,
+)
 
 RANKS = st.integers(2, 64)
 STEPS = st.integers(1, 10**7)
@@ -119,3 +129,25 @@ def test_a_run_of_known_length_keeps_its_settings() -> None:
     assert course.reached(4999) == 0
     # Tensors that take turns depend on the settings that a run begins with.
     assert not RunSettings(Given.of({"delay": 1}), 2, math.inf).grows
+
+
+def test_a_run_that_may_end_early_grows_up_to_its_most_steps() -> None:
+    course, free = RunSettings(NOTHING, 2, 6000, "it may end"), RunSettings(NOTHING, 2, math.inf)
+    assert all(course.at(steps) == free.at(steps) for steps in (0, 999, 1000, 2500))
+    assert course.at(5000) == NOTHING.for_run(2, 6000)
+    assert RunSettings(NOTHING, 2, 300, "it may end").at(0) == NOTHING.for_run(2, 300)
+
+
+def test_counted_steps_take_the_place_of_expected_ones() -> None:
+    course = RunSettings(NOTHING, 2, 20_000)
+    assert not course.is_off(16_000)
+    assert course.is_off(14_000)
+    course.count(2000)
+    assert course.at(0) == course.at(1999) == NOTHING.for_run(2, 2000) != NOTHING.for_run(2, 20_000)
+    # Whatever is counted is new where nothing was known, and is no end where one may come before.
+    for unknown, grows in ((COUNTED, False), ("it may end", True)):
+        course = RunSettings(NOTHING, 2, 2000, unknown)
+        assert course.is_off(2000) == (unknown == COUNTED)
+        course.count(2000)
+        assert course.grows == grows
+    assert not RunSettings(Given.of({"delay": 1}), 2, 20_000).is_off(100)

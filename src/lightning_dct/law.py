@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,6 +38,11 @@ ENTRIES = 1 << 20
 """Of a tensor whose bytes settings are compared by."""
 SHORTEST = 1000
 """A run of unknown length is taken to end after so many steps, or twice as many as it has made."""
+COUNTED = "with manual optimization DCT counts each optimizer's steps"
+FEWEST_COUNTED = 8
+"""Steps of an optimizer from which on they tell how many it will make."""
+OFF = 0.25
+"""The part by which an expected number of steps may be wrong before settings are chosen again."""
 
 
 def expected_loss(config: DCTConfig, ranks: int, steps: float) -> float:
@@ -104,16 +109,48 @@ class Given:
         return next((one for one in reversed(rungs) if steps_needed(one, ranks) <= steps), rungs[0])
 
 
+class RunLength(NamedTuple):
+    """How long a run is.
+
+    Attributes:
+        steps: Those of each optimizer, at most; infinite if nothing bounds them.
+        unknown: Why there may be fewer; empty if there are so many.
+        batches: Those of the whole run; infinite if nothing bounds them, 0 if nobody needs to count steps.
+    """
+
+    steps: float
+    unknown: str = ""
+    batches: float = 0.0
+
+
 class RunSettings:
     """The settings of a run as it goes on: those of its length, or ever fewer bytes if its length is not known.
 
-    ``ranks`` exchange with each other, for ``steps`` optimizer steps: infinite if that is not known.
+    ``ranks`` exchange with each other. Their optimizers make at most ``steps`` steps each, fewer for a reason
+    ``unknown``.
     """
 
-    def __init__(self, given: Given, ranks: int, steps: float) -> None:
-        self.given, self.ranks, self.steps = given, ranks, steps
+    def __init__(self, given: Given, ranks: int, steps: float, unknown: str = "") -> None:
+        self.given, self.ranks, self.steps, self.unknown = given, ranks, steps, unknown
         # With a delay, the tensors that take turns depend on the settings that a run begins with.
-        self.grows = math.isinf(steps) and given.config.delay == 0 and bool(given.left_out)
+        self.may_change = given.config.delay == 0 and bool(given.left_out)
+
+    @property
+    def grows(self) -> bool:
+        """Whether the settings change with the steps that have been made."""
+        return self.may_change and self._is_unknown
+
+    @property
+    def _is_unknown(self) -> bool:
+        return math.isinf(self.steps) or bool(self.unknown)
+
+    def count(self, steps: int) -> None:
+        """Expect so many steps of each optimizer, by those that it has made so far."""
+        self.steps, self.unknown = steps, "" if self.unknown == COUNTED else self.unknown
+
+    def is_off(self, counted: int) -> bool:
+        """Whether settings should be chosen again because so many steps of each optimizer are to be expected."""
+        return self.may_change and (self.unknown == COUNTED or abs(counted - self.steps) > OFF * self.steps)
 
     def reached(self, steps: int) -> int:
         """The steps after which settings were last chosen."""
@@ -121,7 +158,7 @@ class RunSettings:
 
     def at(self, steps: int) -> DCTConfig:
         """The settings after so many steps."""
-        expected = max(SHORTEST, 2 * self.reached(steps)) if math.isinf(self.steps) else self.steps
+        expected = min(self.steps, max(SHORTEST, 2 * self.reached(steps))) if self._is_unknown else self.steps
         return self.given.for_run(self.ranks, expected)
 
 

@@ -1,6 +1,7 @@
 """The common part of this package's strategies: callbacks, lifelines, exchanges after steps, and teardown."""
 
 import gc
+import math
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -19,11 +20,11 @@ from torch.optim import Optimizer
 
 from lightning_dct.activations.module import module_settings
 from lightning_dct.activations.split_point import SplitPoint
-from lightning_dct.agreement import check_agreement, describe_optimizers, describe_schedulers
+from lightning_dct.agreement import check_agreement, describe_optimizers, describe_schedulers, gather_objects
 from lightning_dct.callbacks.compression_monitor import CompressionMonitor
 from lightning_dct.callbacks.evaluations import EvaluationJoin, SharedWeightsView
 from lightning_dct.callbacks.failures import FailureNotice, SignalsAfterStep
-from lightning_dct.callbacks.requirements import AVERAGING, expected_steps, trainer_settings
+from lightning_dct.callbacks.requirements import AVERAGING, run_length, share_done, trainer_settings
 from lightning_dct.callbacks.run_advice import RunAdvice
 from lightning_dct.callbacks.threshold_refresh import ThresholdRefresh
 from lightning_dct.clipping import install_clipping, remove_clipping
@@ -31,7 +32,7 @@ from lightning_dct.compress.awaited import clock_of
 from lightning_dct.failures.course import EXCHANGE, IN_FORWARD
 from lightning_dct.failures.lifeline import Lifeline, check_lifelines
 from lightning_dct.failures.process_group import group_is_made
-from lightning_dct.law import Given, RunSettings
+from lightning_dct.law import Given, RunLength, RunSettings
 from lightning_dct.lightning_private import StrategyRegistry
 from lightning_dct.profiling import shown_by
 from lightning_dct.saving import CheckpointedStrategy
@@ -63,7 +64,7 @@ class ThresholdedStrategy(CheckpointedStrategy):
         self._lifelines = lifelines
         self._in_step = self._has_tables = False
         self._step_guard = StepGuard()
-        self.given = given
+        self.given, self.length = given, RunLength(math.inf)
         super().__init__(given.config, **kwargs)
 
     def __repr__(self) -> str:
@@ -146,24 +147,34 @@ class ThresholdedStrategy(CheckpointedStrategy):
         """Choose the settings that were left out by the length of the run, which is known now."""
         super().on_train_start()
         if self.updates is not None and self.given.left_out:
-            self.updates.run_settings = RunSettings(self.given, self.world_size // self.stages, self._agreed_steps())
-            self.config = self.updates.run_settings.at(0)
-            self.updates.plans.change(self.config)
+            self.length = self._agreed_length()
+            ranks, (steps, unknown, _) = self.world_size // self.stages, self.length
+            self.updates.follow(RunSettings(self.given, ranks, steps, unknown))
+            self.config = self.updates.config
         if self.updates is not None:
             for optimizer in self.optimizers:
                 self.updates.register(optimizer)  # what a forward writes before the first step is sent, too
         # `dct_auto` may come to exchange updates later.
         self._step_guard.watch(lambda: () if self.updates is None else (self.updates,))
 
-    def _agreed_steps(self) -> float:
-        """The steps that the first rank expects, because others may have more data or less."""
-        return float(self.broadcast(expected_steps(self._module.trainer)))
+    def _agreed_length(self) -> RunLength:
+        """What the first rank expects, because others may have more data or less, which a warning says."""
+        lengths = gather_objects(run_length(self._module.trainer))
+        if any(one != lengths[0] for one in lengths):
+            each = "; ".join(f"rank {rank}: {length.steps:,.0f}" for rank, length in enumerate(lengths))
+            rank_zero_warn(
+                f"The ranks expect runs of different lengths, in optimizer steps: {each}. Give every rank the same"
+                " number of batches and the same callbacks. Otherwise all ranks end once they differ."
+            )
+        return lengths[0]
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Continue with this rank's own weights, or with what hooks have written into the shared ones."""
         super().on_train_batch_start(batch, batch_idx)
         if self.updates is not None:
             self.updates.weights.hide()
+            if share := share_done(self._module.trainer, self.length.batches):
+                self.updates.count(share)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's step, and count it if activations are compressed."""

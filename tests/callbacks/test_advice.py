@@ -22,7 +22,7 @@ from lightning_dct.callbacks.run_advice import (
 from lightning_dct.compress.awaited import clock_of
 from lightning_dct.cost.timing import MeasuredLink
 from lightning_dct.exchange.base import Flow, Pending
-from lightning_dct.law import Given
+from lightning_dct.law import Given, RunLength
 from lightning_dct.traffic import Traffic
 from pretended_stream import pretended_stream
 
@@ -43,9 +43,23 @@ def test_delay() -> None:
     assert UPDATES.steps_of_delay == pytest.approx(40)
 
 
-def notes(config: DCTConfig | Given, ranks: int, steps: float, device_type: str = "cuda") -> list[str]:
-    asked = config if isinstance(config, Given) else Given(config)
-    return notes_at_start(asked, ranks, steps, device_type, "nobody to send to", "strategy='ddp'")
+def notes(
+    config: DCTConfig | Given, ranks: int, steps: float, device_type: str = "cuda", unknown: str = ""
+) -> list[str]:
+    asked, length = config if isinstance(config, Given) else Given(config), RunLength(steps, unknown)
+    return notes_at_start(asked, ranks, length, device_type, "nobody to send to", "strategy='ddp'")
+
+
+def test_a_run_that_may_end_early_is_told_what_it_gets() -> None:
+    """As of unknown length, but for no more steps than there may be."""
+    (told,) = notes(Given.of({}), 2, 10**6, unknown="it may end")
+    assert told == (
+        "The length of this run is not known (it may end): DCT takes local_steps=1, density=0.1, and fewer bytes as it"
+        " goes on."
+    )
+    told, short = notes(Given.of({}), 4, 300, unknown="it may end")
+    assert "(it may end): DCT takes local_steps=1, density=0.3" in told
+    assert short.startswith("This run is short for local_steps=1, density=0.3")
 
 
 def test_a_run_that_leaves_settings_out_is_told_what_it_gets() -> None:
@@ -96,7 +110,7 @@ def test_settings_that_do_not_fit_the_length_are_warned_of() -> None:
 
 def test_who_has_nobody_to_send_to_is_told_so() -> None:
     assert notes(UPDATES, 1, 10) == ["nobody to send to"]
-    assert notes_at_start(Given(UPDATES), 1, 10, "cpu", DCTPipelineStrategy.when_alone, "") == []
+    assert notes_at_start(Given(UPDATES), 1, RunLength(10), "cpu", DCTPipelineStrategy.when_alone, "") == []
 
 
 def test_a_missing_kernel_is_named(without_numba: None) -> None:

@@ -13,9 +13,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_dct import DCTElasticStrategy, DCTStrategy
 from lightning_dct.config import DCTConfig
+from lightning_dct.elastic import elastic_strategy
 from lightning_dct.elastic.elastic_updates import Header, refuse_not_in_place
 from lightning_dct.elastic.joining import compare_settings, compare_starts, settings_of, train_only, trained_names
 from lightning_dct.elastic.present import import_torchft
+from lightning_dct.law import RunLength
 
 
 @pytest.mark.parametrize(
@@ -119,14 +121,15 @@ def test_ranks_choose_settings_by_the_steps_that_the_first_one_expects(
     strategy: DCTElasticStrategy, monkeypatch: pytest.MonkeyPatch, takes: float
 ) -> None:
     module: Any = torch.nn.Linear(2, 2)
-    module.trainer = SimpleNamespace(checkpoint_callbacks=[], estimated_stepping_batches=10)
+    module.trainer = SimpleNamespace(checkpoint_callbacks=[])
+    monkeypatch.setattr(elastic_strategy, "run_length", lambda trainer: RunLength(10.0))
     monkeypatch.setattr(DCTElasticStrategy, "world_size", 2)
     monkeypatch.setattr(DCTElasticStrategy, "global_rank", 1)
     strategy._lightning_module = module
     strategy.present = OneOther(lambda sent: torch.tensor(Header(*sent.tolist())._replace(rank=0)))  # type: ignore[assignment]
-    strategy.present.text = json.dumps([[], takes])  # type: ignore[attr-defined]
+    strategy.present.text = json.dumps([[], takes, "why"])  # type: ignore[attr-defined]
     strategy._join()
-    assert strategy._agreed_steps() == takes
+    assert strategy._agreed_length() == (takes, "why", 0.0)
 
 
 def test_a_rank_can_join_after_something_is_unfrozen() -> None:

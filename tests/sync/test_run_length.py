@@ -7,13 +7,18 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import PropertyMock, patch
 
+import pytest
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler
 from lightning.pytorch.core.saving import load_hparams_from_yaml
 from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import ConcatDataset, DataLoader
 
-from distributed.test_resume import train, train_half
-from distributed.training import Module, assert_replicas_equal, assert_weights_equal, fit, loader, rank
+from distributed.test_resume import SaveAndStop, train, train_half
+from distributed.training import Module, Noise, Run, assert_replicas_equal, assert_weights_equal, fit, loader, rank
 from lightning_dct import CompressionMonitor, DCTStrategy, law
+from lightning_dct.callbacks import run_advice
 from lightning_dct.config import DCTConfig
 from lightning_dct.law import Given
 
@@ -109,5 +114,115 @@ def test_it_resumes_as_if_it_had_not_stopped(ranks: Any, tmp_path: Path) -> None
     resumed = ranks(2).run(train_unknown, train, tmp_path / "half.ckpt", strategy, {})
     for expected, run in zip(whole, resumed, strict=True):
         assert run.hashes == expected.hashes[10:]
+        assert_weights_equal(expected.state["weights"], run.state["weights"])
+    assert_replicas_equal(resumed)
+
+
+class TwoNets(Module):
+    """Two optimizers that step ``every`` so many batches each, by hand."""
+
+    automatic_optimization = False
+
+    def __init__(self, first: int = 1, second: int = 1) -> None:
+        super().__init__()
+        self.every = first, second
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        for optimizer, every in zip(self.optimizers(), self.every, strict=True):
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            if (batch_idx + 1) % every == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+        return loss
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [torch.optim.Adam(one.parameters(), 0.01) for one in (self.model.first, self.model.second)]
+
+
+def counted_settings(module: LightningModule, settings: dict[str, Any]) -> list[tuple[int, float]]:
+    with patch.object(law, "steps_needed", needed):
+        seen = Settings()
+        fit(DCTStrategy(), module, loader(64, 40, 8), callbacks=[seen, *settings.pop("callbacks", [])], **settings)
+        return seen.seen
+
+
+def chosen_for(steps: float) -> tuple[int, float]:
+    with patch.object(law, "steps_needed", needed):
+        config = Given.of({}).for_run(2, steps)
+        return config.round_length, config.density
+
+
+@pytest.mark.parametrize(
+    ("steps", "trainer", "makes", "counted_after"),
+    [
+        ((1, 1), {"max_steps": 64}, 32, 16),
+        ((4, 4), {}, 16, 32),
+        ((1, 2), {}, 32, 16),
+    ],
+    ids=["two optimizers", "accumulation by hand", "one of them every other time"],
+)
+def test_steps_by_hand_are_counted(
+    ranks: Any, steps: tuple[int, int], trainer: dict[str, Any], makes: int, counted_after: int
+) -> None:
+    """Oracle: the settings of a run of as many steps as the optimizer makes that makes the fewest; 64 batches."""
+    assert chosen_for(makes) != chosen_for(64)
+    for seen in ranks(2).run(counted_settings, TwoNets(*steps), trainer):
+        assert seen[0] == chosen_for(64 if not trainer else makes)  # at most
+        assert set(seen[counted_after:]) == {chosen_for(makes)}
+
+
+def test_an_accumulation_that_changes_is_known(ranks: Any) -> None:
+    """64 batches at once, and 64 in eights: 72 steps, and not 128."""
+    scheduled = {"max_epochs": 2, "callbacks": [GradientAccumulationScheduler({0: 1, 1: 8})]}
+    assert chosen_for(72) != chosen_for(128)
+    for seen in ranks(2).run(counted_settings, Module(), scheduled):
+        assert set(seen) == {chosen_for(72)}
+
+
+def lines_at_start(trainer: dict[str, Any]) -> str:
+    told: list[str] = []
+    with patch.object(run_advice, "rank_zero_info", told.append):
+        fit(DCTStrategy(), Module(), loader(2, 40, 8), **trainer)
+    return "\n".join(told)
+
+
+class Stop(Callback):
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        trainer.should_stop = True
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"max_epochs": 900, "callbacks": [Stop(), EarlyStopping("x", strict=False)]}, "`EarlyStopping` may end it"),
+        ({"max_epochs": 900, "max_time": {"hours": 1}, "callbacks": [Stop()]}, "`Timer` may end it"),
+        ({"max_epochs": None, "callbacks": [Stop()]}, "max_epochs=1000 is what Lightning takes"),
+    ],
+)
+def test_a_run_that_may_end_early_is_of_unknown_length(ranks: Any, settings: dict[str, Any], why: str) -> None:
+    told, _ = ranks(2).run(lines_at_start, settings)
+    assert f"The length of this run is not known ({why}" in told
+
+
+def two_nets(path: Path | None, half: Path | None) -> Run:
+    """64 batches, of which settings are chosen anew after 16, saved after 24."""
+    callbacks = [] if half is None else [SaveAndStop(half, 24, stop=False)]
+    with patch.object(law, "steps_needed", needed):
+        data = DataLoader(ConcatDataset([Noise(8, 40, 8, rank=rank())] * 8), batch_size=None)
+        return fit(
+            DCTStrategy(warmup_steps=3), TwoNets(), data, max_steps=64, callbacks=callbacks,
+            ckpt_path=None if path is None else str(path),
+        )  # fmt: skip
+
+
+def test_counted_settings_are_resumed(ranks: Any, tmp_path: Path) -> None:
+    """Oracle: the run that has not stopped, every bit of own and shared weights."""
+    whole = ranks(2).run(two_nets, None, tmp_path / "half.ckpt")
+    resumed = ranks(2).run(two_nets, tmp_path / "half.ckpt", None)
+    for expected, run in zip(whole, resumed, strict=True):
+        assert run.state["exchange_clocks"] == expected.state["exchange_clocks"]
+        assert expected.state["exchange_clocks"]["counted steps"] == 32
+        assert run.hashes[-1] == expected.hashes[-1]
         assert_weights_equal(expected.state["weights"], run.state["weights"])
     assert_replicas_equal(resumed)

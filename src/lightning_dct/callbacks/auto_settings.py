@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_dct.callbacks.requirements import expected_steps
+from lightning_dct.callbacks.requirements import run_length
 from lightning_dct.callbacks.run_advice import RunAdvice, StepClock, StepCosts
 from lightning_dct.config import DCTConfig, check_density, check_positive
 from lightning_dct.cost.auto import (
@@ -118,7 +118,7 @@ class AutoSettings(RunAdvice):
         layout = find_layout(place, strategy.synchronizer.exchange.everyone.group)
         self._measured = Measured(0.0, self._link, layout, workload_of(pl_module))  # before any step
         # Others may have more data or less.
-        self._steps = strategy.broadcast(expected_steps(trainer))
+        self._steps = strategy.broadcast(run_length(trainer).steps)
         self._is_settled &= self._world_size == trainer.world_size
         self._world_size = trainer.world_size
         # DDP's first step is not timed, so a decision about it takes two.

@@ -5,8 +5,20 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    StochasticWeightAveraging,
+    Timer,
+    WeightAveraging,
+)
 
+from lightning_dct.law import COUNTED, RunLength
+
+LIGHTNINGS_EPOCHS = 1000
+"""``max_epochs`` of a Trainer without any limit, which does not say that it was not given."""
+FIRST_COUNTED = 16
+"""Batches after which a run's steps are counted first."""
 AVERAGING = (StochasticWeightAveraging, WeightAveraging)
 
 # Hooks that Lightning calls in every training step.
@@ -48,10 +60,36 @@ def trainer_settings(trainer: pl.Trainer) -> dict[str, Any]:
     return {**found, "automatic_optimization": trainer.lightning_module.automatic_optimization}
 
 
-def expected_steps(trainer: pl.Trainer) -> float:
-    """Optimizer steps of a fit; infinite if it is not known, for which Lightning says -1 (data without a length)."""
-    steps = float(trainer.estimated_stepping_batches)
-    return math.inf if steps < 0 else steps
+def run_length(trainer: pl.Trainer) -> RunLength:
+    """How long a fit is. For steps that are not known Lightning says -1 (data without a length)."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    steps, epochs, most = float(trainer.estimated_stepping_batches), trainer.max_epochs or -1, trainer.max_steps
+    steps = math.inf if steps < 0 else steps
+    batches = float(trainer.num_training_batches) * (math.inf if epochs < 0 else epochs)
+    unknown = "" if trainer.lightning_module.automatic_optimization else COUNTED
+    if unknown and most > 0:  # of all optimizers together
+        steps = min(steps, most / max(1, len(trainer.optimizers)))
+    for callback in callbacks:
+        if isinstance(callback, GradientAccumulationScheduler) and math.isfinite(batches):
+            each = map(callback.get_accumulate_grad_batches, range(epochs))
+            steps = sum(math.ceil(trainer.num_training_batches / accumulated) for accumulated in each)
+            steps, batches = min(steps, most if most > 0 else math.inf), 0.0
+        if isinstance(callback, EarlyStopping | Timer):
+            unknown = f"`{type(callback).__name__}` may end it"
+    if epochs == LIGHTNINGS_EPOCHS and most < 0 and unknown in ("", COUNTED):
+        unknown = f"max_epochs={epochs} is what Lightning takes for a run without any limit"
+    return RunLength(steps, unknown, batches)
+
+
+def share_done(trainer: pl.Trainer, batches: float) -> float:
+    """The share of a fit of so many batches that is done, where steps are counted: after 16, 32, 64 ... batches.
+
+    Elsewhere, and if nothing bounds the fit, it is 0.
+    """
+    done = trainer.fit_loop.epoch_loop.total_batch_idx
+    if not batches or done < FIRST_COUNTED or done & (done - 1):
+        return 0.0
+    return max(done / batches, trainer.global_step / trainer.max_steps if trainer.max_steps > 0 else 0.0)
 
 
 def require_dct(trainer: pl.Trainer, callback: pl.Callback) -> None:

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_dct.callbacks.requirements import InternalCallback, expected_steps
+from lightning_dct.callbacks.requirements import InternalCallback, run_length
 from lightning_dct.config import DCTConfig
 from lightning_dct.cost.timing import MeasuredLink, measure_link
 from lightning_dct.kernels import faster_kernel_missing
-from lightning_dct.law import BY_LENGTH, CAUTION, Given, RunSettings, expected_loss, steps_needed
+from lightning_dct.law import BY_LENGTH, CAUTION, Given, RunLength, RunSettings, expected_loss, steps_needed
 from lightning_dct.tables import rate_text
 from lightning_dct.traffic import FP32_BYTES, Traffic, TrafficTotals
 
@@ -142,10 +142,10 @@ class RunAdvice(InternalCallback):
         device = strategy.root_device
         # A run that sets itself minds its length itself.
         is_set = getattr(strategy, "auto", None) is None
-        steps = expected_steps(trainer) if is_set else math.inf
+        length = run_length(trainer) if is_set else RunLength(math.inf)
         everyone = strategy.synchronizer.exchange.everyone
         alone, dense = strategy.when_alone, dense_setting(strategy)
-        for note in notes_at_start(strategy.given, everyone.size, steps, device.type, alone, dense):
+        for note in notes_at_start(strategy.given, everyone.size, length, device.type, alone, dense):
             rank_zero_info(note)
         self._clock = StepClock()
         self._tell_at, self._has_warned, self._slow = 0.0, False, None
@@ -210,24 +210,24 @@ def dense_setting(strategy: Any) -> str:
     return "strategy='ddp'" if is_plain else "the dense exchange (compress='gradients', density=1.0)"
 
 
-def notes_at_start(given: Given, ranks: int, steps: float, device_type: str, alone: str, dense: str) -> list[str]:
+def notes_at_start(given: Given, ranks: int, length: RunLength, device_type: str, alone: str, dense: str) -> list[str]:
     """Notes for the start of a run of so many ranks, or replicas, that exchange with each other.
 
-    ``steps`` are infinite if that is not known. ``alone`` is what one rank is told that has nobody to send to, empty
+    ``alone`` is what one rank is told that has nobody to send to, empty
     for nothing, and ``dense`` what a user writes for the dense exchange.
     """
     if ranks == 1:
         return [alone] if alone else []
     of_length = _on_gradients if given.config.compress == "gradients" else _on_updates
-    notes = of_length(given, ranks, steps, dense)
+    notes = of_length(given, ranks, length, dense)
     if given.config.kernel == "auto" and (missing := faster_kernel_missing(device_type)):
         notes.append(missing)
     return notes
 
 
-def _on_gradients(given: Given, ranks: int, steps: float, dense: str) -> list[str]:
+def _on_gradients(given: Given, ranks: int, length: RunLength, dense: str) -> list[str]:
     """Whether a run is long enough for its density."""
-    density = given.config.density
+    density, steps = given.config.density, length.steps
     if density == 1.0 or DELAYS_OF_GRADIENTS / density <= steps:
         return []
     fitting = math.ceil(100 * DELAYS_OF_GRADIENTS / steps) / 100
@@ -239,17 +239,18 @@ def _on_gradients(given: Given, ranks: int, steps: float, dense: str) -> list[st
     ]
 
 
-def _on_updates(given: Given, ranks: int, steps: float, dense: str) -> list[str]:
+def _on_updates(given: Given, ranks: int, length: RunLength, dense: str) -> list[str]:
     """The settings that were chosen, and whether the run is long enough for them."""
-    config = RunSettings(given, ranks, steps).at(0)
+    (steps, unknown, _), run = length, RunSettings(given, ranks, length.steps, length.unknown)
+    config = run.at(0)
     settings, notes = _settings(config), []
+    if given.left_out and (unknown or math.isinf(steps)):
+        why, grows = f" ({unknown})" if unknown else "", ", and fewer bytes as it goes on" if run.grows else ""
+        notes.append(f"The length of this run is not known{why}: DCT takes {settings}{grows}.")
     if math.isinf(steps):
-        if given.left_out:
-            grows = ", and fewer bytes as it goes on" if given.config.delay == 0 else ""
-            notes.append(f"The length of this run is not known: DCT takes {settings}{grows}.")
         return notes
     loss, needed = expected_loss(config, ranks, steps), steps_needed(config, ranks)
-    if given.left_out:
+    if given.left_out and not unknown:
         longer = [more for one in given.rungs(ranks) if (more := steps_needed(one, ranks)) > max(steps, needed)]
         notes.append(
             f"{steps:,.0f} optimizer steps on {ranks} ranks: DCT takes {settings}, and expects the loss to be about"

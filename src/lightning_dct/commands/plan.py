@@ -25,7 +25,7 @@ from lightning_dct.cost.timing import measure_link, measure_speed
 from lightning_dct.cost.workload import Workload, load_module, one_tensor, workload_of
 from lightning_dct.exchange.factory import find_layout
 from lightning_dct.fsdp.wrapping import units_of
-from lightning_dct.law import BY_LENGTH, Given
+from lightning_dct.law import BY_LENGTH, Given, RunLength
 from lightning_dct.sync.setup import parameter_names
 from lightning_dct.tables import plain_table
 
@@ -95,7 +95,7 @@ def _print_forecast(arguments: argparse.Namespace) -> None:
     speed = measure_speed(config, workload.sizes_under(config), 1.0, device)
     print(f"A run of {arguments.steps:,} optimizer steps:")
     dense = "`strategy='ddp'`" if shards is None else "HSDP"
-    notes = notes_at_start(given, replicas, arguments.steps, device.type, "", dense)
+    notes = notes_at_start(given, replicas, RunLength(arguments.steps), device.type, "", dense)
     print(describe(Forecast(config, workload, layout, arguments.link, speed, shards=shards), notes))
 
 

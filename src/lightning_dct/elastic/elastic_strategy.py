@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dct.callbacks.evaluations import EvaluationJoin
-from lightning_dct.callbacks.requirements import InternalCallback, expected_steps
+from lightning_dct.callbacks.requirements import InternalCallback, run_length
 from lightning_dct.callbacks.run_advice import RunAdvice
 from lightning_dct.elastic.elastic_updates import ElasticUpdates, Header, refuse_not_in_place
 from lightning_dct.elastic.joining import (
@@ -47,6 +47,7 @@ from lightning_dct.elastic.present import LIGHTHOUSE, PresentRanks, import_torch
 from lightning_dct.elastic.supervisor import RESTARTED
 from lightning_dct.exchange.collectives import Link
 from lightning_dct.exchange.compressed import AllGather
+from lightning_dct.law import RunLength
 from lightning_dct.lightning_private import checkpoint_of, restore_from
 from lightning_dct.saving import STATE_KEY
 from lightning_dct.strategy import DCTStrategy
@@ -102,7 +103,7 @@ class DCTElasticStrategy(DCTStrategy):
         self._given: Mapping[str, Any] | None = None
         self._marked = self._seconds = 0.0  # since the last optimizer step, without what is not training
         self._trained: bool | None = None  # whether the step of this batch was; None if it has none
-        self._steps = math.inf  # that the run is expected to take
+        self._length: list[Any] = [math.inf]  # the fields of how long the run is expected to be
         self._last: dict[str, Any] = {"loss": torch.zeros(())}  # what the last step has returned
 
     # Ranks, and what they do together.
@@ -222,10 +223,10 @@ class DCTElasticStrategy(DCTStrategy):
                     present.spread(same)
                     tensor.detach().copy_(same)
                 # Ranks may have more data or less than the first one.
-                steps = expected_steps(trainer) if self.given.left_out else math.inf
-                said = present.spread_text(json.dumps([checkpoint_folders(trainer), steps]))
+                length = run_length(trainer) if self.given.left_out else RunLength(math.inf)
+                said = present.spread_text(json.dumps([checkpoint_folders(trainer), *length[:2]]))
                 if present.agree():
-                    folders, self._steps = json.loads(said)
+                    folders, *self._length = json.loads(said)
                     use_checkpoint_folders(trainer, folders)
                     break
             elif late and restarted:
@@ -234,7 +235,7 @@ class DCTElasticStrategy(DCTStrategy):
         if self._given is not None:
             compare_settings(self._given["settings"], self._settings())
             train_only(self._module, self._given["trained"])
-            self._steps = self._given["steps"]
+            self._length = self._given["length"]
             use_checkpoint_folders(trainer, self._given["folders"])
             restore_from(trainer, dict(self._given["checkpoint"]))
         said = "has joined a run" if self._given is not None else "starts"
@@ -243,8 +244,8 @@ class DCTElasticStrategy(DCTStrategy):
     def _settings(self) -> dict[str, str]:
         return settings_of(self._module, self.given.config, self.fits)
 
-    def _agreed_steps(self) -> float:
-        return self._steps
+    def _agreed_length(self) -> RunLength:
+        return RunLength(*self._length)
 
     def _give(self) -> dict[str, Any]:
         """This rank's state for a peer, at a meeting: nothing in it changes before the meeting ends."""
@@ -258,7 +259,7 @@ class DCTElasticStrategy(DCTStrategy):
             checkpoint = checkpoint_of(self._module.trainer)
         checkpoint[STATE_KEY] = state
         said: dict[str, Any] = {"settings": self._settings(), "folders": checkpoint_folders(self._module.trainer)}
-        said |= {"trained": trained_names(self._module), "steps": self._steps}
+        said |= {"trained": trained_names(self._module), "length": self._length}
         return {**self._elastic.give(), **said, "checkpoint": checkpoint, "shared": shared}
 
     def _take(self, given: Mapping[str, Any]) -> None:

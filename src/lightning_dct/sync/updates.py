@@ -37,13 +37,15 @@ from lightning_dct.config import DCTConfig
 from lightning_dct.exchange.base import Exchange
 from lightning_dct.exchange.collectives import Link
 from lightning_dct.failures.course import EXCHANGE
-from lightning_dct.law import RunSettings
+from lightning_dct.law import FEWEST_COUNTED, RunSettings
 from lightning_dct.sync.buffers import Buffers
 from lightning_dct.sync.rounds import MOST_IN_FLIGHT, Rounds, buckets_of, load_rounds, save_rounds
 from lightning_dct.sync.shared_weights import SharedWeights, as_real
 from lightning_dct.sync.step_cosine import is_measured
 from lightning_dct.sync.synchronizer import Synchronizer
 from lightning_dct.sync.update_flow import UpdateFlow
+
+COUNTED_STEPS = "counted steps"
 
 
 class UpdateSynchronizer(Synchronizer):
@@ -94,11 +96,11 @@ class UpdateSynchronizer(Synchronizer):
         # A single rank has only its own weights.
         self._alone = exchange.everyone.size == 1
         self.run_settings: RunSettings | None = None
-        self._reached = 0
+        self._reached = self._counted = 0
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Take the settings of a run of this length, and register parameters that are stepped for the first time."""
-        chosen, steps = self.run_settings, self.synchronisations
+        chosen, steps = self.run_settings, self.fewest_steps
         if chosen is not None and chosen.reached(steps) != self._reached:
             self._reached = chosen.reached(steps)
             self._change(chosen.at(steps))
@@ -163,12 +165,38 @@ class UpdateSynchronizer(Synchronizer):
         """Whether a parameter is registered, or known not to be exchanged."""
         return parameter in self._settled
 
+    def follow(self, settings: RunSettings) -> None:
+        """Take the settings of a run of some length, and follow them as it goes on."""
+        self.run_settings, steps = settings, self.fewest_steps
+        if self._counted:  # before it was resumed
+            settings.count(self._counted)
+        self._reached = settings.reached(steps)
+        self.plans.change(settings.at(steps))
+
+    def count(self, share: float) -> None:
+        """Choose settings again if the steps in a share of the run are more or fewer than expected.
+
+        All ranks call this after the same batch.
+        """
+        chosen, steps = self.run_settings, self.fewest_steps
+        if chosen is not None and steps >= FEWEST_COUNTED and chosen.is_off(counted := round(steps / share)):
+            self._counted = counted
+            chosen.count(counted)
+            self._reached = chosen.reached(steps)
+            self._change(chosen.at(steps))
+
+    @property
+    def fewest_steps(self) -> int:
+        """The steps of the optimizer that has made the fewest of all that have begun."""
+        return min((rounds.steps for rounds in self._rounds.values() if rounds.names and rounds.steps), default=0)
+
     def _change(self, config: DCTConfig) -> None:
-        """Take settings for a longer run, between two exchanges."""
+        """Take settings for another length of the run, between two exchanges."""
         if (config.local_steps, config.density) != (self.config.local_steps, self.config.density):
+            counted = f", of about {self._counted:,} of each optimizer," if self._counted else ""
             rank_zero_info(
-                f"After {self.synchronisations:,} optimizer steps this run is long enough for"
-                f" local_steps={config.local_steps}, density={config.density:g}."
+                f"After {self.fewest_steps:,} optimizer steps{counted} DCT takes local_steps={config.local_steps},"
+                f" density={config.density:g} for a run of this length."
             )
             self.plans.change(config)
 
@@ -298,7 +326,7 @@ class UpdateSynchronizer(Synchronizer):
             "residuals": {},
             "weights": {name: weights.detach().to("cpu", copy=True) for name, weights in own.items()},
             "shared": {name: checksum_of(shared) for name, (_, shared) in settled.items()},
-            "exchange_clocks": clocks,
+            "exchange_clocks": {**clocks, COUNTED_STEPS: self._counted},
             "in_flight": in_flight,
         }
 
@@ -336,8 +364,9 @@ class UpdateSynchronizer(Synchronizer):
             if name in self.weights.parameters or (self._alone and name in parameters):
                 own = as_real(local_of(parameters[name]).data if self._alone else self.weights.own(name))
                 own.add_(left.view(own.shape).to(own.device))
-        saved = state.get("exchange_clocks", {}), state.get("in_flight", {})
-        self._rounds, self._to_refresh = load_rounds(*saved, parameters)
+        clocks = dict(state.get("exchange_clocks", {}))
+        self._counted = clocks.pop(COUNTED_STEPS, 0)
+        self._rounds, self._to_refresh = load_rounds(clocks, state.get("in_flight", {}), parameters)
         for item in (item for rounds in self._rounds.values() for item in rounds.in_flight):
             if item.names[0] in edited:  # saved ones have one parameter each
                 # It is subtracted when the mean has arrived.
@@ -355,7 +384,7 @@ class UpdateSynchronizer(Synchronizer):
         clocks, in_flight = save_rounds(self._rounds, self.weights.parameters, self._to_refresh, self.flow.read)
         means = {name: mean for name, mean in in_flight.items() if name.startswith("mean of ")}
         shared = {f"shared weights of {name}": self.weights.shared(name) for name in self.weights.parameters}
-        return {**super().shared_state(), **clocks, **means, **shared}
+        return {**super().shared_state(), **clocks, COUNTED_STEPS: self._counted, **means, **shared}
 
     def _excluded(self) -> set[Tensor]:
         return set(self._parameters()) - self.parameter_names.keys()
