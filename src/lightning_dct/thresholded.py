@@ -172,7 +172,7 @@ class ThresholdedStrategy(CheckpointedStrategy):
         """Continue with this rank's own weights, or with what hooks have written into the shared ones."""
         super().on_train_batch_start(batch, batch_idx)
         if self.updates is not None:
-            self.updates.weights.hide()
+            self.updates.weights.continue_training()
             if share := share_done(self._module.trainer, self.length.batches):
                 self.updates.count(share)
 

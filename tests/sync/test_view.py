@@ -19,12 +19,15 @@ from torch import nn
 from distributed.training import (
     Module,
     Run,
+    State,
+    Watch,
     assert_replicas_equal,
     assert_weights_equal,
     fit,
     hash_of,
     loader,
     perceptron,
+    summary,
     trainer_for,
     weights_of,
 )
@@ -214,11 +217,11 @@ def fill_in_own_hook() -> list[Hooked]:
 def test_what_the_module_writes_in_its_own_hook_is_trained_on(ranks: Any) -> None:
     """Oracle: plain DDP; and an average that each rank makes by itself is the same on all."""
     results = ranks(2).run(fill_in_own_hook)
-    for modules in results:
-        for module in modules:
-            assert module.seen[10].unique().tolist() == [torch.tensor(0.123).item()]
-            assert len(module.seen[9].unique()) > 1
-            assert len(module.seen[11].unique()) > 1
+    for plain, module in results:
+        assert plain.seen[10].unique().tolist() == [torch.tensor(0.123).item()]
+        assert len(module.seen[9].unique()) > 1
+        # What this rank has not sent is still to come.
+        assert 0 < (module.seen[10] - 0.123).abs().max() < 0.05
     (_, one), (_, other) = results
     assert torch.equal(one.average, other.average)
     assert not torch.equal(one.seen[12], other.seen[12])
@@ -241,15 +244,46 @@ def test_a_module_that_clips_its_weights_ends_with_clipped_weights(ranks: Any, d
 
 
 @pytest.mark.parametrize("way", ["data", "in place"])
-def test_entries_that_nobody_writes_keep_what_was_not_sent(way: str) -> None:
-    weights, parameter = SharedWeights(), nn.Parameter(torch.tensor([0.5, -2.0, 0.1]))
+def test_what_is_written_moves_own_weights_by_as_much(way: str) -> None:
+    weights, parameter = SharedWeights(), nn.Parameter(torch.tensor([0.5, -2.0, 0.25]))
     weights.adopt("one", parameter)
-    weights.own("one").copy_(torch.tensor([0.7, -1.5, 0.2]))
+    weights.own("one").copy_(torch.tensor([0.75, -1.5, 0.5]))
     for _ in range(2):  # the second time it changes nothing
         with weights.in_model(), torch.no_grad():
             (parameter.data if way == "data" else parameter).clamp_(-1.0, 1.0)
-        assert parameter.tolist() == torch.tensor([0.7, -1.0, 0.2]).tolist()
-        assert weights.shared("one").tolist() == torch.tensor([0.5, -1.0, 0.1]).tolist()
+        assert parameter.tolist() == [0.75, -0.5, 0.5]
+        assert weights.shared("one").tolist() == [0.5, -1.0, 0.25]
+
+
+def test_own_weights_that_are_no_numbers_are_mended_by_what_is_written() -> None:
+    weights, parameter = SharedWeights(), nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
+    weights.adopt("one", parameter)
+    weights.own("one").copy_(torch.tensor([float("nan"), float("inf"), 3.5]))
+    with weights.in_model():
+        parameter.data.fill_(0.5)
+    assert parameter.tolist() == [0.5, 0.5, 1.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_what_is_written_and_taken_back_leaves_every_bit(dtype: torch.dtype) -> None:
+    """Oracle: the own weights before. They are taken back in a later view, in part, and once training has gone on."""
+    weights, parameter = SharedWeights(), nn.Parameter(torch.randn(1000, dtype=dtype))
+    weights.adopt("one", parameter)
+    own = weights.own("one").add_(torch.randn(1000, dtype=dtype) * 0.01).clone()
+    kept, other = weights.shared("one").clone(), torch.randn(1000, dtype=dtype) * 100
+    for some in (slice(0, 1000), slice(300, 700)):
+        for written in (other, other / 3, kept):
+            with weights.in_model():
+                parameter.data[some] = written[some]
+            assert torch.equal(parameter.data, own) is (written is kept)
+            assert torch.equal(weights.shared("one")[some], written[some])
+    with weights.in_model():
+        parameter.data.copy_(other)
+    weights.continue_training()
+    with weights.in_model():
+        parameter.data.copy_(kept)
+    assert not torch.equal(parameter.data, own)
+    torch.testing.assert_close(parameter.data, own, rtol=0, atol=2.0 if dtype == torch.bfloat16 else 1e-4)
 
 
 @pytest.mark.parametrize("way", ["data", "in place", "other memory", "negative zero", "not a number"])
@@ -263,8 +297,62 @@ def test_every_way_of_writing_is_seen(way: str) -> None:
             parameter.data = parameter.data.clone().contiguous()
         (parameter if way == "in place" else parameter.data)[0, 1] = entry
     # A zero of the other sign is the same number.
-    expected = torch.tensor([[1.5, 1.0 if way == "negative zero" else entry], [-1.0, 1.1]])
+    expected = torch.tensor([[1.5, 1.0 if way == "negative zero" else entry + 1.0], [-1.0, 1.1]])
     torch.testing.assert_close(parameter.detach(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+class SwappedIn(Callback):
+    """Has an average in the model from each validation to the next epoch's start, unless it only makes it.
+
+    Args:
+        hooks: Where it comes in and goes.
+    """
+
+    def __init__(self, hooks: tuple[str, str] | None) -> None:
+        self.average: State | None = None
+        self.kept: State | None = None
+        for hook, act in zip(hooks or (), (self.swap_in, self.take_back), strict=hooks is not None):
+            setattr(self, hook, act)
+
+    def swap_in(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        self.kept = weights_of(pl_module)
+        before = self.average or self.kept
+        self.average = {name: before[name].lerp(weights, 0.1) for name, weights in self.kept.items()}
+        pl_module.load_state_dict({name: weights * 0.9 for name, weights in self.average.items()})
+
+    def take_back(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        if self.kept is not None:
+            pl_module.load_state_dict(self.kept)
+            self.kept = None
+
+
+def swap(hooks: tuple[str, str] | None) -> Run:
+    module = Validated(None, torch.optim.AdamW, lr=0.01)
+    strategy, callback = DCTStrategy(**SETTINGS), SwappedIn(hooks)
+    watch = Watch(look=lambda trainer: trainer.strategy.updates.norm())
+    trainer = trainer_for(strategy, callbacks=[watch, callback], max_epochs=5)
+    trainer.fit(module, loader(6, 40, 8), loader(2, 40, 8))
+    return summary(strategy, module, watch)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "hooks"),
+    [
+        (2, ("on_validation_start", "on_train_epoch_start")),
+        (2, ("on_validation_epoch_start", "on_validation_epoch_end")),
+        (2, ("on_train_epoch_end", "on_train_batch_start")),
+        (4, ("on_validation_start", "on_train_epoch_start")),
+    ],
+)
+def test_an_average_that_is_swapped_in_and_taken_back_is_nothing(
+    ranks: Any, world_size: int, hooks: tuple[str, str]
+) -> None:
+    """Oracle: the same run without the average, bit for bit."""
+    for run, expected in zip(ranks(world_size).run(swap, hooks), ranks(world_size).run(swap, None), strict=True):
+        assert run.losses == expected.losses
+        assert run.seen == expected.seen
+        if hooks[1] == "on_validation_epoch_end":  # otherwise it is still in when training ends
+            assert_weights_equal(run.weights, expected.weights)
 
 
 class Lent(Module):

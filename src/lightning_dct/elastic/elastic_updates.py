@@ -141,7 +141,7 @@ class ElasticUpdates(UpdateSynchronizer):
         """Meet the others and exchange updates with them; nothing happens if that fails."""
         self.due, began = False, time.monotonic()
         self.train_until, self._round = 0, self.present.round
-        self.weights.hide()
+        self.weights.continue_training()
         with self.traffic.timed("exchange", "seconds_waiting"):
             met = self.present.meet()  # a rank that is behind has the others' shared weights afterwards
         if met:
@@ -154,7 +154,7 @@ class ElasticUpdates(UpdateSynchronizer):
 
     def apply_all(self, ready: int = 1) -> None:
         """Meet the others once more before leaving: a rank that has missed the last exchange takes it from them."""
-        self.weights.hide()
+        self.weights.continue_training()
         self._round = self.present.round
         header = Header(self._rank, self.step, 0, 0, 0, ready=ready, history=self._history)
         for _ in range(FAREWELLS):
@@ -312,7 +312,7 @@ class ElasticUpdates(UpdateSynchronizer):
 
     def catch_up(self, given: Mapping[str, Any]) -> None:
         """Take a peer's shared weights, and keep what this rank has moved and the peers have not added."""
-        self.weights.hide()
+        self.weights.continue_training()
         commits = dict(given["commits"])
         kept = self._round in commits
         added = self._unsure

@@ -37,6 +37,8 @@ class SharedWeights:
         # While the shared weights are in the model: this rank's own, and copies of the shared ones to compare with.
         self._own: dict[str, Tensor] = {}
         self._before: dict[str, Tensor] = {}
+        # What was written over since training was interrupted, by parameter: the shared weights, and this rank's own.
+        self._unwritten: dict[str, tuple[Tensor, Tensor]] = {}
 
     @property
     def shown(self) -> bool:
@@ -68,23 +70,33 @@ class SharedWeights:
     def settle(self) -> None:
         """Have training continue from what was written into the shared weights since they are in the model.
 
-        Entries that were written replace those of this rank's own weights. The others keep what this rank has not sent.
-        Contents are compared, because writes through ``.data`` leave a parameter's version as it was, and may give it
-        other memory.
+        This rank's own weights move by the same, so they keep what this rank has not sent. What is written and taken
+        back before training goes on leaves every bit as it was. Contents are compared, because writes through ``.data``
+        leave a parameter's version as it was, and may give it other memory.
         """
         for name, before in self._before.items():
             own, shown = self.settled(name)
             if own is not self._own[name]:
+                if name not in self._unwritten:
+                    self._unwritten[name] = before, self._own[name].clone()
                 self._own[name].copy_(own)
                 self._shared[name].copy_(shown)
-                before.copy_(shown)
 
     def settled(self, name: str) -> tuple[Tensor, Tensor]:
         """This rank's own and the shared weights of a parameter as :meth:`settle` would leave them."""
         own, before, shown = self.own(name), self._before.get(name), local_of(self.parameters[name]).data
         if before is None or (not must_not_wait(shown.device) and are_same_bits(shown, before)):
             return own, self._shared[name]
-        return torch.where(shown != before, shown, own), shown
+        shared, own = self._unwritten.get(name, (before, own))
+        # An own weight that is not finite can be mended by writing another.
+        not_sent = own - shared
+        as_real(not_sent).nan_to_num_(0.0, 0.0, 0.0)
+        return torch.where(shown == shared, own, shown + not_sent), shown
+
+    def continue_training(self) -> None:
+        """Put this rank's own weights into the model, which change from now on."""
+        self.hide()
+        self._unwritten.clear()
 
     def hide(self) -> None:
         """Put this rank's own weights into the model again."""
@@ -119,6 +131,7 @@ class SharedWeights:
                 f" has {list(own.shape)}. Resume with the model that was saved."
             )
         own.copy_(saved)
+        self._unwritten.pop(name, None)
 
     def follow_parameters(self) -> None:
         """Move both sets to the parameters' device, while the shared weights are in the model."""

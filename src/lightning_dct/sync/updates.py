@@ -104,7 +104,7 @@ class UpdateSynchronizer(Synchronizer):
         if chosen is not None and chosen.reached(steps) != self._reached:
             self._reached = chosen.reached(steps)
             self._change(chosen.at(steps))
-        self.weights.hide()  # a checkpoint that was made and not saved has left the shared ones in the model
+        self.weights.continue_training()  # a checkpoint made and not saved has left the shared ones in the model
         rounds = self.register(optimizer)
         if rounds.names and is_measured(rounds.steps + 1) and self._lengthens:
             rounds.cosine.begin(rounds.steps + 1, self._own_of(rounds))
@@ -272,7 +272,7 @@ class UpdateSynchronizer(Synchronizer):
 
     def apply_all(self) -> None:
         """Wait for updates in flight and apply them, whether they are due or not; a collective call."""
-        self.weights.hide()
+        self.weights.continue_training()
         for rounds in self._rounds.values():
             if rounds.in_flight:
                 self.flow.apply(rounds, rounds.in_flight)
@@ -280,7 +280,7 @@ class UpdateSynchronizer(Synchronizer):
     def forget_optimizer(self, number: int) -> None:
         """Apply the updates in flight of an optimizer that steps no more, and forget its clock; a collective call."""
         if (rounds := self._rounds.get(number)) is not None:
-            self.weights.hide()
+            self.weights.continue_training()
             self.flow.apply(rounds, rounds.in_flight)
             del self._rounds[number]
 
