@@ -68,7 +68,7 @@ def test_densities_of_parameters_become_a_private_plain_dict(mapping: type[Mappi
 
 
 def test_pickles() -> None:
-    config = DCTConfig(density=0.05, density_per_parameter=OmegaConf.create({"a*": 0.5}), value_format="int8")
+    config = DCTConfig(density=0.05, density_per_parameter=OmegaConf.create({"a*": 0.5}), value_format="2bit")
     assert pickle.loads(pickle.dumps(config)) == config
     assert replace(config, guard=False).density_per_parameter == {"a*": 0.5}
 

@@ -77,8 +77,8 @@ def test_nothing_is_better_than_a_rung(ranks: int) -> None:
 
 
 def test_bytes_are_those_of_the_exchange_by_hand() -> None:
-    """A ring of 64 ranks carries 63 payloads of an all-gather; 30% in int8 would be more than the dense all-reduce."""
-    many = DCTConfig(local_steps=2, density=0.3, exchange="all_gather", value_format="int8")
+    """A ring of 64 ranks carries 63 payloads of an all-gather; 30% in bf16 would be more than the dense all-reduce."""
+    many = DCTConfig(local_steps=2, density=0.3, exchange="all_gather", value_format="bf16")
     assert bytes_sent(many, 64) == 2 * 63 / 64 * 4 * ENTRIES / 2
     assert bytes_sent(replace(many, density=0.01), 64) < bytes_sent(many, 64)
     few = replace(many, value_format="1bit", exchange="auto")

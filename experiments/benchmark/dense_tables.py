@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from lightning_dct import ShardedEmbeddingBags
 from lightning_dct.embedding.owners import place_tables
 from lightning_dct.embedding.row_gradients import deliver, when_backward_ends
-from lightning_dct.wire.rows import decode_rows, encode_rows, row_scales_num_bytes
-from lightning_dct.wire.values import values_num_bytes
+from lightning_dct.wire.rows import decode_rows, encode_rows, row_scales_num_bytes, row_values_num_bytes
 
 
 class DenseTables(ShardedEmbeddingBags):
@@ -42,14 +41,14 @@ class DenseTables(ShardedEmbeddingBags):
         entries = num_rows * self.embedding_dim
         if self.row_format in ("fp32", "fp16"):
             return entries * (4 if self.row_format == "fp32" else 2)
-        return values_num_bytes(self.row_format, entries) + row_scales_num_bytes(self.row_format, num_rows)
+        return row_values_num_bytes(self.row_format, entries) + row_scales_num_bytes(self.row_format, num_rows)
 
     def decode(self, data: Tensor, num_rows: int) -> Tensor:
         entries = num_rows * self.embedding_dim
         if self.row_format in ("fp32", "fp16"):
             values = data.view(torch.float32 if self.row_format == "fp32" else torch.float16).to(torch.float32)
         else:
-            cut = values_num_bytes(self.row_format, entries)
+            cut = row_values_num_bytes(self.row_format, entries)
             values = decode_rows(data[:cut], entries, None, data[cut:], self.row_format)
         return values.view(num_rows, self.embedding_dim)
 

@@ -48,7 +48,6 @@ SYNCHRONISATIONS: dict[str, Callable[[int], Strategy]] = {
     "PowerSGD, rank 4": _powersgd(4),
     "top-k, 1%": _peer("top_k", density=0.01),
     "DCT, 1%, bf16": _gradients(0.01, "bf16"),
-    "DCT, 1%, int8": _gradients(0.01, "int8"),
     "DCT, 1%, 1 bit": _gradients(0.01, "1bit"),
     "DCT, 3%, 1 bit": _gradients(0.03, "1bit"),
     "DCT, 0.1%, bf16": _gradients(0.001, "bf16"),

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from lightning_dct.kernels import KernelName
 
-ValueFormat = Literal["fp32", "bf16", "int8", "int4", "2bit", "1bit"]
+ValueFormat = Literal["fp32", "bf16", "2bit", "1bit"]
 VALUE_FORMATS: tuple[str, ...] = get_args(ValueFormat)
 ExchangeName = Literal["auto", "all_gather", "sharded", "by_node"]
 MissingState = Literal["error", "reset"]
@@ -45,9 +45,9 @@ class DCTConfig:
             ``{"*.embedding.weight": 0.001}``). The first pattern that matches a name wins. A pattern that matches
             no parameter is an error.
         refresh_every: Optimizer steps between two selections of the thresholds.
-        value_format: The format of a sent entry: ``"fp32"``, ``"bf16"``, ``"int8"``, ``"int4"``, ``"2bit"`` (one
-            scale a tensor) or ``"1bit"`` (its sign, times the mean magnitude of what the tensor sends). Rounding errors
-            stay in the residual. Gradients with a density of 1 are averaged in bfloat16 with ``"bf16"``.
+        value_format: The format of a sent entry: ``"fp32"``, ``"bf16"``, ``"2bit"`` (two magnitudes for each
+            tensor) or ``"1bit"`` (its sign, times the mean magnitude of what the tensor sends). Rounding errors stay in
+            the residual. Gradients with a density of 1 are averaged in bfloat16 with ``"bf16"``.
         min_tensor_size: Tensors with fewer entries are sent dense, in their own dtype.
         guard: Adjust the thresholds between refreshes, so that the number of sent entries stays near its target.
         exchange: How payloads reach the other ranks: ``"all_gather"`` (each rank sends to all), ``"sharded"`` (to the

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 TINY = torch.finfo(torch.float32).tiny  # the smallest threshold: zeros are never sent
-BITS = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4, "2bit": 2, "1bit": 1}
+BITS = {"fp32": 32, "bf16": 16, "2bit": 2, "1bit": 1}
 
 
 @dataclass(frozen=True)
@@ -85,23 +85,13 @@ def as_read(values: Tensor, value_format: str) -> Tensor:
     mean = magnitudes.mean()
     if value_format == "1bit":  # sign(v) * mean |v|
         return torch.where(values > 0, mean.float(), -mean.float())
-    if value_format == "2bit":  # sign(v) times a scale, or twice that from the mean on, where that fits better
-        levels = torch.where(magnitudes >= mean, 2.0, 1.0).double()
-        product, square = (magnitudes * levels).sum(), levels.square().sum()
-        scale = product / square
-        if not (product * product / square > magnitudes.sum() * mean and scale <= torch.finfo(torch.float32).max / 2):
-            scale, levels = mean, torch.ones_like(levels)
-        return torch.where(values > 0, levels, -levels).float() * scale.float()
-    if value_format == "int4":  # sign(v) * max |v| * 2^(-level / 2), the nearest level in ratio; level 7 is zero
-        scale = magnitudes.max().float()
-        levels = ((magnitudes / scale).nan_to_num(nan=1.0).log2() / -0.5).round().clamp(0, 7).float()
-        factors = torch.exp2(levels * -0.5).where(levels < 7, 0.0)
-        return torch.where(values < 0, -factors, factors) * scale
-    scale = (magnitudes.max() / 127).float()  # int8: steps of max |v| / 127
-    if (127 * scale).isinf() and magnitudes.max() <= torch.finfo(torch.float32).max:
-        scale = scale * (1 - 2**-23)  # so that 127 steps are finite where the value is
-    steps = torch.where(values.isinf(), values.sign(), (values / scale).nan_to_num(nan=0.0))
-    return steps.round().clamp(-127, 127).float() * scale
+    # 2bit: sign(v) times a scale, or twice that from the mean on, where that fits better
+    levels = torch.where(magnitudes >= mean, 2.0, 1.0).double()
+    product, square = (magnitudes * levels).sum(), levels.square().sum()
+    scale = product / square
+    if not (product * product / square > magnitudes.sum() * mean and scale <= torch.finfo(torch.float32).max / 2):
+        scale, levels = mean, torch.ones_like(levels)
+    return torch.where(values > 0, levels, -levels).float() * scale.float()
 
 
 def position_bits(positions: list[int], size: int, capacity: int) -> list[int]:

@@ -54,7 +54,7 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
             allows.
         density_per_parameter: Densities for some parameters, by name pattern.
         refresh_every: Optimizer steps between two selections of the thresholds.
-        value_format: ``"fp32"``, ``"bf16"``, ``"int8"``, ``"int4"``, ``"2bit"`` or ``"1bit"``.
+        value_format: ``"fp32"``, ``"bf16"``, ``"2bit"`` or ``"1bit"``.
         min_tensor_size: Tensors with fewer entries are sent dense.
         guard: Adjust the thresholds between refreshes to keep the number of sent entries near its target.
         exchange: ``"all_gather"``, ``"sharded"``, ``"by_node"``, or ``"auto"`` to choose by counted bytes.

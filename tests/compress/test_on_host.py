@@ -71,7 +71,7 @@ def test_sums_of_half_precision_gradients_are_taken_in_fp32() -> None:
 
 
 def test_a_plan_without_tensors_writes_nothing() -> None:
-    plan = BucketPlan((), (), (), torch.float32, "int8", starts=())
+    plan = BucketPlan((), (), (), torch.float32, "2bit", starts=())
     buffer = torch.ones(5)
     sent = compress(memory(), Bucket([buffer], [torch.ones(5)], 1.0), plan, set())
     assert decompress(memory(), Received(sent.payload[None], plan, 1.0, own=0), buffer).tolist() == [1.0] * 5

@@ -33,7 +33,7 @@ def workload() -> Workload:
     return InBuckets({name: nn.Parameter(torch.empty(n, device="meta")) for name, n in SIZES.items()}, {})
 
 
-@pytest.mark.parametrize(("density", "value_format"), [(0.01, "1bit"), (0.2, "int4"), (1.0, "fp32")])
+@pytest.mark.parametrize(("density", "value_format"), [(0.01, "1bit"), (0.2, "2bit"), (1.0, "fp32")])
 @pytest.mark.parametrize(("world_size", "exchange", "nodes"), EXCHANGES)
 def test_bytes_and_residuals_are_those_of_synchronisers(
     world_size: int, exchange: str, nodes: int, density: float, value_format: str

@@ -137,7 +137,7 @@ def test_descriptions() -> None:
         ({"target_overhead": 0.1, "local_steps": 4}, ValueError, "given as local_steps=4. Leave these out"),
         ({"target_overhead": 0.1, "density": 0.4, "delay": 1}, ValueError, "given as delay=1, density=0.4"),
         ({"target_overhead": 0.1, "compress": "gradients"}, ValueError, "given as compress='gradients'"),
-        ({"target_overhead": 0.1, "value_format": "int8"}, ValueError, "given as value_format='int8'"),
+        ({"target_overhead": 0.1, "value_format": "2bit"}, ValueError, "given as value_format='2bit'"),
         ({"target_overhead": 0.1, "density_per_parameter": {"*": 0.1}}, ValueError, "given as density_per_parameter="),
         ({"target_overhead": 0.1, "min_density": 0.0}, ValueError, r"`min_density` .* must be in \(0, 1\]"),
         ({"min_density": 0.1}, ValueError, "`min_density` bounds what `target_overhead` chooses"),

@@ -139,7 +139,7 @@ def tables(**settings: Any) -> str:
 
 
 def rows_in_another_format() -> str:
-    return tables(value_format="int8" if rank() else "int4")
+    return tables(value_format="1bit" if rank() else "2bit")
 
 
 def rows_of_another_density() -> str:
@@ -187,7 +187,7 @@ def stages_of_another_width() -> str:
         (disagree_on_the_length, ["`Trainer(max_steps)` (rank 0: 2, rank 1: 3)"]),
         (disagree_on_accumulation, ["`Trainer(accumulate_grad_batches)` (rank 0: 1, rank 1: 2)"]),
         (disagree_with_fabric, ["`betas of optimizer 0, group 0` (rank 0: [0.9, 0.99], rank 1: [0.8, 0.99])"]),
-        (rows_in_another_format, ["`tables.value_format` (rank 0: 'int4', rank 1: 'int8')"]),
+        (rows_in_another_format, ["`tables.value_format` (rank 0: '2bit', rank 1: '1bit')"]),
         (rows_of_another_density, ["`tables.density` (rank 0: 0.1, rank 1: 0.2)"]),
         (a_smaller_cache, ["`tables.cache_rows` (rank 0: 100, rank 1: 99)"]),
         (tables_on_one_rank_only, ["`more."]),

@@ -89,7 +89,7 @@ def test_plain_backward_is_allowed_and_refreshes(ranks: Any, compress: str) -> N
 
 
 def test_fabric_checkpoints_hold_the_compression_state(ranks: Any, tmp_path: Path) -> None:
-    settings = {"density": 0.2, "value_format": "int8", "exchange": "sharded"}
+    settings = {"density": 0.2, "value_format": "2bit", "exchange": "sharded"}
     straight = ranks(2).run(train_with_fabric, settings)
     resumed = ranks(2).run(train_with_fabric, settings, tmp_path / "fabric.ckpt")
     assert torch.equal(straight[0]["weights"], resumed[0]["weights"])

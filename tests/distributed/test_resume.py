@@ -76,7 +76,7 @@ def train(ckpt_path: Path | None, strategy: dict[str, Any], trainer: dict[str, A
     [
         ({"value_format": "1bit"}, {}),
         ({"value_format": "bf16", "bucket_cap_mb": 0.0005}, {"accumulate_grad_batches": 2}),
-        ({"value_format": "int8"}, {"precision": "bf16-true"}),
+        ({"value_format": "2bit"}, {"precision": "bf16-true"}),
         ({"exchange": "sharded", "density": 0.2, "bucket_cap_mb": 0.0005}, {}),
     ],
 )

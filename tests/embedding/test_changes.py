@@ -185,8 +185,8 @@ def test_corrupt_messages(case: Case, data: st.DataObject) -> None:
 
 
 def test_a_message_about_other_rows_is_refused() -> None:
-    message = message_about(np.array([0, 0, 1], dtype=np.int64), 2, 0.5, "int8")
-    other = message_about(np.array([0, 1, 1], dtype=np.int64), 2, 0.5, "int8")
+    message = message_about(np.array([0, 0, 1], dtype=np.int64), 2, 0.5, "2bit")
+    other = message_about(np.array([0, 1, 1], dtype=np.int64), 2, 0.5, "2bit")
     sent = compress_changes(torch.ones(3, 2), message, np.zeros(2))
     assert message.layout.num_bytes == other.layout.num_bytes
     with pytest.raises(PayloadError, match="other tensor sizes"):
@@ -194,7 +194,7 @@ def test_a_message_about_other_rows_is_refused() -> None:
 
 
 def test_no_rows() -> None:
-    message = message_about(np.empty(0, dtype=np.int64), 4, 0.05, "int4")
+    message = message_about(np.empty(0, dtype=np.int64), 4, 0.05, "2bit")
     assert message.tables == []
     sent = compress_changes(torch.empty(0, 4), message, np.ones(2))
     assert sent.payload.numel() == message.layout.num_bytes

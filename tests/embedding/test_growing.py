@@ -21,7 +21,7 @@ from lightning_dct.embedding.table_files import load_row_states, load_rows, save
 
 ROOMY = {**EVERYTHING, "max_rows": 2000, "admit_after": 2}
 # Rows and copies come and go all the time.
-TIGHT = {"density": 0.1, "value_format": "int8", "refresh_every": 5, "cache_rows": 20, "max_rows": 24}
+TIGHT = {"density": 0.1, "value_format": "2bit", "refresh_every": 5, "cache_rows": 20, "max_rows": 24}
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_a_smaller_room_keeps_the_newest_and_says_so(ranks: Any, tmp_path: Any) 
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_residuals_of_another_world_are_not_lost(ranks: Any, tmp_path: Path, world_size: int) -> None:
-    exchange = {"density": 0.05, "value_format": "int8", "max_rows": 2000}
+    exchange = {"density": 0.05, "value_format": "2bit", "max_rows": 2000}
     assert_residuals_are_conserved(ranks, tmp_path, world_size, Growing, exchange)
 
 

@@ -32,7 +32,7 @@ from lightning_dct import DCTStrategy, ShardedEmbeddingBags
 from lightning_dct.fabric import DCTStrategy as FabricStrategy
 from one_card import DEVICE, accelerator
 
-FEW = {"density": 0.1, "value_format": "int8", "refresh_every": 5}
+FEW = {"density": 0.1, "value_format": "2bit", "refresh_every": 5}
 SMALL_CACHE = {**FEW, "cache_rows": 20}
 
 
@@ -214,7 +214,7 @@ def conserve(exchange):
 
 @pytest.mark.parametrize(
     ("world_size", "value_format", "cache_rows"),
-    [(2, "fp32", 20), (3, "int8", 1000), (3, "int4", 20), (2, "1bit", 1000)],
+    [(2, "fp32", 20), (3, "bf16", 1000), (3, "2bit", 20), (2, "1bit", 1000)],
 )
 def test_nothing_is_lost(ranks, world_size, value_format, cache_rows):
     exchange = {"density": 0.1, "value_format": value_format, "refresh_every": 7, "cache_rows": cache_rows}

@@ -16,7 +16,7 @@ from lightning_dct import DCTStrategy, EmbeddingPruning, GrowingEmbeddingBags, S
 from lightning_dct.embedding.kept_pieces import INDEX_BYTES_A_ROW, PIECES
 from lightning_dct.embedding.pruning import prune
 
-FEW = {"density": 0.1, "value_format": "int8", "refresh_every": 5, "cache_rows": 20}
+FEW = {"density": 0.1, "value_format": "2bit", "refresh_every": 5, "cache_rows": 20}
 KEEP = 0.5
 
 

@@ -109,7 +109,7 @@ def test_half_precision(world_size: int, exchange: str, ranks_per_node: int) -> 
 @EVERY_EXCHANGE
 def test_buckets_do_not_matter(world_size: int, exchange: str, ranks_per_node: int) -> None:
     """DistributedDataParallel lays its buckets out anew after the first step, and after every start."""
-    one, other = (ranks_of(world_size, exchange, ranks_per_node, value_format="int8") for _ in range(2))
+    one, other = (ranks_of(world_size, exchange, ranks_per_node, value_format="2bit") for _ in range(2))
     for step in range(4):
         means = [
             ranks.step(gradients(step, world_size), BUCKETS[which]) for ranks, which in ((one, 0), (other, step % 3))

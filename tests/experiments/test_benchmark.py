@@ -46,16 +46,16 @@ def settings_of_the_process() -> Iterator[None]:
 def test_steps_on_the_loopback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: what DDP sends is known from the model's size; all start from the same loss."""
     settings = ["--rounds", "1", "--steps", "2", "--quality-steps", "0", "--width", "16", "--batch-size", "8"]
-    assert steps.main(["--loopback", *settings, "--only", "1%, int8", "--output", str(tmp_path)]) == 0
+    assert steps.main(["--loopback", *settings, "--only", "1%, 1 bit", "--output", str(tmp_path)]) == 0
     output = " ".join(capsys.readouterr().out.split())
     assert "on the loopback interface, because --loopback was given" in output
     report = json.loads((tmp_path / "steps.json").read_text())
     runs = {one["synchronisation"]: one for one in report["runs"]}
-    assert set(runs) == {NOTHING, DDP, "DCT, 1%, int8"}
+    assert set(runs) == {NOTHING, DDP, "DCT, 1%, 1 bit"}
     parameters = (2048 + 1) * 16 + (16 + 1) * 16 + (16 + 1) * 512
     assert runs[DDP]["counted_bytes"] == 2 * 4 * parameters
     assert runs[NOTHING]["counted_bytes"] == 0
-    assert 0 < runs["DCT, 1%, int8"]["counted_bytes"] < runs[DDP]["counted_bytes"] / 50
+    assert 0 < runs["DCT, 1%, 1 bit"]["counted_bytes"] < runs[DDP]["counted_bytes"] / 50
     assert {(one["steps"], one["interface_bytes"], one["score"]) for one in runs.values()} == {(2, None, None)}
     assert len({one["losses"][0] for one in runs.values()}) == 1
     assert (tmp_path / "steps.png").stat().st_size > 0
@@ -78,7 +78,7 @@ def test_memory_of_a_rank(ranks: Callable[[int], Ranks], name: str, share: float
 
 def train_and_score() -> Run:
     warnings.simplefilter("ignore")
-    run = train("DCT, 1%, int8", Job(["DCT, 1%, int8"], 1, 3, None, True, 8, 16))
+    run = train("DCT, 1%, 1 bit", Job(["DCT, 1%, 1 bit"], 1, 3, None, True, 8, 16))
     gc.collect()
     return run
 
@@ -127,14 +127,14 @@ def test_ratios_are_taken_within_a_round() -> None:
     """The second round was twice as slow for all: the ratio stays."""
     runs = [
         replace(RUN, synchronisation=name, seconds=seconds * factor, interface_bytes=sent, round=round)
-        for name, seconds, sent in ((NOTHING, 1.0, 10), (DDP, 4.0, 40_000), ("DCT, 1%, int8", 2.0, 400))
+        for name, seconds, sent in ((NOTHING, 1.0, 10), (DDP, 4.0, 40_000), ("DCT, 1%, 1 bit", 2.0, 400))
         for round, factor in ((0, 1.0), (1, 2.0), (2, 1.0))
     ]
 
     def found(name: str, take: Take) -> Figure | None:
         return figure_of(runs, name, Link(), take)
 
-    ours = "DCT, 1%, int8"
+    ours = "DCT, 1%, 1 bit"
     assert found(ours, times(NOTHING)) == Figure(2.0, 2.0, 2.0)
     assert found(ours, faster_than(DDP)) == Figure(2.0, 2.0, 2.0)
     assert found(ours, steps.fewer_than_ddp) == Figure(100.0, 100.0, 100.0)

@@ -19,7 +19,7 @@ from lightning_dct.compress.bucket_plan import local_of
 from lightning_dct.sync.setup import parameter_names
 
 UPDATES = {"local_steps": 4, "density": 0.1, "warmup_steps": 0}
-GRADIENTS = {"compress": "gradients", "density": 0.1, "value_format": "int8", "refresh_every": 4}
+GRADIENTS = {"compress": "gradients", "density": 0.1, "value_format": "2bit", "refresh_every": 4}
 
 
 class Saving(Plain):

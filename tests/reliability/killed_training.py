@@ -76,7 +76,7 @@ def replicas(**settings: Any) -> tuple[DCTStrategy, LightningModule, Any, dict[s
 
 
 def all_gather() -> Any:
-    strategy, module, batch, _ = replicas(exchange="all_gather", value_format="int8", delay=0)
+    strategy, module, batch, _ = replicas(exchange="all_gather", value_format="2bit", delay=0)
     return strategy, module, batch, {"accumulate_grad_batches": 2}
 
 
@@ -90,18 +90,18 @@ def in_background() -> Any:
 
 
 def tables() -> Any:
-    module = Hybrid({"density": 0.1, "value_format": "int8", "refresh_every": 5, "cache_rows": 40}, "adagrad")
+    module = Hybrid({"density": 0.1, "value_format": "2bit", "refresh_every": 5, "cache_rows": 40}, "adagrad")
     return DCTStrategy(density=0.2, min_tensor_size=1, refresh_every=4), module, Batches.batch, {}
 
 
 def growing() -> Any:
-    exchange = {"density": 0.1, "value_format": "int8", "refresh_every": 5, "cache_rows": 20, "max_rows": 24}
+    exchange = {"density": 0.1, "value_format": "2bit", "refresh_every": 5, "cache_rows": 20, "max_rows": 24}
     module = Growing({**exchange, "admit_after": 2}, "adagrad")
     return DCTStrategy(density=0.2, min_tensor_size=1, refresh_every=4), module, Batches.batch, {}
 
 
 def pruned() -> Any:
-    module = Pruned({"density": 0.1, "value_format": "int8", "refresh_every": 5, "cache_rows": 40}, "adagrad")
+    module = Pruned({"density": 0.1, "value_format": "2bit", "refresh_every": 5, "cache_rows": 40}, "adagrad")
     strategy = DCTStrategy(density=0.2, min_tensor_size=1, refresh_every=4)
     # Some kills fall before the pruning, some after it.
     return strategy, module, Batches.batch, {"callbacks": [EmbeddingPruning(0.5, BATCHES // 2)]}

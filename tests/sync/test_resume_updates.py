@@ -41,7 +41,7 @@ def module() -> Module:
     ("strategy", "trainer"),
     [
         ({"delay": 4, "exchange": "sharded", "local_steps": 5}, {}),
-        ({"value_format": "int8"}, {"accumulate_grad_batches": 3}),
+        ({"value_format": "2bit"}, {"accumulate_grad_batches": 3}),
         ({"local_steps": 64}, {"precision": "bf16-true"}),
     ],
 )

@@ -53,12 +53,10 @@ def test_size_follows_from_the_layout_alone(filled: Filled) -> None:
     value_bytes = {
         "fp32": 4 * entries,
         "bf16": 2 * entries,
-        "int8": entries,
-        "int4": (entries + 1) // 2,
         "2bit": -(-entries // 4),
         "1bit": -(-entries // 8),
     }
-    scale_bytes = 4 * len(layout.tensor_sizes) if layout.value_format in ("int8", "int4", "2bit", "1bit") else 0
+    scale_bytes = 4 * len(layout.tensor_sizes) if layout.value_format in ("2bit", "1bit") else 0
     position_bytes = layout.position_code.num_bytes
     assert layout.part_sizes == (12, scale_bytes, position_bytes, value_bytes[layout.value_format], whole.numel())
     assert payload.dtype == torch.uint8
@@ -66,9 +64,7 @@ def test_size_follows_from_the_layout_alone(filled: Filled) -> None:
     assert payload.numel() == layout.num_bytes == sum(layout.part_sizes)
 
 
-@pytest.mark.parametrize(
-    ("value_format", "code"), [("fp32", 0), ("bf16", 1), ("int8", 2), ("1bit", 3), ("int4", 4), ("2bit", 5)]
-)
+@pytest.mark.parametrize(("value_format", "code"), [("fp32", 0), ("bf16", 1), ("1bit", 3), ("2bit", 5)])
 def test_header_byte_by_byte(value_format: str, code: int) -> None:
     layout = replace(LAYOUT, value_format=value_format)
     header = example_payload(layout)[:12].tolist()

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_dct.activations.split_point import ROW_FORMATS
-from lightning_dct.wire.rows import LEVELS, decode_rows, encode_rows, row_scales_num_bytes
-from lightning_dct.wire.values import values_num_bytes
+from lightning_dct.wire.rows import LEVELS, decode_rows, encode_rows, row_scales_num_bytes, row_values_num_bytes
 from rows_by_loop import scales_by_loop
 from strategies_for_hypothesis import examples, floats
 
@@ -26,7 +25,7 @@ def round_trip(
     """The values as read back, and the scales."""
     data, scale_bytes = encode_rows(values, rows, num_rows, value_format, noise)
     assert data.dtype == scale_bytes.dtype == torch.uint8
-    assert data.numel() == values_num_bytes(value_format, values.numel())
+    assert data.numel() == row_values_num_bytes(value_format, values.numel())
     assert scale_bytes.numel() == row_scales_num_bytes(value_format, num_rows)
     decoded = decode_rows(data, values.numel(), rows, scale_bytes, value_format)
     assert decoded.dtype == torch.float32

@@ -29,8 +29,7 @@ from lightning_dct.compress.awaited import Awaited, must_not_wait
 from lightning_dct.kernels import rows_kernel
 from lightning_dct.wire.payload import HEADER, read_header, write_header
 from lightning_dct.wire.positions import PayloadError, PositionCode
-from lightning_dct.wire.rows import LEVELS, SHARES, decode_rows, encode_rows, row_scales_num_bytes
-from lightning_dct.wire.values import values_num_bytes
+from lightning_dct.wire.rows import LEVELS, SHARES, decode_rows, encode_rows, row_scales_num_bytes, row_values_num_bytes
 
 MAGIC = 0xDA
 
@@ -101,7 +100,7 @@ class ActivationLayout:
     def values_bytes(self, value_format: str) -> int:
         """Bytes of values and scales in a format."""
         scales = row_scales_num_bytes(value_format, self.scales_capacity)
-        return scales + values_num_bytes(value_format, self.capacity)
+        return scales + row_values_num_bytes(value_format, self.capacity)
 
 
 def encode_forward(
@@ -214,7 +213,7 @@ def _decode_values(
         count = layout.numel if positions is None else positions.numel()
         scales, data = payload.tensor_split([row_scales_num_bytes(value_format, layout.scales_capacity)])
         rows = _rows_of(layout, value_format, positions)
-        data = data[: values_num_bytes(value_format, count)]
+        data = data[: row_values_num_bytes(value_format, count)]
         values = decode_rows(data, count, rows, scales, value_format)
     if dtype == torch.float16:
         # Rounding may exceed the range of fp16.

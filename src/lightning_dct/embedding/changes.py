@@ -33,8 +33,7 @@ from lightning_dct.embedding.owners import Int64Array
 from lightning_dct.kernels import cpu_kernel, positions_of
 from lightning_dct.kernels.bits import nonzero_indices
 from lightning_dct.wire.payload import PayloadLayout, pack, unpack_values
-from lightning_dct.wire.rows import decode_rows, encode_rows, row_scales_num_bytes
-from lightning_dct.wire.values import values_num_bytes
+from lightning_dct.wire.rows import decode_rows, encode_rows, row_scales_num_bytes, row_values_num_bytes
 
 # The guard aims a little high: a surplus is cut to the largest entries, but a shortfall is sent as padding.
 GUARD_AIM = 1.05
@@ -130,13 +129,13 @@ def encode_evicted(residuals: Tensor, value_format: str) -> Tensor:
 def evicted_num_bytes(num_rows: int, dim: int, value_format: str) -> int:
     """Bytes of :func:`encode_evicted`."""
     row_format = _format_of_evicted(value_format)
-    return values_num_bytes(row_format, num_rows * dim) + row_scales_num_bytes(row_format, num_rows)
+    return row_values_num_bytes(row_format, num_rows * dim) + row_scales_num_bytes(row_format, num_rows)
 
 
 def decode_evicted(data: Tensor, num_rows: int, dim: int, value_format: str) -> Tensor:
     """Undo :func:`encode_evicted`: shape ``[num_rows, dim]``, fp32."""
     row_format = _format_of_evicted(value_format)
-    values, scales = data.tensor_split([values_num_bytes(row_format, num_rows * dim)])
+    values, scales = data.tensor_split([row_values_num_bytes(row_format, num_rows * dim)])
     return decode_rows(values, num_rows * dim, None, scales, row_format).view(num_rows, dim)
 
 

@@ -49,7 +49,7 @@ class ShardedEmbeddingBags(TableState):
         embedding_dim: Entries a row.
         pooling: ``"sum"`` or ``"mean"`` of a bag's rows; an empty bag is zero.
         density: Share of the requested rows' entries that each direction sends in a step, in (0, 1].
-        value_format: ``"fp32"``, ``"bf16"``, ``"int8"``, ``"int4"``, ``"2bit"`` or ``"1bit"``, with one scale per table
+        value_format: ``"fp32"``, ``"bf16"``, ``"2bit"`` or ``"1bit"``, with one scale per table
             and message. The rounding error is sent later.
         refresh_every: Optimizer steps between two exact selections of the thresholds. In between, a guard moves them a
             little in every step, to keep the number of entries near its target.

@@ -7,7 +7,7 @@ little-endian, and all sizes follow from the layout, so every rank knows them be
 part                bytes                                  holds
 ==================  =====================================  ====================================================
 header              12                                     see :mod:`lightning_dct.wire.payload`
-scales              ``4 T`` (int8 to 1bit)                 one fp32 scale a tensor
+scales              ``4 T`` (2bit, 1bit)                   one fp32 scale a tensor
 positions           about ``K (2 + log2(N / K)) / 8``      see :mod:`lightning_dct.wire.positions`
 values              ``4 K`` (fp32) to ``K / 8`` (1bit)     see :mod:`lightning_dct.wire.values`
 dense tensors       their own bytes                        tensors too small to compress, in their own dtype

@@ -7,7 +7,7 @@ offset  bytes  holds
 ======  =====  ==============================================================================
 0       1      magic number 0xDC
 1       1      version of the layout, 2
-2       1      value format: 0 fp32, 1 bf16, 2 int8, 3 1bit, 4 int4, 5 2bit
+2       1      value format: 0 fp32, 1 bf16, 3 1bit, 5 2bit
 3       1      zero, kept for later versions
 4       4      number of entries, uint32
 8       4      fingerprint of the layout (CRC-32 of its numbers), uint32
@@ -35,7 +35,7 @@ from lightning_dct.wire.values import BITS_PER_VALUE, SCALED_FORMATS, decode_ten
 MAGIC = 0xDC
 VERSION = 2
 HEADER = struct.Struct("<BBBBII")
-FORMAT_CODES = {"fp32": 0, "bf16": 1, "int8": 2, "1bit": 3, "int4": 4, "2bit": 5}
+FORMAT_CODES = {"fp32": 0, "bf16": 1, "1bit": 3, "2bit": 5}
 
 
 @dataclass(frozen=True)

@@ -24,12 +24,19 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from lightning_dct.kernels.bits import num_bytes
 from lightning_dct.wire.values import decode_values, encode_values, pack_codes, unpack_codes
 
+BITS_PER_VALUE: dict[str, int] = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4}
 LEVELS: dict[str, int] = {"int8": 127, "int4": 7}
 LARGEST_SCALE_BYTES = 4
 STEPS_PER_OCTAVE = 8
 LARGEST_CODE, BROKEN_CODE = 254, 255
+
+
+def row_values_num_bytes(value_format: str, count: int) -> int:
+    """Bytes that ``count`` values take."""
+    return num_bytes(BITS_PER_VALUE[value_format] * count)
 
 
 def row_scales_num_bytes(value_format: str, num_rows: int) -> int:

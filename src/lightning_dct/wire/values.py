@@ -1,13 +1,10 @@
-"""Values of sent entries in 32, 16, 8, 4, 2 or 1 bits.
+"""Values of sent entries in 32, 16, 2 or 1 bits.
 
 =======  ====  ==================================================================================================
 format   bits  an entry ``v`` of tensor ``t`` is read back as
 =======  ====  ==================================================================================================
 fp32     32    ``v`` as a 32-bit float
 bf16     16    ``v`` as a bfloat16, rounded to nearest
-int8     8     ``scale_t * round(v / scale_t)``, with ``scale_t = max |v| / 127`` over what the tensor sends
-int4     4     its sign times ``scale_t * 2 ** (-l / 2)``, ``l = 0 .. 6``, nearest in ratio, with
-               ``scale_t = max |v|``; 0 below a tenth of the scale (``2 ** -3.25``)
 2bit     2     its sign times ``scale_t`` or, if ``|v|`` is at least its mean, ``2 scale_t``: the scale with the least
                squared error; ``scale_t = mean |v|`` for all where that fits better
 1bit     1     ``scale_t * sign(v)``, with ``scale_t = mean |v|`` over what the tensor sends
@@ -18,7 +15,6 @@ scale of its tensor infinite or NaN, so the other ranks receive it in every form
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import numpy as np
 import torch
@@ -27,13 +23,10 @@ from torch import Tensor
 from lightning_dct.kernels import cpu_kernel, fastest_kernel
 from lightning_dct.kernels.bits import as_bytes, num_bytes, pack_bits, places_in_byte, unpack_bits
 
-BITS_PER_VALUE: dict[str, int] = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4, "2bit": 2, "1bit": 1}
-SCALED_FORMATS = ("int8", "int4", "2bit", "1bit")
+BITS_PER_VALUE: dict[str, int] = {"fp32": 32, "bf16": 16, "2bit": 2, "1bit": 1}
+SCALED_FORMATS = ("2bit", "1bit")
 # As wide as the codes that share a byte, while each has one.
 INTEGERS = {4: torch.int16, 2: torch.int32}
-# int4: halvings of the scale from one level to the next, and the level of zero.
-LEVEL_HALVINGS = 0.5
-ZERO_LEVEL = 7
 # 2bit: the largest scale of which twice is finite.
 LARGEST_HALF = torch.finfo(torch.float32).max / 2
 
@@ -45,7 +38,7 @@ def values_num_bytes(value_format: str, capacity: int) -> int:
 
 def encode_tensors(values: Tensor, counts: Sequence[int], value_format: str) -> tuple[Tensor, Tensor]:
     """:func:`encode_values` of ``counts`` values of each tensor."""
-    if value_format in ("1bit", "2bit") and fastest_kernel(values.device.type) == "numba":
+    if value_format in SCALED_FORMATS and fastest_kernel(values.device.type) == "numba":
         kernel = cpu_kernel()
         values = values if values.dtype == torch.float64 else values.float()  # numba has no other dtypes
         return (kernel.encode_signs if value_format == "1bit" else kernel.encode_levels)(values, counts)
@@ -54,7 +47,7 @@ def encode_tensors(values: Tensor, counts: Sequence[int], value_format: str) -> 
 
 def decode_tensors(data: Tensor, counts: Sequence[int], scales: Tensor, value_format: str, values: Tensor) -> None:
     """Decode the bytes of :func:`encode_tensors` into ``values``: shape ``[sum(counts)]``, fp32."""
-    if value_format in ("1bit", "2bit") and fastest_kernel(data.device.type) == "numba":
+    if value_format in SCALED_FORMATS and fastest_kernel(data.device.type) == "numba":
         kernel = cpu_kernel()
         (kernel.decode_signs if value_format == "1bit" else kernel.decode_levels)(data, counts, scales, values)
     else:
@@ -73,7 +66,7 @@ def encode_values(values: Tensor, tensor_index: Tensor, num_tensors: int, value_
         values: Shape ``[count]``, floating point.
         tensor_index: Shape ``[count]``, int32 or int64, ascending: the tensor of each value, for scales.
         num_tensors: The number of tensors.
-        value_format: One of ``fp32``, ``bf16``, ``int8``, ``int4``, ``2bit``, ``1bit``.
+        value_format: One of ``fp32``, ``bf16``, ``2bit``, ``1bit``.
 
     Returns:
         The values' bytes (uint8) and one fp32 scale a tensor (shape ``[num_tensors]``, or ``[0]`` without scales).
@@ -88,30 +81,14 @@ def encode_values(values: Tensor, tensor_index: Tensor, num_tensors: int, value_
         return rounded.view(torch.uint8), no_scales
     # fp64 sums: a mean of many fp32 magnitudes must not overflow or drift.
     magnitudes = values.to(torch.float64, copy=True).abs_()
-    if value_format in ("1bit", "2bit"):
-        tensors = torch.arange(num_tensors + 1, dtype=tensor_index.dtype, device=values.device)
-        lengths = torch.searchsorted(tensor_index, tensors).diff()
-        counts = lengths.clamp(min=1)
-        totals = _sums(magnitudes, lengths)
-        means = totals / counts
-        if value_format == "1bit":
-            return pack_bits(values > 0), means.to(torch.float32)
-        return _two_levels(values, magnitudes, tensor_index, lengths, counts, totals, means)
-    largest = magnitudes.new_zeros(num_tensors).scatter_reduce_(0, tensor_index.long(), magnitudes, "amax")
-    if value_format == "int4":
-        scales = largest.to(torch.float32)
-        ratio = (magnitudes / scales.index_select(0, tensor_index)).nan_to_num_(nan=1.0)
-        levels = ratio.log2_().div_(-LEVEL_HALVINGS).round_().clamp_(0, ZERO_LEVEL).to(torch.uint8)
-        return pack_codes(levels | ((values < 0).to(torch.uint8) << 3), 4), scales
-    # Rounded down where rounding up would make 127 steps of it infinite.
-    limit = torch.finfo(torch.float32).max
-    # By a tensor: by a number, a GPU multiplies with its rounded inverse.
-    scales = (largest / torch.full_like(largest, 127)).to(torch.float32)
-    scales = torch.where((127 * scales).isinf() & (largest <= limit), scales * (1 - 2**-23), scales)
-    steps = (values / scales.index_select(0, tensor_index)).nan_to_num_(nan=0.0)
-    # An infinite value over its infinite scale is NaN: keep its sign instead.
-    steps = torch.where(values.isinf(), values.sign(), steps).round_().clamp_(-127, 127)
-    return steps.to(torch.int8).view(torch.uint8), scales
+    tensors = torch.arange(num_tensors + 1, dtype=tensor_index.dtype, device=values.device)
+    lengths = torch.searchsorted(tensor_index, tensors).diff()
+    counts = lengths.clamp(min=1)
+    totals = _sums(magnitudes, lengths)
+    means = totals / counts
+    if value_format == "1bit":
+        return pack_bits(values > 0), means.to(torch.float32)
+    return _two_levels(values, magnitudes, tensor_index, lengths, counts, totals, means)
 
 
 def _sums(values: Tensor, lengths: Tensor) -> Tensor:
@@ -152,23 +129,10 @@ def decode_units(data: Tensor, count: int, value_format: str) -> Tensor:
         return _viewed(data[: 4 * count], torch.float32)
     if value_format == "bf16":
         return _viewed(data[: 2 * count], torch.bfloat16).to(torch.float32)
-    if value_format == "int8":
-        return data[:count].view(torch.int8).to(torch.float32)
-    if value_format == "int4":
-        codes = unpack_codes(data, 4)[:count]
-        return _int4_units(data.device).index_select(0, codes.int())
     if value_format == "2bit":
         codes = unpack_codes(data, 2)[:count].view(torch.int8)
         return torch.where(codes > 1, 2.0, 1.0).copysign_((codes & 1) - 0.5).to(torch.float32)
     return torch.where(unpack_bits(data[: num_bytes(count)], count).view(torch.bool), 1.0, -1.0).to(torch.float32)
-
-
-@lru_cache(maxsize=64)
-def _int4_units(device: torch.device) -> Tensor:
-    """What each code of int4 stands for: computed on the host, because a GPU rounds powers of two otherwise."""
-    units = torch.exp2(torch.arange(ZERO_LEVEL + 1, dtype=torch.float32) * -LEVEL_HALVINGS)
-    units[ZERO_LEVEL] = 0.0
-    return torch.cat([units, -units]).to(device)
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
