@@ -35,7 +35,6 @@ HSDP = "hsdp"
 # Without the shorter rounds of the warm-up, which send less.
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
     HSDP: HSDPStrategy,
-    "dct_fsdp, gradients": lambda: DCTFSDPStrategy(compress="gradients"),
     "dct_fsdp, updates": lambda: DCTFSDPStrategy(warmup_steps=0),
     "dct, updates": lambda: DCTStrategy(warmup_steps=0),
 }

@@ -40,8 +40,7 @@ def count(replicas: int, settings: dict[str, Any]) -> TrafficTotals:
     ("replicas", "exchange", "settings"),
     [
         (2, "all_gather", {"density": 0.2, "local_steps": 4, "warmup_steps": 0, "min_tensor_size": 20}),
-        (2, "sharded", {"compress": "gradients", "density": 0.1, "value_format": "2bit", "min_tensor_size": 0}),
-        (4, "by_node", {"compress": "gradients", "density": 0.1, "min_tensor_size": 100}),
+        (4, "by_node", {"density": 0.1, "local_steps": 4, "warmup_steps": 0, "min_tensor_size": 100}),
     ],
 )
 def test_the_plan_says_what_each_rank_counts(

@@ -19,7 +19,6 @@ from lightning_dct.compress.bucket_plan import local_of
 from lightning_dct.sync.setup import parameter_names
 
 UPDATES = {"local_steps": 4, "density": 0.1, "warmup_steps": 0}
-GRADIENTS = {"compress": "gradients", "density": 0.1, "value_format": "2bit", "refresh_every": 4}
 
 
 class Saving(Plain):
@@ -45,7 +44,7 @@ def run(
     ("strategy", "trainer"),
     [
         ({**UPDATES, "delay": 2, "save_distributed_checkpoint": False}, {"accumulate_grad_batches": 4}),
-        (GRADIENTS, {}),
+        ({**UPDATES, "exchange": "sharded", "refresh_every": 4}, {}),
     ],
 )
 def test_resumed_run_equals_the_uninterrupted_one(
@@ -115,9 +114,9 @@ class Held(Callback):
         self.seen.append({"weights": weights, "residuals": residuals, "owned": {}, "shards": shapes})
 
 
-def start(kind: str, replicas: int, compress: str, path: Path) -> dict[str, Any]:
-    plain: dict[str, Strategy] = {"ddp": DDPStrategy(), "dct": DCTStrategy(compress=compress, lifelines=False)}  # type: ignore[arg-type]
-    strategy = plain[kind] if kind in plain else fsdp(replicas=replicas, compress=compress)
+def start(kind: str, replicas: int, path: Path) -> dict[str, Any]:
+    plain: dict[str, Strategy] = {"ddp": DDPStrategy(), "dct": DCTStrategy(lifelines=False)}
+    strategy = plain[kind] if kind in plain else fsdp(replicas=replicas)
     held = Held(strategy)
     train(
         strategy, Plain(torch.optim.AdamW, lr=0.01), callbacks=[held], ckpt_path=path, max_steps=11, limit_val_batches=0
@@ -136,42 +135,35 @@ def mean_of(states: list[dict[str, Any]], shards: int, part: str) -> dict[str, t
 
 
 @pytest.mark.parametrize(
-    ("kind", "world_size", "replicas", "compress"),
-    [
-        *(("fsdp", 4, 4, "updates"), ("fsdp", 2, 1, "updates"), ("dct", 2, 2, "updates")),
-        *(("fsdp", 4, 1, "gradients"), ("dct", 2, 2, "gradients"), ("ddp", 2, 2, "gradients")),
-    ],
+    ("kind", "world_size", "replicas"), [("fsdp", 4, 4), ("fsdp", 2, 1), ("dct", 2, 2), ("ddp", 2, 2)]
 )
 def test_another_mesh_starts_with_the_mean_of_what_was_held_back(
-    ranks: Any, tmp_path_factory: Any, kind: str, world_size: int, replicas: int, compress: str
+    ranks: Any, tmp_path_factory: Any, kind: str, world_size: int, replicas: int
 ) -> None:
     """Oracle: the files of the four ranks that saved, put together and averaged here."""
-    path = saved(ranks, tmp_path_factory, compress)
+    path = saved(ranks, tmp_path_factory)
     files = sorted((path.parent / f"{path.name}.dct").iterdir())
     states = [torch.load(file, weights_only=True) for file in files]
-    started = ranks(world_size).run(start, kind, replicas, compress, path)
+    started = ranks(world_size).run(start, kind, replicas, path)
     if kind == "ddp":
         shared = torch.load(path, weights_only=True)["state_dict"]
         assert_weights_equal(started[0]["weights"], {name: shared[name] for name in started[0]["weights"]})
         return
-    part = "weights" if compress == "updates" else "residuals"
-    expected = mean_of(states, 2, part)
+    expected = mean_of(states, 2, "weights")
     expected = {name: tensor for name, tensor in expected.items() if name in states[0]["shards"]}
     assert any(float(tensor.abs().max()) > 0 for tensor in expected.values())
-    assert_weights_close(expected, mean_of(started, world_size // replicas, part))
+    assert_weights_close(expected, mean_of(started, world_size // replicas, "weights"))
 
 
-SAVED: dict[str, Path] = {}
+SAVED: list[Path] = []
 
 
-def saved(ranks: Any, folders: Any, compress: str) -> Path:
+def saved(ranks: Any, folders: Any) -> Path:
     """A checkpoint of two replicas of two ranks, in one file."""
-    if compress not in SAVED:
-        path = folders.mktemp(compress) / "x.ckpt"
-        settings = {**(UPDATES if compress == "updates" else GRADIENTS), "save_distributed_checkpoint": False}
-        ranks(4).run(run, settings, {}, path)
-        SAVED[compress] = path
+    if not SAVED:
+        SAVED.append(folders.mktemp("saved") / "x.ckpt")
+        ranks(4).run(run, {**UPDATES, "save_distributed_checkpoint": False}, {}, SAVED[0])
     copy = folders.mktemp("copy") / "x.ckpt"
-    shutil.copy(SAVED[compress], copy)
-    shutil.copytree(f"{SAVED[compress]}.dct", f"{copy}.dct")
+    shutil.copy(SAVED[0], copy)
+    shutil.copytree(f"{SAVED[0]}.dct", f"{copy}.dct")
     return copy

@@ -49,11 +49,9 @@ def test_a_hundredth_goes_between_nodes_once_training_has_warmed_up(ranks: Any) 
         assert rank.bytes_inside_node == pytest.approx(48 * 3 * 4 * entries / 2, rel=1e-2)
 
 
-@pytest.mark.parametrize("compress", ["updates", "gradients"])
-def test_micro_batches_send_nothing_between_nodes(ranks: Any, compress: str) -> None:
-    settings = {"compress": compress}
-    once = ranks(4).run(count, settings, {"max_steps": 4})[0]
-    thrice = ranks(4).run(count, settings, {"max_steps": 4, "accumulate_grad_batches": 3})[0]
+def test_micro_batches_send_nothing_between_nodes(ranks: Any) -> None:
+    once = ranks(4).run(count, {}, {"max_steps": 4})[0]
+    thrice = ranks(4).run(count, {}, {"max_steps": 4, "accumulate_grad_batches": 3})[0]
     assert thrice.bytes_sent == once.bytes_sent > 0
     assert thrice.bytes_inside_node == 3 * once.bytes_inside_node
 
@@ -69,12 +67,12 @@ class Evaluated(Plain):
         self.log("val_loss", self.loss(batch), sync_dist=True)
 
     def on_validation_end(self) -> None:
-        assert self.trainer.strategy.updates is None or self.trainer.strategy.updates.weights.shown
+        assert self.trainer.strategy.updates.weights.shown
         self.seen.append({**whole_weights(self), "loss": self.trainer.callback_metrics["val_loss"]})
 
 
-def validate(compress: str) -> dict[str, Any]:
-    module, strategy = Evaluated(), fsdp(compress=compress, density=0.1)
+def validate() -> dict[str, Any]:
+    module, strategy = Evaluated(), fsdp(density=0.1)
     trainer = trainer_for(strategy, val_check_interval=5, num_sanity_val_steps=0)
     data = loader(2, 40, 8)
     trainer.fit(module, loader(10, 40, 8), data)
@@ -82,16 +80,12 @@ def validate(compress: str) -> dict[str, Any]:
     return {"seen": module.seen, "scored": scored, "in_fit": module.seen[1]["loss"], "weights": whole_weights(module)}
 
 
-@pytest.mark.parametrize("compress", ["updates", "gradients"])
-def test_validation_sees_weights_that_all_replicas_share(ranks: Any, compress: str) -> None:
-    runs = ranks(4).run(validate, compress)
+def test_validation_sees_weights_that_all_replicas_share(ranks: Any) -> None:
+    runs = ranks(4).run(validate)
     for run in runs:
         # Without the last validation, which only scored again.
         for seen, first in zip(run["seen"], runs[0]["seen"], strict=True):
-            assert_weights_equal(
-                {name: tensor for name, tensor in seen.items() if compress == "updates" or "model.2" not in name},
-                {name: tensor for name, tensor in first.items() if compress == "updates" or "model.2" not in name},
-            )
+            assert_weights_equal(seen, first)
         assert run["scored"] == pytest.approx(float(run["in_fit"]), rel=1e-6)
         assert not torch.equal(run["seen"][0]["model.0.weight"], run["seen"][1]["model.0.weight"])
 
@@ -173,36 +167,33 @@ KINDS = {
 }
 
 
-def learn(kind: str, compress: str, strategy: dict[str, Any], trainer: dict[str, Any]) -> dict[str, Any]:
-    return train(fsdp(compress=compress, **strategy), KINDS[kind](), 20, **trainer)
+def learn(kind: str, strategy: dict[str, Any], trainer: dict[str, Any]) -> dict[str, Any]:
+    return train(fsdp(**strategy), KINDS[kind](), 20, **trainer)
 
 
 @pytest.mark.parametrize(
-    ("kind", "compress", "strategy", "trainer"),
+    ("kind", "strategy", "trainer"),
     [
-        ("manual", "updates", {}, {}),
-        ("tied", "gradients", {"unit": 50}, {}),
-        ("compiled", "updates", {}, {}),
-        ("attention", "gradients", {"unit": nn.Linear}, {"precision": "bf16-mixed"}),
-        ("wide", "gradients", {"replicas": 4, "exchange": "sharded", "density": 0.5}, {"precision": "bf16-true"}),
-        ("wide", "updates", {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}, {"gradient_clip_val": 1.0}),
-        ("wide", "updates", {"replicas": 1}, {}),
+        ("manual", {}, {}),
+        ("tied", {"unit": 50}, {}),
+        ("compiled", {}, {}),
+        ("attention", {"unit": nn.Linear}, {"precision": "bf16-mixed"}),
+        ("wide", {"replicas": 4, "exchange": "sharded", "density": 0.5}, {"precision": "bf16-true"}),
+        ("wide", {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}, {"gradient_clip_val": 1.0}),
+        ("wide", {"replicas": 1}, {}),
     ],
 )
-def test_learns(ranks: Any, compress: str, kind: str, strategy: dict[str, Any], trainer: dict[str, Any]) -> None:
+def test_learns(ranks: Any, kind: str, strategy: dict[str, Any], trainer: dict[str, Any]) -> None:
     """And ends with the same weights on every rank."""
-    runs = ranks(4).run(learn, kind, compress, strategy, trainer)
+    runs = ranks(4).run(learn, kind, strategy, trainer)
     losses = torch.tensor([run["losses"] for run in runs]).mean(0)
     assert losses[-5:].mean() < 0.9 * losses[:5].mean(), losses
     for run in runs:
-        for name, weights in run["weights"].items():
-            if "model.2" not in name or compress == "updates":
-                assert torch.equal(weights, runs[0]["weights"][name]), name
+        assert_weights_equal(run["weights"], runs[0]["weights"])
 
 
-@pytest.mark.parametrize("compress", ["updates", "gradients"])
-def test_a_rank_may_have_nothing_to_train(ranks: Any, compress: str) -> None:
-    runs = ranks(4).run(learn, "head", compress, {}, {})
+def test_a_rank_may_have_nothing_to_train(ranks: Any) -> None:
+    runs = ranks(4).run(learn, "head", {}, {})
     for run in runs:
         assert run["weights"]["head.weight"].all()
         assert torch.equal(run["weights"]["head.weight"], runs[0]["weights"]["head.weight"])
@@ -255,6 +246,7 @@ def refused(kind: str, settings: dict[str, Any]) -> None:
         ({"unit": 1e6}, "`unit` must be a whole number"),
         ({"replicas": 0}, "`replicas` must be at least 1"),
         ({"density": 2.0}, "`density`"),
+        ({"compress": "gradients"}, "`DCTFSDPStrategy` exchanges updates of weights.*Leave `compress` out"),
     ],
 )
 def test_wrong_settings_are_named(settings: dict[str, Any], words: str) -> None:

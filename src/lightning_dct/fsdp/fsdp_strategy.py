@@ -1,7 +1,6 @@
 """``Trainer(strategy="dct_fsdp")``: compressed exchange between replicas, and FSDP2 inside them."""
 
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, cast
 
@@ -13,6 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -20,31 +20,24 @@ from torch.utils.hooks import RemovableHandle
 from lightning_dct.compress.bucket_plan import local_of
 from lightning_dct.config import DCTConfig, check_integer, check_keywords
 from lightning_dct.exchange.collectives import Link
-from lightning_dct.exchange.factory import make_exchange
 from lightning_dct.failures.course import EXCHANGE, IN_FORWARD
 from lightning_dct.fsdp.mesh_strategy import MeshStrategy
-from lightning_dct.fsdp.shard_gradients import ShardGradientSynchronizer, count_inside
 from lightning_dct.fsdp.wrapping import UNIT, Unit, check_sharded, shard_of, sharded_modules
 from lightning_dct.law import Given
-from lightning_dct.sync.setup import (
-    check_settings,
-    compare_places,
-    make_update_synchronizer,
-    parameter_names,
-    start_alike,
-)
+from lightning_dct.sync.setup import check_settings, make_update_synchronizer
 from lightning_dct.sync.shared_weights import SharedWeights
 from lightning_dct.sync.synchronizer import Synchronizer
+from lightning_dct.sync.updates import UpdateSynchronizer
 from lightning_dct.thresholded import ThresholdedStrategy, check_torch
+from lightning_dct.traffic import all_gather_bytes
 
 
 class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
     """Replicas that FSDP2 shards over the ranks of a node, and that exchange compressed updates.
 
     Inside a replica FSDP gathers weights and reduces gradients as usual. Between replicas the ranks with the same shard
-    exchange its update after every ``local_steps`` optimizer steps, or, with ``compress="gradients"``, its gradients in
-    every backward, as the ranks of :class:`~lightning_dct.DCTStrategy` do with whole weights. The state for that has
-    the size of the shard.
+    exchange its update after every ``local_steps`` optimizer steps, as the ranks of
+    :class:`~lightning_dct.DCTStrategy` do with whole weights. The state for that has the size of the shard.
 
     The strategy shards the module, unless its ``configure_model`` calls
     ``fully_shard(..., mesh=self.device_mesh["data_parallel"])``.
@@ -63,7 +56,7 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
         process_group_backend: As for ModelParallelStrategy.
         timeout: As for ModelParallelStrategy.
         lifelines: As for DCTStrategy.
-        **settings: Those of :class:`~lightning_dct.DCTConfig`.
+        **settings: Those of :class:`~lightning_dct.DCTConfig`, with ``compress="updates"``.
 
     Raises:
         TypeError: A setting has the wrong type, or its name is not known.
@@ -104,8 +97,14 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
                 " Lightning's `ModelParallelStrategy`."
             )
         check_keywords(type(self), settings, DCTConfig)
+        given = Given.of(settings)
+        if given.config.compress != "updates":
+            raise ValueError(
+                "`DCTFSDPStrategy` exchanges updates of weights; got compress='gradients'. Leave `compress` out, or use"
+                " `DCTStrategy`, if each rank has room for the whole model."
+            )
         super().__init__(
-            Given.of(settings),
+            given,
             lifelines,
             replicas=replicas,
             wrap_unit=unit,
@@ -133,72 +132,44 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
         check_sharded(model, self.shard_mesh)
         check_settings(self.config, model, {}, {"replicas": self.replicas})
         for module in sharded_modules(model):
-            # gloo has no mean, and the hook for gradients needs the sum.
+            # gloo has no mean.
             module.set_force_sum_reduction_for_comms(True)
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self.is_fitting = True
-            self.synchronizer = self._make_synchronizer(model)
+            self.synchronizer = self._make_updates(model)
             # Before FSDP's own hooks, which gather weights.
             self._hooks = [
                 module.register_forward_pre_hook(lambda *_: self.come_to(IN_FORWARD), prepend=True)
                 for module in cast("list[nn.Module]", sharded_modules(model))
             ]
             entries = sum(local_of(p).numel() for p in self._parameter_names() if p.requires_grad)
-            what = "shared weights" if self.updates is not None else "residuals"
             rank_zero_info(
-                f"DCTFSDPStrategy: replicas={self.replicas}, each sharded over {self.shards} ranks; {what} take"
+                f"DCTFSDPStrategy: replicas={self.replicas}, each sharded over {self.shards} ranks; shared weights take"
                 f" {4 * entries / 1e6:,.1f} MB per rank, 1 / {self.shards} of the model's."
             )
 
     def _takes_all_ranks(self) -> bool:
         return True  # FSDP gathers weights
 
-    def _make_synchronizer(self, model: pl.LightningModule) -> Synchronizer:
-        group = self.device_mesh["replicate"].get_group()
+    def _make_updates(self, model: pl.LightningModule) -> UpdateSynchronizer:
         inside = Link(self.shard_mesh.get_group(), self.traffic, self.num_processes)
         modules = sharded_modules(model)
         count_inside(modules, inside)
-        if self.config.compress == "updates":
-            return make_update_synchronizer(self, model, group, True, ShardWeights(modules), inside)
-        start_alike(model, group)
-        names = parameter_names(model)
-        synchronizer = ShardGradientSynchronizer(self.config, names, make_exchange(self, names, group), self.shards)
-        compare_places(synchronizer, self, group)
-        synchronizer.attach(modules)
-        return synchronizer
+        group = self.device_mesh["replicate"].get_group()
+        return make_update_synchronizer(self, model, group, True, ShardWeights(modules), inside)
 
     def teardown(self) -> None:
         """Detach the exchange from the module."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        if isinstance(self.synchronizer, ShardGradientSynchronizer):
-            self.synchronizer.detach(sharded_modules(self._module))
         super().teardown()
-
-    @contextmanager
-    def block_backward_sync(self) -> Generator[None, None, None]:
-        """Accumulate gradients on this rank, without an exchange between replicas."""
-        synchronizer = self.synchronizer
-        if isinstance(synchronizer, ShardGradientSynchronizer):
-            synchronizer.is_blocked = True
-        try:
-            yield
-        finally:
-            if isinstance(synchronizer, ShardGradientSynchronizer):
-                synchronizer.is_blocked = False
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Come to where FSDP gathers weights again, and reduces gradients."""
         self.come_to(f"{EXCHANGE} in backward")
         super().pre_backward(closure_loss)
-
-    def post_backward(self, closure_loss: Tensor) -> None:
-        """End the exchange of this backward."""
-        super().post_backward(closure_loss)
-        if isinstance(self.synchronizer, ShardGradientSynchronizer):
-            self.synchronizer.finish()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The model's state, with the weights that all replicas share."""
@@ -238,15 +209,10 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
 
     def _state(self) -> dict[str, Any]:
         shapes = {name: list(local_of(parameter).shape) for parameter, name in self._parameter_names().items()}
-        # With updates buffers are averaged; otherwise every rank has its own, as with FSDP.
-        buffers = {} if self.updates is not None else dict(self._module.named_buffers())
-        return {**super()._state(), "shards": shapes, "buffers": plain(buffers)}
+        return {**super()._state(), "shards": shapes}
 
     def _restore(self, synchronizer: Synchronizer, state: dict[str, Any]) -> None:
-        if "shards" in state:
-            for name, buffer in self._module.named_buffers():
-                buffer.copy_(state["buffers"].get(name, buffer))
-        else:
+        if "shards" not in state:
             parameters = {name: parameter for parameter, name in self._parameter_names().items()}
             for part in ("weights", "residuals", "accumulated"):
                 state[part] = {
@@ -299,3 +265,29 @@ class ShardWeights(SharedWeights):
 def plain(value: Any) -> Any:
     """A tree of dicts and lists with a CPU copy of the local part of every tensor."""
     return apply_to_collection(value, Tensor, lambda tensor: local_of(tensor).detach().to("cpu", copy=True))
+
+
+def count_inside(modules: Iterable[FSDPModule], link: Link) -> None:
+    """Count the bytes of FSDP's gathers and reductions inside a replica."""
+    for module in modules:
+        # Not public, but FSDP has no count of its own.
+        for unit in module._get_fsdp_state()._fsdp_param_groups:
+            gather = getattr(unit._all_gather_comm, "collective", unit._all_gather_comm)
+            scatter = getattr(unit._reduce_scatter_comm, "collective", unit._reduce_scatter_comm)
+            module.set_custom_all_gather(_Counted(gather, link, all_gather_bytes))
+            module.set_custom_reduce_scatter(_Counted(scatter, link, lambda size, ranks: size * (ranks - 1) // ranks))
+
+
+class _Counted(AllGather, ReduceScatter):
+    """A collective of FSDP that counts its bytes."""
+
+    def __init__(self, collective: Any, link: Link, num_bytes: Any) -> None:
+        self.collective, self._link, self._num_bytes = collective, link, num_bytes
+
+    def allocate(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.collective.allocate(*args, **kwargs)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        size = input_tensor.numel() * input_tensor.element_size()
+        self._link.count(self._num_bytes(size, self._link.size))
+        return self.collective(output_tensor, input_tensor, *args, **kwargs)
