@@ -23,7 +23,7 @@ import lightning_dct
 from distributed.scripts import run_here
 from lightning_dct import commands
 from lightning_dct.cost.timing import Speed
-from lightning_dct.law import CANDIDATES
+from lightning_dct.law import CANDIDATES, Given, steps_needed
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("docs/**/*.md"), ROOT / "CONTRIBUTING.md"])
@@ -137,12 +137,8 @@ def test_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         case ["wandb", command, *_]:
             assert command in wandb_cli.commands
         case ["torchrun", *rest]:
-            # The script is the reader's own, or one of our commands, which wants ranks.
-            started = torch.distributed.run.get_args_parser().parse_args(rest)
-            if started.training_script == "lightning_dct":
-                assert commands.main(started.training_script_args) == 2
-            else:
-                assert started.training_script == "train.py"
+            # The script is the reader's own.
+            assert torch.distributed.run.get_args_parser().parse_args(rest).training_script == "train.py"
         case ["python" | ".venv/bin/python", script, *rest] | ["sudo", ".venv/bin/python", script, *rest]:
             parses(script, rest, monkeypatch)
         case _:
@@ -187,15 +183,17 @@ def test_files_that_are_named_exist(page: Path) -> None:
         assert generated or (page.parent / link).exists(), link
 
 
-def test_the_settings_that_are_chosen_from_are_those_of_the_code() -> None:
-    page = " ".join(text_of(ROOT / "docs" / "planning.md").split())
-    told = re.search(r"updates at 1 bit: (.*?) every step, and (.*?) every (.*?) steps\.", page)
-    assert told is not None
-    once, apart, every = ([int(number) for number in re.findall(r"\d+", group)] for group in told.groups())
-    assert (
-        *((1, percent / 100) for percent in once),
-        *((steps, percent / 100) for steps in every for percent in apart),
-    ) == CANDIDATES
+def test_the_table_of_lengths_is_that_of_the_law() -> None:
+    """Every rung for 2, 3, 4 and 8 ranks, with the steps that it needs, to three digits; no other row."""
+    rows = re.findall(r"^\| (\d+) \| (\d+)% \|(.*)\|$", text_of(ROOT / "docs" / "settings.md"), re.MULTILINE)
+    for column, ranks in enumerate((2, 3, 4, 8)):
+        told = {}
+        for local_steps, percent, cells in rows:
+            if cell := cells.split("|")[column].strip():
+                told[int(local_steps), int(percent) / 100] = int(cell.replace(",", ""))
+        needed = {(one.local_steps, one.density): steps_needed(one, ranks) for one in Given.of({}).rungs(ranks)}
+        assert told == pytest.approx(needed, rel=0.005, abs=5)
+    assert {(int(steps), int(percent) / 100) for steps, percent, _ in rows} <= {*CANDIDATES}
 
 
 def test_every_public_name_is_in_the_reference() -> None:

@@ -130,7 +130,7 @@ def test_names_where_newer_ones_are_missing(tmp_path: Path) -> None:
     trainer.fit(BoringModel())
     assert trainer.strategy.synchronizer.synchronisations == 2
 
-    NAMES = {"dct", "dct_spawn", "dct_fork", "dct_notebook", "dct_auto", "dct_find_unused_parameters_true"}
+    NAMES = {"dct", "dct_spawn", "dct_fork", "dct_notebook", "dct_find_unused_parameters_true"}
     METHODS = {"dct_spawn": "spawn", "dct_fork": "fork", "dct_notebook": "fork"}
     for _ in range(2):
         assert set(StrategyRegistry.available_strategies()) >= NAMES

@@ -1,6 +1,6 @@
 """The benchmark's figures as plots; matplotlib draws them without a screen."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from benchmark.job import Run
 from benchmark.synchronisations import NOTHING
 from benchmark.tables import Column, figure_of, link_name, links_in, step_ms
 from benchmark.timeline import BACKWARD, FORWARD, SHARING, WAITING
-from network.hosts import Link
 
 # Steps over which a loss is averaged.
 SMOOTHING = 10
@@ -95,33 +94,6 @@ def plot_timelines(file: Path, link: str, runs: Sequence[Run]) -> None:
     figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), fontsize="small")
     figure.savefig(file, dpi=150)
     plt.close(figure)
-
-
-def plot_over_rates(file: Path, links: Sequence[tuple[Link, Mapping[str, float], Any]], settings: list[str]) -> None:
-    """Draw the seconds to a loss over the rate: a curve for each fixed setting, and one for the run's own choice.
-
-    Links of one delay share a panel.
-
-    Args:
-        file: Where.
-        links: Each with the seconds under each fixed setting, and the figures of the run that chose.
-        settings: The fixed settings to draw.
-    """
-    delays = sorted({link.delay_ms for link, *_ in links})
-    figure, axes = plt.subplots(1, len(delays), figsize=(7 * len(delays), 5), sharey=True, squeeze=False)
-    for delay, axis in zip(delays, axes[0], strict=True):
-        here = [one for one in links if one[0].delay_ms == delay]
-        rates = [link.megabits for link, *_ in here]
-        for place, name in enumerate(settings):
-            seconds = [times[name] for _, times, _ in here]
-            axis.plot(rates, seconds, label=name, color=plt.cm.viridis(place / len(settings)), lw=1, marker=".")
-        axis.plot(
-            rates, [auto["seconds"] for *_, auto in here], label="chosen by the run", color=OURS, lw=3, marker="o"
-        )
-        axis.set(xscale="log", yscale="log", xlabel=f"Mbit/s, {delay:g} ms each way" if delay else "Mbit/s")
-    axes[0][0].set_ylabel("seconds to DDP's loss")
-    axes[0][-1].legend(fontsize="small")
-    save(figure, file)
 
 
 def save(figure: Any, file: Path) -> None:

@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -198,13 +198,6 @@ def limit_rate(namespace: list[str], interface: str, megabits: float) -> None:
     _ip(*namespace, "link", "set", interface, "gso_max_size", str(largest), "gso_max_segs", str(largest // 1500))
     shaper = ["tbf", "rate", f"{megabits}mbit", "burst", str(burst), "latency", f"{1e3 * _QUEUE_SECONDS:.0f}ms"]
     _run("tc", *namespace, "qdisc", "replace", "dev", interface, "root", *shaper)
-
-
-def change_rate(hosts: Sequence[Host], megabits: float) -> None:
-    """Change the rate of the links of hosts without a delay, also during traffic."""
-    for host in hosts:
-        limit_rate(["-netns", host.namespace], INTERFACE, megabits)
-        limit_rate([], host.outside, megabits)
 
 
 def give_to_invoking_user(path: Path) -> None:

@@ -1,8 +1,8 @@
 """Dynamic Communication Thresholding for PyTorch Lightning: a hundredth of the gradient bytes.
 
-Importing this package registers the strategy names ``dct``, ``dct_spawn``, ``dct_fork``, ``dct_notebook``,
-``dct_auto`` and ``dct_find_unused_parameters_true``, ``dct_pipeline`` with three of these endings, ``dct_fsdp`` and
-``dct_elastic``, with ``lightning.pytorch.Trainer``.
+Importing this package registers the strategy names ``dct``, ``dct_spawn``, ``dct_fork``, ``dct_notebook`` and
+``dct_find_unused_parameters_true``, ``dct_pipeline`` with three of these endings, ``dct_fsdp`` and ``dct_elastic``,
+with ``lightning.pytorch.Trainer``.
 
 CONTRIBUTING.md has a map of the modules.
 """

@@ -229,11 +229,3 @@ def check_choice(setting: str, value: Any, choices: tuple[str, ...]) -> None:
     """Refuse what is none of the choices (ValueError)."""
     if value not in choices:
         raise ValueError(f"`{setting}` must be one of {', '.join(map(repr, choices))}; got {value!r}.")
-
-
-def check_positive(setting: str, value: Any) -> None:
-    """Refuse what is not a number (TypeError) above 0 and finite (ValueError)."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"`{setting}` must be a number above 0; got {value!r}.")
-    if not 0.0 < value < float("inf"):
-        raise ValueError(f"`{setting}` must be above 0 and finite; got {value!r}.")

@@ -305,8 +305,6 @@ class DCTStrategy(DDPStrategy):
     def register_strategies(cls, strategy_registry: StrategyRegistry) -> None:
         """Register this strategy's names with Fabric's registry."""
         for name, settings in TrainerStrategy.registered_names.items():
-            if "target_overhead" in settings:  # only the Trainer has the callback that chooses
-                continue
             strategy_registry.register(name, cls, description="DCT strategy for Fabric", override=True, **settings)
 
 

@@ -82,16 +82,13 @@ class Given:
             return Given(config)
         return Given(config, frozenset(name for name in BY_LENGTH if settings.get(name) is None))
 
-    def rungs(self, ranks: int, min_density: float = 0.0) -> list[DCTConfig]:
-        """The settings to choose from, from the most bytes to the fewest, each with more loss than the one before.
-
-        ``min_density`` bounds what is chosen.
-        """
+    def rungs(self, ranks: int) -> list[DCTConfig]:
+        """The settings to choose from, from the most bytes to the fewest, each with more loss than the one before."""
         config, found = self.config, []
         for local_steps, density in CANDIDATES:
             # An exchange has to arrive before the next one begins.
             steps = max(local_steps, config.delay) if "local_steps" in self.left_out else config.round_length
-            density = max(density, min_density) if "density" in self.left_out else config.density
+            density = density if "density" in self.left_out else config.density
             one = replace(config, local_steps=steps, density=density)
             if one not in found:
                 found.append(one)

@@ -72,8 +72,7 @@ class CheckpointedStrategy(ParallelStrategy):
         self.is_fitting = False
         # Ends this rank when another one dies; None for a single process.
         self.lifeline: Lifeline | None = None
-        # Whether gradients of earlier micro-batches wait for their step, and those of a checkpoint, by parameter.
-        self.is_accumulating = False
+        # Gradients of a checkpoint that wait for their step, by parameter.
         self._accumulated: dict[str, Tensor] = {}
         # Those that have made a step since the last backward: the gradients of others wait for theirs.
         self._stepped: set[Optimizer] = set()
@@ -120,7 +119,6 @@ class CheckpointedStrategy(ParallelStrategy):
         """Restore accumulated gradients of a checkpoint: Lightning has just set all gradients to zero."""
         super().on_train_start()
         warn_of_uploads(self._module.trainer.loggers)
-        self.is_accumulating = bool(self._accumulated)
         for parameter, name in self._parameter_names().items():
             if name in self._accumulated:
                 self._take_up(parameter, self._accumulated[name])
@@ -133,7 +131,6 @@ class CheckpointedStrategy(ParallelStrategy):
     def post_backward(self, closure_loss: Tensor) -> None:
         """Note that gradients wait for another micro-batch or a step."""
         super().post_backward(closure_loss)
-        self.is_accumulating = True
         self._stepped.clear()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -258,15 +255,11 @@ class CheckpointedStrategy(ParallelStrategy):
         # After `dct_spawn` the module has no Trainer in the process that started the others.
         trainer = getattr(self.lightning_module, "_trainer", None)
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
-            self._take_settings(checkpoint)
             if note.get("has_state"):
                 checkpoint[STATE_KEY] = restore_state(self, path, note, weights_only)
             else:
                 rank_zero_info(f"{checkpoint_path} holds no state of DCTStrategy: residuals start at zero.")
         return checkpoint
-
-    def _take_settings(self, checkpoint: Mapping[str, Any]) -> None:
-        """Take the settings of a checkpoint whose run has chosen them."""
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the weights; sharded rows come from the folder beside the checkpoint."""

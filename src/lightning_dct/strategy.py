@@ -12,7 +12,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dct.callbacks.auto_settings import AutoSettings
 from lightning_dct.callbacks.threshold_refresh import ThresholdRefresh
 from lightning_dct.config import Compress, DCTConfig, ExchangeName, MissingState, ValueFormat, check_keywords
 from lightning_dct.failures.course import EXCHANGE
@@ -20,7 +19,6 @@ from lightning_dct.kernels import KernelName
 from lightning_dct.law import Given
 from lightning_dct.sync.gradients import GradientSynchronizer
 from lightning_dct.sync.setup import (
-    check_optimizers,
     check_settings,
     make_gradient_synchronizer,
     make_update_synchronizer,
@@ -62,10 +60,6 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
         missing_state: ``"error"``, or ``"reset"`` to resume also without the folder that was saved with a checkpoint.
         lifelines: False to disable everything that keeps ranks from waiting for one that has died, failed or been
             signalled: see ``docs/reliability.md``. A number is the port at which rank 0 listens, by default a free one.
-        target_overhead: Choose the settings in the first steps, and again if their times change for long: the least
-            lossy ones that make a step longer by at most this share, starting with plain DDP. See
-            :class:`~lightning_dct.callbacks.auto_settings.AutoSettings`.
-        min_density: A lower bound on the chosen density.
         gradient_as_bucket_view: As for DistributedDataParallel: gradients are views of the buckets, without copies.
         **kwargs: Everything DDPStrategy and DistributedDataParallel take, by keyword. ``process_group`` may also be a
             function without arguments that returns the group; it is called once the processes are up.
@@ -83,7 +77,6 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
         "dct_spawn": {"start_method": "spawn"},
         "dct_fork": {"start_method": "fork"},
         "dct_notebook": {"start_method": "fork"},
-        "dct_auto": {"start_method": "popen", "target_overhead": 0.05},
         "dct_find_unused_parameters_true": {"start_method": "popen", "find_unused_parameters": True},
     }
 
@@ -106,8 +99,6 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
         kernel: KernelName = "auto",
         missing_state: MissingState = "error",
         lifelines: bool | int = True,
-        target_overhead: float | None = None,
-        min_density: float | None = None,
         gradient_as_bucket_view: bool = True,
         **kwargs: Any,
     ) -> None:
@@ -121,35 +112,16 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
                 )
         settings = {field.name: arguments[field.name] for field in fields(DCTConfig)}
         given = Given.of({**settings, "density_per_parameter": density_per_parameter or {}})
-        if target_overhead is None and min_density is not None:
-            raise ValueError(
-                "`min_density` bounds what `target_overhead` chooses. Give `target_overhead=0.05` too, or `density`."
-            )
-        self.auto = None if target_overhead is None else AutoSettings(given.config, target_overhead, min_density)
-        if self.auto is not None:
-            given = Given(given.config)  # which the length of the run does not change
         super().__init__(
             given, lifelines, accelerator=accelerator, gradient_as_bucket_view=gradient_as_bucket_view, **kwargs
         )
 
-    def connect(self, model: pl.LightningModule) -> None:
-        """Add the callbacks this strategy works with."""
-        trainer: Any = getattr(model, "_trainer", None)
-        if self.auto is not None and trainer is not None and self.auto not in trainer.callbacks:
-            trainer.callbacks.insert(0, self.auto)
-        super().connect(model)
-
     def setup(self, trainer: pl.Trainer) -> None:
         """Wrap the model, register the hook and restore the state of a checkpoint."""
-        auto = self.auto if trainer.state.fn == TrainerFn.FITTING else None
-        if auto is not None:
-            self.config = auto.begin()
         if trainer.state.fn == TrainerFn.FITTING:
             # Lightning does this once for each strategy, and a second fit needs it again.
             self._pl_static_graph_delay_done = False
         super().setup(trainer)
-        if auto is not None:
-            check_optimizers(auto.base, self.optimizers)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Synchronise parameters that a callback has unfrozen: DDP ignores those that were frozen when it was made."""
@@ -181,55 +153,17 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
         self._synchronised = self._trainable()
         self.model.register_comm_hook(None, self.synchronizer.hook)
 
-    def _make_updates(self, are_alike: bool = False) -> UpdateSynchronizer:
+    def _make_updates(self) -> UpdateSynchronizer:
         assert self.model is not None
         group, buffers = self._ddp_kwargs.get("process_group"), self._ddp_kwargs.get("broadcast_buffers", True)
-        return make_update_synchronizer(self, self.model, group, buffers, are_alike=are_alike)
+        return make_update_synchronizer(self, self.model, group, buffers)
 
     def on_exception(self, exception: BaseException) -> None:
         """Name this strategy where Lightning's message on unused parameters names DDP's."""
         super().on_exception(exception)
-        ours = "DCTStrategy(" if self.auto is None else f"DCTStrategy(target_overhead={self.auto.target_overhead:g}, "
         if exception.args and "find_unused_parameters" in (said := str(exception.args[0])):
-            said = said.replace("'ddp_find", "'dct_find").replace("DDPStrategy(", ours)
+            said = said.replace("'ddp_find", "'dct_find").replace("DDPStrategy(", "DCTStrategy(")
             exception.args = (said, *exception.args[1:])
-
-    def change_settings(self, config: DCTConfig) -> None:
-        """Change the settings between two optimizer steps; all ranks call this together.
-
-        Possible are changes from dense gradients to another dtype or to updates, and between settings of updates. What
-        a rank has not sent stays in its own weights.
-        """
-        assert self.synchronizer is not None
-        before, self.config = self.synchronizer, config
-        if config.compress == "gradients":
-            before.plans.change(config)
-            return
-        state = before.state_dict()
-        shown = isinstance(before, UpdateSynchronizer) and before.weights.shown
-        if isinstance(before, UpdateSynchronizer):
-            before.weights.show()
-        else:
-            assert isinstance(self.model, DistributedDataParallel)
-            self.model._remove_autograd_hooks()
-            self.model = self.lightning_module
-            steps = before.synchronisations // max(1, len(self.optimizers))
-            state["exchange_clocks"] = {f"steps of {number}": steps for number in range(len(self.optimizers))}
-        before.exchange.close()
-        self.synchronizer = self._make_updates(are_alike=True)
-        self.synchronizer.load_state_dict(state)
-        if shown:
-            self.synchronizer.weights.show()
-
-    def _take_settings(self, checkpoint: Mapping[str, Any]) -> None:
-        if self.auto is None:
-            return
-        saved = checkpoint.get("callbacks", {})
-        if self.auto.state_key in saved:
-            self.auto.load_state_dict(saved[self.auto.state_key])
-        else:
-            self.auto.begin()
-        self.config = self.auto.settings
 
     def _trainable(self) -> set[int]:
         return {id(parameter) for parameter in self._module.parameters() if parameter.requires_grad}

@@ -151,11 +151,10 @@ class ThresholdedStrategy(CheckpointedStrategy):
             ranks, (steps, unknown, _) = self.world_size // self.stages, self.length
             self.updates.follow(RunSettings(self.given, ranks, steps, unknown))
             self.config = self.updates.config
-        if self.updates is not None:
+        if (updates := self.updates) is not None:
             for optimizer in self.optimizers:
-                self.updates.register(optimizer)  # what a forward writes before the first step is sent, too
-        # `dct_auto` may come to exchange updates later.
-        self._step_guard.watch(lambda: () if self.updates is None else (self.updates,))
+                updates.register(optimizer)  # what a forward writes before the first step is sent, too
+            self._step_guard.watch(lambda: (updates,))
 
     def _agreed_length(self) -> RunLength:
         """What the first rank expects, because others may have more data or less, which a warning says."""
@@ -256,7 +255,6 @@ class ThresholdedStrategy(CheckpointedStrategy):
 
         with self._step_guard.seen(optimizer):
             output = super().optimizer_step(optimizer, forward_and_backward, model, **kwargs)
-        self.is_accumulating = False
         self._stepped.add(optimizer)
         if updates is not None:
             updates.after_step(optimizer)

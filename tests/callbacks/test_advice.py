@@ -236,7 +236,6 @@ def test_on_a_gpu_the_stream_is_timed_and_not_its_host_which_waits_for_nothing()
             clock.after_step(traffic)
             # The host waits only where steps begin to be timed.
             assert (stream.done > done) == (step in (SKIPPED - 1, SKIPPED + 5))
-        assert clock.steps == FEWEST + 1
         costs = clock.costs
     assert costs is not None
     assert (costs.total, costs.compressing, costs.waiting) == pytest.approx((0.393, 0.003, 0.37))

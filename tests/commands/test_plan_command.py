@@ -136,10 +136,7 @@ def test_the_dense_exchange_is_not_said_to_be_faster_than_itself(capsys: pytest.
         (["--module", "nosuch:A"], "not allowed with argument --parameters"),
         (["--steps", "0"], "--steps: '0': write a number from 1 on"),
         (["--steps", "-5"], "--steps: '-5': write a number from 1 on"),
-        (["--compute-ms", "5"], "`--compute-ms` would have no effect here, because it belongs to `--measure`"),
-        (["--target-overhead", "-3"], "`--target-overhead` would have no effect here"),
         (["--compress", "gradients", "--local-steps", "4"], "; got local_steps=4. Leave that out"),
-        (["--measure"], "`--measure` needs several ranks: torchrun "),
     ],
 )
 def test_misuse(capsys: pytest.CaptureFixture[str], words: list[str], told: str) -> None:
@@ -179,14 +176,8 @@ def test_misuse_of_modules(
     assert not (tmp_path / "called").exists()
 
 
-def test_one_rank_has_no_link(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert "`--measure` needs several ranks" in misuse(capsys, "--measure", "--compute-ms", "9", "--parameters", "9")
-
-
 def test_misuse_of_what_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "give `--world-size` and `--link`, or `--measure` under torchrun" in misuse(capsys, "--parameters", "1M")
+    assert "arguments are required: --world-size, --link" in misuse(capsys, "--parameters", "1M")
 
 
 def misuse(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -205,6 +196,12 @@ def test_speed_is_measured() -> None:
     assert "20,000 entries" in speed.how
     dense = measure_speed(DCTConfig(density=1.0, value_format="bf16"), [20_000], 0.0, torch.device("cpu"))
     assert dense.seconds("all_gather", 20_000, 2, 1) == 0
+
+
+def test_speed_of_many_tensors_is_measured_with_the_small_ones_whole() -> None:
+    speed = measure_speed(DCTConfig(density=0.2, min_tensor_size=128), [300, 10, 5000], 0.0, torch.device("cpu"))
+    assert min(speed.compress, speed.move) > 0
+    assert "5,310 entries" in speed.how
 
 
 def test_what_an_exchange_costs() -> None:

@@ -56,6 +56,18 @@ def train_densely(strategy: str, optimizer: str) -> Run:
     return fit(chosen, Module(None, kind, **settings), 20)
 
 
+def bf16_and_fp32() -> list[Run]:
+    dense = {"compress": "gradients", "density": 1.0}
+    return [fit(DCTStrategy(**dense, value_format=one), Module(), 20) for one in ("fp32", "bf16")]
+
+
+def test_bf16_averages_in_half_the_bytes(ranks: Any) -> None:
+    for whole, half in ranks(2).run(bf16_and_fp32):
+        assert half.totals.bytes_sent * 2 == whole.totals.bytes_sent == whole.totals.bytes_dense
+        assert_weights_close(whole.weights, half.weights, rtol=0.1, atol=0.02)
+        assert whole.hashes != half.hashes
+
+
 @pytest.mark.parametrize(("world_size", "optimizer"), [(2, "adam"), (3, "momentum")])
 def test_density_one_trains_as_ddp(ranks: Any, world_size: int, optimizer: str) -> None:
     """Oracle: Lightning's DDPStrategy on the same data, bitwise on two ranks."""

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
 
 from distributed.harness import RankFailure
@@ -433,11 +432,6 @@ def set_up_a_trunk_twice() -> None:
 def test_modules_that_share_parameters_are_refused(ranks: Any) -> None:
     """Oracle: no error for the same module again, nor once the other one is gone."""
     ranks(2).run(set_up_a_trunk_twice)
-
-
-def test_fabric_has_no_automatic_settings() -> None:
-    assert "dct_auto" not in STRATEGY_REGISTRY.available_strategies()
-    assert "dct" in STRATEGY_REGISTRY.available_strategies()
 
 
 def train_parts_of_a_list() -> list[torch.Tensor]:

@@ -48,7 +48,7 @@ class Stream(IterableDataset):
         return iter([loader(6, 40, 8).dataset[index] for index in range(6)])
 
 
-@pytest.mark.parametrize("settings", [{}, {"local_steps": 2}, {"compress": "gradients"}, {"target_overhead": 0.1}])
+@pytest.mark.parametrize("settings", [{}, {"local_steps": 2}, {"compress": "gradients"}])
 def test_data_without_a_length(ranks: Any, settings: dict[str, Any]) -> None:
     assert ranks(2).run(stream, settings) == [[], []]
 

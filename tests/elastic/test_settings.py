@@ -27,7 +27,6 @@ from lightning_dct.law import RunLength
         {"exchange": "by_node"},
         {"delay": 2},
         {"compress": "gradients"},
-        {"target_overhead": 0.05},
         {"find_unused_parameters": True},
     ],
     ids=str,

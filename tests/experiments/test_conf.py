@@ -59,7 +59,6 @@ def test_the_groups_are_what_the_readme_names() -> None:
     assert {"dlrm", "lm"} <= set(EXPERIMENTS)
     assert STRATEGIES == [
         "dct",
-        "dct_auto",
         "dct_elastic",
         "dct_fsdp",
         "dct_pipeline",

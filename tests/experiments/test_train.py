@@ -42,9 +42,7 @@ def result(folder: Path) -> dict:
 def test_help_says_how_to_begin_and_what_there_is(tmp_path: Path) -> None:
     printed = run_here(str(TRAIN), ("--help",), str(tmp_path))
     assert "python experiments/train.py experiment=lm" in printed
-    strategies = (
-        "dct, dct_auto, dct_elastic, dct_fsdp, dct_pipeline, ddp, ddp_bf16, ddp_fp16, demo, diloco, hivemind, hsdp"
-    )
+    strategies = "dct, dct_elastic, dct_fsdp, dct_pipeline, ddp, ddp_bf16, ddp_fp16, demo, diloco, hivemind, hsdp"
     assert f"strategy: {strategies}" in printed
     assert "  density: 0.2\n" in printed
 

@@ -37,7 +37,6 @@ def message_of(function: Callable[..., Any], *arguments: Any, **settings: Any) -
         ({"schedule": "interleaved_1f1b", "micro_batches": 5}, "needs a multiple of `stages=2`. Use 4."),
         ({"process_group": "mine"}, "makes its own process groups"),
         ({"static_graph": True}, "cannot take `static_graph`"),
-        ({"target_overhead": 0.05}, "cannot take `target_overhead`"),
         ({"density": 2.0}, "`density` is the share"),
         ({"ddp_comm_hook": print}, "ddp_comm_hook"),
     ],

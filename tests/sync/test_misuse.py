@@ -78,9 +78,6 @@ def refused(folder: Path) -> list[str]:
         trainer.fit(Module(), loader(12, 40, 8))
         messages.append(message_of(DCTStrategy(compress=ours), Module(), ckpt_path=str(path)))
         fit(DCTStrategy(compress=ours, missing_state="reset"), Module(), 12, ckpt_path=str(path))
-    # It begins with plain DDP, whose ranks have neither weights nor optimizers of their own.
-    auto = DCTStrategy(target_overhead=0.05)
-    messages.append(message_of(auto, Module(), ckpt_path=str(folder / "updates.ckpt")))
     return messages
 
 
@@ -92,17 +89,15 @@ class Partly(Module):
         self.spare = nn.Parameter(torch.ones(3))
 
 
-def train_partly() -> list[str]:
-    settings: list[dict[str, Any]] = [{"compress": "gradients"}, {"target_overhead": 0.05}]
-    return [message_of(DCTStrategy(**each), Partly()) for each in settings]
+def train_partly() -> str:
+    return message_of(DCTStrategy(compress="gradients"), Partly())
 
 
 def test_unused_parameters_name_this_strategy(ranks: Any) -> None:
     """Lightning's own message would lead to plain DDP."""
-    for gradients, auto in ranks(2).run(train_partly):
-        assert "'dct_find_unused_parameters_true'" in gradients
-        assert "`strategy=DCTStrategy(find_unused_parameters=True)`" in gradients
-        assert "`strategy=DCTStrategy(target_overhead=0.05, find_unused_parameters=True)`" in auto
+    for told in ranks(2).run(train_partly):
+        assert "'dct_find_unused_parameters_true'" in told
+        assert "`strategy=DCTStrategy(find_unused_parameters=True)`" in told
 
 
 class Late(Module):
@@ -126,17 +121,16 @@ def test_a_parameter_that_comes_late_is_named_by_its_shape(ranks: Any) -> None:
 
 
 def test_what_does_not_go_with_updates_is_refused(ranks: Any, tmp_path: Path) -> None:
-    for zero, lbfgs, averaging, gradients, updates, auto in ranks(2).run(refused, tmp_path):
+    for zero, lbfgs, averaging, gradients, updates in ranks(2).run(refused, tmp_path):
         assert "`ZeroRedundancyOptimizer` needs the same weights" in zero
         assert "Use `compress='gradients', density=1.0`" in lbfgs
         assert "`DCTStrategy(compress='gradients')`, or remove the callback" in averaging
         assert "was saved with `compress='gradients'`" in gradients
         assert "was saved with `compress='updates'`" in updates
-        assert "Resume with `compress='updates'` and without `target_overhead`" in auto
 
 
 def continue_from_all_gradients(path: Path) -> Run:
-    """With updates, from a run that has sent whole gradients, as `dct_auto` does at first."""
+    """With updates, from a run that has sent whole gradients."""
     plain = DCTStrategy(compress="gradients", density=1.0)
     trainer_for(plain, callbacks=[SaveAndStop(path, 6)]).fit(Module(), loader(12, 40, 8))
     return fit(DCTStrategy(local_steps=2), Module(), 12, ckpt_path=str(path))

@@ -46,15 +46,10 @@ class StepCosts:
 
 
 class StepClock:
-    """Adds up the costs of steps, except the first ``skipped``, without pauses between them such as a validation.
+    """Adds up the costs of steps, except the first few, without pauses between them such as a validation."""
 
-    Attributes:
-        steps: Steps that have been added up; with fewer than ``fewest`` there are no means.
-    """
-
-    def __init__(self, skipped: int = SKIPPED, fewest: int = FEWEST) -> None:
-        self.steps = 0
-        self._skipped, self._fewest, self._seen = skipped, fewest, 0
+    def __init__(self) -> None:
+        self._steps, self._seen = 0, 0
         self._sums = 0.0, 0.0, 0.0
         # The end of the step before those that are not in the sums yet, with the totals up to it.
         self._since: tuple[Any, TrafficTotals] | None = None
@@ -66,8 +61,8 @@ class StepClock:
         self._seen += 1
         self._traffic, now, steps = traffic, traffic.clock.mark(), traffic.totals.steps
         if self._since is not None:
-            self.steps += steps - self._last[1]
-        elif self._seen >= self._skipped:
+            self._steps += steps - self._last[1]
+        elif self._seen >= SKIPPED:
             # From here on times must be complete. This waits for a GPU.
             self._since = now, traffic.settle()
         self._last = now, steps
@@ -77,18 +72,13 @@ class StepClock:
         self._add_up()
         self._since = None
 
-    def restart(self) -> None:
-        """Add up anew from the next step on."""
-        self._add_up()
-        self.steps, self._sums = 0, (0.0, 0.0, 0.0)
-
     @property
     def costs(self) -> StepCosts | None:
         """The means; None after too few steps. This waits for a GPU."""
-        if self.steps < self._fewest:
+        if self._steps < FEWEST:
             return None
         self._add_up()
-        return StepCosts(*(seconds / self.steps for seconds in self._sums))
+        return StepCosts(*(seconds / self._steps for seconds in self._sums))
 
     def _add_up(self) -> None:
         if self._since is None:
@@ -140,9 +130,7 @@ class RunAdvice(InternalCallback):
         """Print notes on unfit settings, and time the link."""
         strategy: Any = trainer.strategy  # one of this package's, which adds this callback
         device = strategy.root_device
-        # A run that sets itself minds its length itself.
-        is_set = getattr(strategy, "auto", None) is None
-        length = run_length(trainer) if is_set else RunLength(math.inf)
+        length = run_length(trainer)
         everyone = strategy.synchronizer.exchange.everyone
         alone, dense = strategy.when_alone, dense_setting(strategy)
         for note in notes_at_start(strategy.given, everyone.size, length, device.type, alone, dense):
@@ -179,7 +167,7 @@ class RunAdvice(InternalCallback):
 
     def on_validation_end(self, *_: Any, **__: Any) -> None:
         """Leave validations and checkpoints out of the time of steps."""
-        self._pause()
+        self._clock.pause()
 
     on_save_checkpoint = on_validation_end
 
@@ -195,13 +183,8 @@ class RunAdvice(InternalCallback):
         if slow is not None and slow.share_of_step > MUCH:
             told = f"rank {slow.rank}: {100 * slow.share_of_waiting:.0f}% of the others' waiting is for it"
             rows.append(("slowest rank", f"{told}, {100 * slow.share_of_step:.0f}% of a step"))
-        return [*rows, ("verdict", self._verdict(strategy, costs, dense))]
-
-    def _verdict(self, strategy: Any, costs: StepCosts, dense: float) -> str:
-        return verdict(strategy.synchronizer.config, costs, dense, strategy.root_device.type, dense_setting(strategy))
-
-    def _pause(self) -> None:
-        self._clock.pause()
+        config, device = strategy.synchronizer.config, strategy.root_device
+        return [*rows, ("verdict", verdict(config, costs, dense, device.type, dense_setting(strategy)))]
 
 
 def dense_setting(strategy: Any) -> str:

@@ -23,7 +23,6 @@ import lightning.pytorch as pl
 from lightning.pytorch.loggers import WandbLogger
 
 from lightning_dct.config import DCTConfig
-from lightning_dct.cost.auto import CHOSEN
 from lightning_dct.sync.synchronizer import TensorFigures
 
 CONFIG_KEY = "lightning_dct"
@@ -72,9 +71,6 @@ def settings_of(trainer: pl.Trainer) -> dict[str, Any]:
     settings = {"strategy": getattr(strategy, "strategy_name", type(strategy).__name__), "ranks": trainer.world_size}
     if isinstance(config := config_of(strategy), DCTConfig):  # DeepSpeed has another `config`
         settings |= vars(config)
-    if getattr(strategy, "auto", None) is not None:
-        # What it chooses changes on the way.
-        settings = {name: value for name, value in settings.items() if name not in CHOSEN} | {"strategy": "dct_auto"}
     pipeline = ("stages", "micro_batches", "schedule")
     return settings | {name: getattr(strategy, name) for name in pipeline if hasattr(strategy, name)}
 

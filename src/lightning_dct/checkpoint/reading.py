@@ -178,11 +178,10 @@ def restore_state(
         saved_with = "updates" if "weights" in state else "gradients"
         has_residuals = "weights" in state or state["residuals"] or state["owned"]
         if saved_with != config.compress and has_residuals:
-            automatic = " and without `target_overhead`" if getattr(strategy, "auto", None) is not None else ""
             raise ValueError(
                 f"The checkpoint {path!r} was saved with `compress={saved_with!r}`: the ranks' residuals are"
                 f" {saved_with}, and this run exchanges {config.compress}. Resume with"
-                f" `compress={saved_with!r}`{automatic}, or continue without the ranks' residuals:"
+                f" `compress={saved_with!r}`, or continue without the ranks' residuals:"
                 " `missing_state='reset'` in the strategy."
             )
 

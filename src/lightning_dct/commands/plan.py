@@ -1,7 +1,4 @@
-"""``lightning-dct plan``: bytes, time and memory of a run before it starts; see :mod:`lightning_dct.cost`.
-
-With ``--measure`` it is one rank of a job, and prints the choice of ``DCTStrategy(target_overhead=...)`` there.
-"""
+"""``lightning-dct plan``: bytes, time and memory of a run before it starts; see :mod:`lightning_dct.cost`."""
 
 import argparse
 import json
@@ -9,44 +6,35 @@ import math
 import os
 import re
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from lightning_dct.callbacks.run_advice import notes_at_start
 from lightning_dct.config import VALUE_FORMATS, DCTConfig
-from lightning_dct.cost.auto import Measured, choose, measure_speeds, predict_dense, predict_updates, table_of
 from lightning_dct.cost.bytes_sent import check_shards
 from lightning_dct.cost.forecast import Forecast, describe, layout_of
-from lightning_dct.cost.timing import measure_link, measure_speed
+from lightning_dct.cost.timing import measure_speed
 from lightning_dct.cost.workload import Workload, load_module, one_tensor, workload_of
-from lightning_dct.exchange.factory import find_layout
 from lightning_dct.fsdp.wrapping import units_of
-from lightning_dct.law import BY_LENGTH, Given, RunLength
+from lightning_dct.law import Given, RunLength
 from lightning_dct.sync.setup import parameter_names
-from lightning_dct.tables import plain_table
 
 MOST_PARAMETERS = 10**15
 """More than any model has; beyond it sizes in bytes overflow the int64 of tensors."""
-# What has no effect without `--measure`, and what has none with it, with the defaults.
-_OF_MEASURING = {"compute_ms": None, "target_overhead": 0.05}
-_OF_FORECASTS = dict.fromkeys(("world_size", "nodes", "shards", "link", "local_steps", "density"))
-_OF_FORECASTS |= {name: getattr(DCTConfig(), name) for name in ("compress", "value_format")}
 _FACTORS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describe the command line."""
     defaults, add = DCTConfig(), parser.add_argument
-    add("--world-size", type=int, help="number of ranks: processes of the whole job")
+    add("--world-size", type=int, required=True, help="number of ranks: processes of the whole job")
     add("--nodes", type=int, help="number of machines, with equally many ranks on each (default: one rank on each)")
     shards = "forecast `dct_fsdp`: ranks over which each replica is sharded (default of --nodes: one replica on each)"
     add("--shards", type=int, help=shards)
     link = "rate of the link of each node, which its ranks share (on one node: of each rank), as 1Gbit or 1.2GB"
-    add("--link", type=parse_rate, help=link)
+    add("--link", type=parse_rate, required=True, help=link)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--parameters", type=parse_count, help="this many, in one large tensor: 25000000, 100M, 1.3B")
     what.add_argument("--module", metavar="PACKAGE.MODULE:CLASS", help="a LightningModule or nn.Module: its tensors")
@@ -61,17 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--value-format", choices=VALUE_FORMATS, default=defaults.value_format, help="(default: %(default)s)")
     smaller = "smaller tensors are sent dense (default: %(default)s)"
     add("--min-tensor-size", type=int, default=defaults.min_tensor_size, help=smaller)
-    add = parser.add_argument_group("measuring, instead of --world-size and --link").add_argument
-    add("--measure", action="store_true", help="the link between the ranks that torchrun has started this command on")
-    add("--compute-ms", type=float, help="what a step takes on one rank alone, milliseconds")
-    longer = "share by which it may be longer (default: %(default)s)"
-    add("--target-overhead", type=float, default=_OF_MEASURING["target_overhead"], help=longer)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compute and print the forecast, or, with ``--measure``, the choice of a run."""
+    """Compute and print the forecast."""
     try:
-        (_print_measured if arguments.measure else _print_forecast)(arguments)
+        _print_forecast(arguments)
     except ValueError as error:
         print(f"lightning-dct plan: error: {error}", file=sys.stderr)
         return 2
@@ -79,9 +62,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _print_forecast(arguments: argparse.Namespace) -> None:
-    if arguments.world_size is None or arguments.link is None:
-        raise ValueError("give `--world-size` and `--link`, or `--measure` under torchrun")
-    _refuse_changed(arguments, _OF_MEASURING, "it belongs to `--measure`")
     world_size, nodes, shards = arguments.world_size, arguments.nodes, arguments.shards
     layout = layout_of(world_size, world_size if nodes is None else nodes)
     if shards is not None:
@@ -97,35 +77,6 @@ def _print_forecast(arguments: argparse.Namespace) -> None:
     dense = "`strategy='ddp'`" if shards is None else "HSDP"
     notes = notes_at_start(given, replicas, RunLength(arguments.steps), device.type, "", dense)
     print(describe(Forecast(config, workload, layout, arguments.link, speed, shards=shards), notes))
-
-
-def _print_measured(arguments: argparse.Namespace) -> None:
-    """Measure between the ranks, and print from the first what a run of theirs would choose."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["WORLD_SIZE"] == "1":
-        raise ValueError("`--measure` needs several ranks: torchrun --nproc-per-node 2 -m lightning_dct plan --measure")
-    if arguments.compute_ms is None or not 0 < arguments.compute_ms < math.inf:
-        raise ValueError("`--measure` needs `--compute-ms`: the milliseconds of a step on one rank alone, such as 120")
-    _refuse_changed(arguments, _OF_FORECASTS, "`--measure` measures the link and chooses such settings itself")
-    base, workload = DCTConfig(min_tensor_size=arguments.min_tensor_size), _workload(arguments)
-    dist.init_process_group("gloo")
-    group, device = dist.distributed_c10d._get_default_group(), torch.device("cpu")
-    layout = find_layout((int(os.environ["GROUP_RANK"]), int(os.environ["LOCAL_RANK"])), group)
-    measured = Measured(1e-3 * arguments.compute_ms, measure_link(group, device), layout, workload)
-    configs = Given(base, BY_LENGTH).rungs(len(layout.places))
-    speeds = measure_speeds(configs, workload, group, device)
-    options = [*predict_dense(measured, base), *predict_updates(measured, configs, speeds)]
-    chosen = choose(options, (1 + arguments.target_overhead) * measured.compute, arguments.steps)
-    if group.rank() == 0:
-        print(f"{group.size()} ranks on {len(layout.nodes)} node(s), {workload.entries:,} parameters; {measured}.")
-        print(plain_table(table_of(options, chosen.config, arguments.steps)))
-        print("These times assume that backward hides nothing of DDP's all-reduce; a run measures how much it hides.")
-    dist.destroy_process_group()
-
-
-def _refuse_changed(arguments: argparse.Namespace, defaults: Mapping[str, Any], reason: str) -> None:
-    for name, default in defaults.items():
-        if getattr(arguments, name) != default:
-            raise ValueError(f"`--{name.replace('_', '-')}` would have no effect here, because {reason}. Leave it out")
 
 
 def _workload(arguments: argparse.Namespace) -> Workload:

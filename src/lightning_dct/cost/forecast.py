@@ -23,8 +23,6 @@ from lightning_dct.tables import format_bytes, plain_table, rate_text
 DENSE = "ddp"
 MOST_RANKS = 10_000
 """Limit of a plan, which counts the bytes of every rank."""
-COLLECTIVES = {"all_gather": 1, "sharded": 2, "by_node": 3}
-"""Collectives for each bucket, one after the other."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,6 @@ class Forecast:
         layout: Where the ranks run.
         link: Bits a second of each node's link, or of each rank's where all are on one node.
         speed: Cost of compressing on this machine, at the settings' density and value format.
-        latency: Time of an empty all-reduce in seconds, two rounds of messages.
         shards: Ranks per replica of ``dct_fsdp``, None for ``dct``. With shards, ``rows`` raises a ValueError if FSDP2
             cannot shard a parameter.
     """
@@ -79,7 +76,6 @@ class Forecast:
     layout: NodeLayout
     link: float
     speed: Speed
-    latency: float = 0.0
     shards: int | None = None
 
     @cached_property
@@ -104,7 +100,7 @@ class Forecast:
         world_size, local = len(peers.places), peers.ranks_per_node
         dense = step_of_all(dense_step, groups, fsdp, 1)
         rows = [Row(DENSE, dense, 1, 1.0, link_seconds(dense, layout, self.link), 0.0)]
-        for name, collectives in COLLECTIVES.items():
+        for name in ("all_gather", "sharded", "by_node"):
             if name == "by_node" and any(ranks.obstacle is not None for _, ranks in groups):
                 continue
             step = step_of_all(partial(compressed_step, name, config), groups, fsdp, every)
@@ -113,12 +109,11 @@ class Forecast:
                 ratio = (max(sent.between for sent in dense.sent) - fsdp.between) / most
             else:
                 ratio = dense.sent[0].total / max(1, *(sent.total for sent in step.sent))  # all gradients may be sparse
-            waits = collectives * len(largest.buckets_under(config)) * self.latency / 2
             busy = link_seconds(step, layout, self.link)
             compressing = self.speed.seconds(name, step.entries, world_size, local)
             if config.compress == "updates":
                 compressing += self.speed.move * sum(largest.sizes_under(config))
-            rows.append(Row(name, step, every, ratio * every, (busy + waits) / every, compressing / every))
+            rows.append(Row(name, step, every, ratio * every, busy / every, compressing / every))
         return tuple(rows)
 
     def row(self, name: str) -> Row:

@@ -152,29 +152,16 @@ def measure_link(group: dist.ProcessGroup, device: torch.device) -> MeasuredLink
     for size in SIZES:
         tensor = torch.zeros(size // FP32_BYTES, device=device)
         # With the slowest rank's time, all ranks stop at the same size.
-        times += find_slowest([min(_timed_all_reduce(tensor, group) for _ in range(ROUNDS))], group, device)()
+        own = min(_timed_all_reduce(tensor, group) for _ in range(ROUNDS))
+        slowest = torch.tensor(own, dtype=torch.float64, device=device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
+        times.append(slowest.item())
         sizes.append(size)
         if len(sizes) > 1 and times[-1] > LONGEST:
             break
     # Noise may make the line steeper than through zero, on which small tensors would take no time.
     slope = min(max(0.0, (times[-1] - times[-2]) / (sizes[-1] - sizes[-2])), times[-1] / sizes[-1])
     return MeasuredLink(group.size(), max(0.0, times[-1] - sizes[-1] * slope), slope)
-
-
-def find_slowest(numbers: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> Callable[[], list[float]]:
-    """Start to find the largest value of each number on any rank; the function that is returned waits for them.
-
-    A collective call, whose bytes are not counted.
-    """
-    largest = torch.tensor(numbers, dtype=torch.float64, device=device)
-    work = dist.all_reduce(largest, dist.ReduceOp.MAX, group, async_op=True)
-
-    def result() -> list[float]:
-        if work is not None:
-            work.wait()
-        return largest.tolist()
-
-    return result
 
 
 def _timed_all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> float:

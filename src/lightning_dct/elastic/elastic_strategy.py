@@ -173,7 +173,7 @@ class DCTElasticStrategy(DCTStrategy):
             DCTElasticStrategy.fits += 1
             self._join()
 
-    def _make_updates(self, are_alike: bool = False) -> ElasticUpdates:
+    def _make_updates(self) -> ElasticUpdates:
         names = parameter_names(self._module)
         refuse_not_in_place(names)
         lighthouse = os.environ.get(LIGHTHOUSE)
@@ -386,7 +386,6 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "delay": (0,),
     "exchange": ("auto", "all_gather"),
     "lifelines": (False, True),
-    "target_overhead": (None,),
     "process_group": (None,),
     "find_unused_parameters": (False,),
 }

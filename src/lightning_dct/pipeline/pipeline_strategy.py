@@ -98,11 +98,11 @@ class DCTPipelineStrategy(DCTStrategy):
         check_choice("schedule", schedule, SCHEDULES)
         check_schedule(schedule, stages, micro_batches)
         check_torch(type(self))
-        for setting in ("process_group", "static_graph", "find_unused_parameters", "target_overhead"):
+        for setting in ("process_group", "static_graph", "find_unused_parameters"):
             if settings.get(setting):
                 raise ValueError(
-                    f"`DCTPipelineStrategy` cannot take `{setting}`: it makes its own process groups, gives finished"
-                    " gradients to DistributedDataParallel and keeps its settings. Leave the setting out."
+                    f"`DCTPipelineStrategy` cannot take `{setting}`: it makes its own process groups and gives"
+                    " finished gradients to DistributedDataParallel. Leave the setting out."
                 )
         super().__init__(accelerator, **settings)
         self.stages = stages

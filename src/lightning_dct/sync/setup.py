@@ -86,14 +86,12 @@ def make_update_synchronizer(
     average_buffers: bool,
     weights: SharedWeights | None = None,
     inside: Link | None = None,
-    are_alike: bool = False,
     optimizers: Callable[[], Sequence[Any]] | None = None,
 ) -> UpdateSynchronizer:
     """The synchronizer of a model that is not wrapped; all ranks call this together, and get the first one's weights.
 
-    ``average_buffers`` averages floating-point buffers. ``are_alike`` says that all ranks have the same weights
-    already. ``optimizers`` are by default those of the strategy. The other arguments are those of
-    :class:`~lightning_dct.sync.updates.UpdateSynchronizer`.
+    ``average_buffers`` averages floating-point buffers. ``optimizers`` are by default those of the strategy. The other
+    arguments are those of :class:`~lightning_dct.sync.updates.UpdateSynchronizer`.
 
     Raises:
         ValueError: The exchange or the kernel does not work here.
@@ -102,9 +100,7 @@ def make_update_synchronizer(
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     names = _synchronised_names(module, ignored)
     exchange = make_exchange(strategy, names, group)
-    if not are_alike:
-        start_alike(module, group, ignored)
-
+    start_alike(module, group, ignored)
     buffers = partial(floating_buffers, module, ignored) if average_buffers else dict
     every = optimizers or (lambda: strategy.optimizers), (lambda: list(module.parameters()))
     # Not over the exchange's own group: training waits for the mean of the buffers, and not for updates in flight.
