@@ -60,7 +60,7 @@ def step(
     parameter.grad = gradient.clone()
     optimizer.step()
     updates.after_step(optimizer)
-    updates.count(True, seconds)
+    updates.add_step(True, seconds)
 
 
 def train_and_meet(updates: ElasticUpdates, *of_step: Any) -> None:

@@ -292,7 +292,7 @@ class DCTElasticStrategy(DCTStrategy):
         updates, now = self._elastic, time.monotonic()
         self._seconds += now - self._marked
         if self._trained is not None:
-            updates.count(self._trained, self._seconds)
+            updates.add_step(self._trained, self._seconds)
             self._seconds, self._trained = 0.0, None
         if updates.due:
             updates.exchange_updates()

@@ -130,7 +130,7 @@ class ElasticUpdates(UpdateSynchronizer):
         is_due = bool(rounds.due(self.config.length_at(rounds.steps), takes_turns=False))
         self.due = rounds.steps > self.resume_at and is_due
 
-    def count(self, trained: bool, seconds: float) -> None:
+    def add_step(self, trained: bool, seconds: float) -> None:
         """Count a step that was trained, in so many seconds, or was passed over."""
         self._trained += trained
         if trained:
