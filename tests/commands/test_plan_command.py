@@ -54,8 +54,6 @@ def test_what_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
         (("--steps", "40700"), "30% of the entries, 1bit values, updates every 8 steps;"),
         (("--steps", "100"), "30% of the entries, 1bit values, updates every step;"),
         (("--steps", "44700", "--density", "0.1"), "10% of the entries, 1bit values, updates every 4 steps;"),
-        # Two replicas.
-        (("--steps", "29600", "--shards", "2"), "10% of the entries, 1bit values, updates every 16 steps;"),
     ],
 )
 def test_a_longer_run_needs_fewer_bytes(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], told: str) -> None:
@@ -76,17 +74,6 @@ def test_several_ranks_on_a_node(capsys: pytest.CaptureFixture[str]) -> None:
     assert "of them to other nodes 3,000,000 " in printed
     assert "by_node" in printed
     assert "The ranks of a node share its link" in printed
-
-
-def test_replicas_that_are_sharded(capsys: pytest.CaptureFixture[str]) -> None:
-    printed = plan(capsys, *ASKED, "--shards", "2")
-    assert "4 ranks in replicas of 2 shards on 2 nodes" in printed
-    assert "hsdp, fp32 all_gather (auto)" in printed
-    # Half of 4 MB three times inside a replica; between two of them the ring all-reduce of half.
-    assert "bytes a step and rank 8,000,000 " in printed
-    assert "of them to other nodes 2,000,000 " in printed
-    assert "residuals on a rank 0 B 2.00 MB" in printed
-    assert "of them between replicas 2,000,000 " in plan(capsys, *ASKED, "--shards", "2", "--nodes", "1")
 
 
 def test_a_module_of_real_tensor_sizes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,10 +114,6 @@ def test_the_dense_exchange_is_not_said_to_be_faster_than_itself(capsys: pytest.
         (["--parameters", "many"], "--parameters: 'many': .* 100M"),
         (["--nodes", "3"], "`--nodes 3` does not divide `--world-size 4`.* Give 1, 2 or 4"),
         (["--world-size", "1"], "`--world-size 1`: .* Give 2 or more"),
-        (["--shards", "0"], "`--shards 0` does not make .* replicas of `--world-size 4`. Give 1 or 2\n"),
-        (["--shards", "-2"], "`--shards -2` does not make"),
-        (["--shards", "3"], "`--shards 3` does not make"),
-        (["--shards", "4"], "`--shards 4` does not make two or more"),
         (["--arguments", "a=1"], "`--arguments` are for the constructor of a `--module`"),
         (["--min-tensor-size", "-1"], "`min_tensor_size` must be at least 0"),
         (["--module", "nosuch:A"], "not allowed with argument --parameters"),
@@ -151,7 +134,6 @@ def test_misuse(capsys: pytest.CaptureFixture[str], words: list[str], told: str)
         (["torch.nn:Linear"], r"`--module torch.nn:Linear` cannot be made: TypeError.*in_features.*`--arguments "),
         (["torch.nn:Linear", "--arguments", "3"], "`--arguments 3`: write KEY=VALUE pairs"),
         (["torch.nn:LazyLinear", "--arguments", "out_features=3"], "size of parameter 'weight' is not known"),
-        (["distributed.training:Perceptron", "--shards", "2"], "`--shards`: FSDP2 .* give 'gain' the shape \\[1\\]"),
         (["torch.nn:ReLU"], "ReLU has no parameter whose gradient is synchronised"),
         (["made_up_modules:Empty"], "Empty has no parameter whose gradient is synchronised"),
         (["made_up_modules:nothing"], "`--module made_up_modules:nothing` gives a list, not a torch.nn.Module"),

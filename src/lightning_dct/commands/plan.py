@@ -6,20 +6,16 @@ import math
 import os
 import re
 import sys
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from lightning_dct.callbacks.run_advice import notes_at_start
 from lightning_dct.config import VALUE_FORMATS, DCTConfig
-from lightning_dct.cost.bytes_sent import check_shards
 from lightning_dct.cost.forecast import Forecast, describe, layout_of
 from lightning_dct.cost.timing import measure_speed
 from lightning_dct.cost.workload import Workload, load_module, one_tensor, workload_of
-from lightning_dct.fsdp.wrapping import units_of
 from lightning_dct.law import Given, RunLength
-from lightning_dct.sync.setup import parameter_names
 
 MOST_PARAMETERS = 10**15
 """More than any model has; beyond it sizes in bytes overflow the int64 of tensors."""
@@ -31,8 +27,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     defaults, add = DCTConfig(), parser.add_argument
     add("--world-size", type=int, required=True, help="number of ranks: processes of the whole job")
     add("--nodes", type=int, help="number of machines, with equally many ranks on each (default: one rank on each)")
-    shards = "forecast `dct_fsdp`: ranks over which each replica is sharded (default of --nodes: one replica on each)"
-    add("--shards", type=int, help=shards)
     link = "rate of the link of each node, which its ranks share (on one node: of each rank), as 1Gbit or 1.2GB"
     add("--link", type=parse_rate, required=True, help=link)
     what = parser.add_mutually_exclusive_group(required=True)
@@ -62,21 +56,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _print_forecast(arguments: argparse.Namespace) -> None:
-    world_size, nodes, shards = arguments.world_size, arguments.nodes, arguments.shards
-    layout = layout_of(world_size, world_size if nodes is None else nodes)
-    if shards is not None:
-        check_shards(shards, world_size)
-        layout = layout_of(world_size, world_size // shards) if nodes is None else layout
+    ranks, steps = arguments.world_size, arguments.steps
+    layout = layout_of(ranks, ranks if arguments.nodes is None else arguments.nodes)
     names = ("compress", "local_steps", "density", "value_format", "min_tensor_size")
     given, workload = Given.of({name: getattr(arguments, name) for name in names}), _workload(arguments)
-    replicas = world_size // (shards or 1)
-    config = given.for_run(replicas, arguments.steps)
+    config = given.for_run(ranks, steps)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     speed = measure_speed(config, workload.sizes_under(config), 1.0, device)
-    print(f"A run of {arguments.steps:,} optimizer steps:")
-    dense = "`strategy='ddp'`" if shards is None else "HSDP"
-    notes = notes_at_start(given, replicas, RunLength(arguments.steps), device.type, "", dense)
-    print(describe(Forecast(config, workload, layout, arguments.link, speed, shards=shards), notes))
+    print(f"A run of {steps:,} optimizer steps:")
+    notes = notes_at_start(given, ranks, RunLength(steps), device.type, "", "`strategy='ddp'`")
+    print(describe(Forecast(config, workload, layout, arguments.link, speed), notes))
 
 
 def _workload(arguments: argparse.Namespace) -> Workload:
@@ -87,10 +76,7 @@ def _workload(arguments: argparse.Namespace) -> Workload:
     if os.getcwd() not in sys.path:
         # As for `python script.py`.
         sys.path.insert(0, os.getcwd())
-    module = load_module(arguments.module, parse_arguments(arguments.arguments))
-    names = parameter_names(module)
-    units = [[names[parameter] for parameter in own] for own in units_of(module).values()]
-    return replace(workload_of(module), units=units)
+    return workload_of(load_module(arguments.module, parse_arguments(arguments.arguments)))
 
 
 def parse_arguments(words: list[str]) -> dict[str, Any]:

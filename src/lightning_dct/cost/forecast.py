@@ -2,19 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 
 from lightning_dct.config import DCTConfig
-from lightning_dct.cost.bytes_sent import (
-    Group,
-    SentBytes,
-    Step,
-    compressed_step,
-    dense_step,
-    fsdp_bytes,
-    groups_of,
-    step_of_all,
-)
+from lightning_dct.cost.bytes_sent import Step, compressed_step, dense_step
 from lightning_dct.cost.timing import Speed
 from lightning_dct.cost.workload import Workload
 from lightning_dct.exchange.factory import INSIDE_IS_FASTER, ExchangeChoice, NodeLayout, choose_for_model
@@ -33,8 +24,7 @@ class Row:
         name: ``"ddp"`` for the dense all-reduce, or the exchange.
         step: The bytes of one exchange, rank by rank.
         local_steps: Optimizer steps from one exchange to the next. All other figures are of a step.
-        ratio: The logged compression ratio, of the rank that sends most; between nodes for ``by_node`` and
-            ``dct_fsdp``.
+        ratio: The logged compression ratio, of the rank that sends most; between nodes for ``by_node``.
         link_seconds: How long the busiest node's link is busy in a step.
         compressing_seconds: How long a rank compresses in a step.
     """
@@ -67,8 +57,6 @@ class Forecast:
         layout: Where the ranks run.
         link: Bits a second of each node's link, or of each rank's where all are on one node.
         speed: Cost of compressing on this machine, at the settings' density and value format.
-        shards: Ranks per replica of ``dct_fsdp``, None for ``dct``. With shards, ``rows`` raises a ValueError if FSDP2
-            cannot shard a parameter.
     """
 
     config: DCTConfig
@@ -76,43 +64,30 @@ class Forecast:
     layout: NodeLayout
     link: float
     speed: Speed
-    shards: int | None = None
-
-    @cached_property
-    def _groups(self) -> list[Group]:
-        """The ranks that exchange with each other; the first ranks of replicas hold the largest shards."""
-        if self.shards is None:
-            return [(self.workload, self.layout)]
-        return groups_of(self.workload, self.layout, self.shards, by_unit=self.config.compress == "gradients")
 
     @cached_property
     def choice(self) -> ExchangeChoice:
         """That of ``exchange="auto"``."""
-        largest, peers = self._groups[0]
-        return choose_for_model(self.config, largest.parameters, peers)
+        return choose_for_model(self.config, self.workload.parameters, self.layout)
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
         """The dense all-reduce, and each exchange that is possible."""
-        config, layout, every, groups = self.config, self.layout, self.config.round_length, self._groups
-        fsdp = SentBytes() if self.shards is None else fsdp_bytes(self.workload, layout, self.shards)
-        largest, peers = groups[0]
-        world_size, local = len(peers.places), peers.ranks_per_node
-        dense = step_of_all(dense_step, groups, fsdp, 1)
+        config, layout, every = self.config, self.layout, self.config.round_length
+        dense = dense_step(self.workload, layout)
         rows = [Row(DENSE, dense, 1, 1.0, link_seconds(dense, layout, self.link), 0.0)]
         for name in ("all_gather", "sharded", "by_node"):
-            if name == "by_node" and any(ranks.obstacle is not None for _, ranks in groups):
+            if name == "by_node" and layout.obstacle is not None:
                 continue
-            step = step_of_all(partial(compressed_step, name, config), groups, fsdp, every)
-            if name == "by_node" or self.shards is not None:
-                most = max(1, *(sent.between for sent in step.sent))
-                ratio = (max(sent.between for sent in dense.sent) - fsdp.between) / most
+            step = compressed_step(name, config, self.workload, layout)
+            if name == "by_node":
+                ratio = dense.sent[0].between / max(1, *(sent.between for sent in step.sent))
             else:
                 ratio = dense.sent[0].total / max(1, *(sent.total for sent in step.sent))  # all gradients may be sparse
             busy = link_seconds(step, layout, self.link)
-            compressing = self.speed.seconds(name, step.entries, world_size, local)
+            compressing = self.speed.seconds(name, step.entries, len(layout.places), layout.ranks_per_node)
             if config.compress == "updates":
-                compressing += self.speed.move * sum(largest.sizes_under(config))
+                compressing += self.speed.move * sum(self.workload.sizes_under(config))
             rows.append(Row(name, step, every, ratio * every, busy / every, compressing / every))
         return tuple(rows)
 
@@ -162,18 +137,16 @@ def _title(forecast: Forecast) -> str:
     sizes = forecast.workload.sizes_under(config)
     every = "step" if config.round_length == 1 else f"{config.round_length:,} steps"
     what = "gradients" if config.compress == "gradients" else f"updates every {every}"
-    replicas = "" if forecast.shards is None else f" in replicas of {_many(forecast.shards, 'shard')}"
     return (
         f"{_many(sum(sizes), 'parameter')} in {_many(len(sizes), 'tensor')},"
         f" {100 * config.density:g}% of the entries, {config.value_format} values, {what};"
-        f" {_many(len(layout.places), 'rank')}{replicas} on {_many(len(layout.nodes), 'node')},"
+        f" {_many(len(layout.places), 'rank')} on {_many(len(layout.nodes), 'node')},"
         f" {rate_text(forecast.link)} from each {'rank' if len(layout.nodes) == 1 else 'node'}"
     )
 
 
 def _table(forecast: Forecast) -> list[list[str]]:
-    dense = "ddp, fp32" if forecast.shards is None else "hsdp, fp32"
-    names = {DENSE: dense, forecast.choice.name: f"{forecast.choice.name} (auto)"}
+    names = {DENSE: "ddp, fp32", forecast.choice.name: f"{forecast.choice.name} (auto)"}
     columns = forecast.rows
     rows = [
         ["a step", *(names.get(row.name, row.name) for row in columns)],
@@ -184,16 +157,14 @@ def _table(forecast: Forecast) -> list[list[str]]:
         ["ms together", *(f"{1e3 * row.seconds:,.1f}" for row in columns)],
         ["residuals on a rank", *(format_bytes(max(row.step.residual_bytes)) for row in columns)],
     ]
-    if forecast.layout.ranks_per_node > 1 or forecast.shards is not None:
-        where = "to other nodes" if len(forecast.layout.nodes) > 1 else "between replicas"
+    if forecast.layout.ranks_per_node > 1:
         between = (max(sent.between for sent in row.step.sent) // row.local_steps for row in columns)
-        rows.insert(2, [f"of them {where}", *(f"{num_bytes:,}" for num_bytes in between)])
+        rows.insert(2, ["of them to other nodes", *(f"{num_bytes:,}" for num_bytes in between)])
     return rows
 
 
 def _notes(forecast: Forecast) -> list[str]:
     chosen, dense = forecast.row(forecast.choice.name), forecast.row(DENSE)
-    rival = "strategy='ddp'" if forecast.shards is None else "HSDP"
     notes = [f'exchange="auto" takes {chosen.name!r}: {forecast.choice.reason}.']
     if forecast.workload.sparse and forecast.config.compress == "updates":
         notes.append(
@@ -206,19 +177,14 @@ def _notes(forecast: Forecast) -> list[str]:
             " backward hides none of it. These figures do not include a round trip's latency."
         )
     elif chosen.most_sent == dense.most_sent:
-        notes.append(f"It sends as much as the dense all-reduce, so nothing is compressed: use {rival}.")
+        notes.append("It sends as much as the dense all-reduce, so nothing is compressed: use strategy='ddp'.")
     else:
         notes.append(
             f"On this link the dense all-reduce is faster ({1e3 * dense.seconds:,.1f} ms a step, against"
-            f" {1e3 * chosen.seconds:,.1f}): use {rival}."
+            f" {1e3 * chosen.seconds:,.1f}): use strategy='ddp'."
         )
     notes.append(f"Compressing: {forecast.speed.how}.")
-    if forecast.shards is not None:
-        notes.append(
-            "Sizes are those that a run counts, of the rank that sends most: shards may differ. The ratio leaves out"
-            " FSDP's own bytes: two gatherings of the weights and one reduction of the gradients in fp32."
-        )
-    elif forecast.layout.ranks_per_node > 1:
+    if forecast.layout.ranks_per_node > 1:
         notes.append(
             "The ranks of a node share its link. Like `auto`, this assumes that bytes inside a node move"
             f" {INSIDE_IS_FASTER} times as fast as a rank's share of it. Only with 'by_node' does a run"
@@ -226,7 +192,7 @@ def _notes(forecast: Forecast) -> list[str]:
         )
     else:
         notes.append("Sizes are those that a run counts, headers and padding included, by the rank that sends most.")
-    if len(forecast.workload.buckets) > 1 and forecast.shards is None:
+    if len(forecast.workload.buckets) > 1:
         notes.append(
             f"{_many(len(forecast.workload.buckets), 'bucket')}, as DistributedDataParallel makes them from the second"
             " step on if the model uses its parameters in the order of their definition. Another order shifts the"

@@ -35,15 +35,11 @@ class Workload:
             sizes, dtypes and ``requires_grad`` matter.
         not_counted: Entries whose gradients are sent in another way or depend on the data, by the reason.
         sparse: Those with sparse gradients, of which a dense exchange sends the rows that a batch looks up.
-        units: The names that FSDP gathers together, for the forecast of ``dct_fsdp``; none for one unit of all.
-        are_buckets: Whether units take the place of DistributedDataParallel's buckets.
     """
 
     parameters: Mapping[str, Tensor]
     not_counted: Mapping[str, int]
     sparse: Collection[str] = ()
-    units: Sequence[Sequence[str]] = ()
-    are_buckets: bool = False
 
     @cached_property
     def buckets(self) -> tuple[tuple[str, ...], ...]:
@@ -52,8 +48,6 @@ class Workload:
         It fills them in the order in which gradients become ready. Here that is the reverse of the order in which
         parameters are defined, which is right for models that use them in that order.
         """
-        if self.are_buckets:
-            return tuple(map(tuple, self.units))
         trained = [name for name, one in self.parameters.items() if one.requires_grad and name not in self.sparse][::-1]
         if not trained:
             return ()

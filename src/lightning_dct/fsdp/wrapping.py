@@ -32,21 +32,21 @@ def wrap(model: pl.LightningModule, mesh: DeviceMesh, unit: Unit, **settings: An
     """
     if isinstance(model, FSDPModule) or any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         return
-    for module in units_of(model, unit):
+    for module in _units_of(model, unit):
         fully_shard(module, mesh=mesh, **settings)
     for step in STEPS if model.automatic_optimization else ():
         if is_overridden(step, model):
             register_fsdp_forward_method(model, step)
 
 
-def units_of(model: nn.Module, unit: Unit = UNIT) -> dict[nn.Module, list[Tensor]]:
-    """The modules that :func:`wrap` shards, inner ones first, with the parameters that each gathers."""
-    units: dict[nn.Module, list[Tensor]] = {}
+def _units_of(model: pl.LightningModule, unit: Unit) -> list[nn.Module]:
+    """The modules that :func:`wrap` shards, inner ones first."""
+    units: list[nn.Module] = []
     taken: set[Tensor] = set()
 
     def add(module: nn.Module) -> None:
-        units[module] = [parameter for parameter in module.parameters() if parameter not in taken]
-        taken.update(units[module])
+        units.append(module)
+        taken.update(module.parameters())
 
     shared = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
     for module in _inside_out(model):
@@ -55,7 +55,7 @@ def units_of(model: nn.Module, unit: Unit = UNIT) -> dict[nn.Module, list[Tensor
         here = Counter(parameter for _, parameter in module.named_parameters(remove_duplicate=False))
         if own and is_unit and all(here[parameter] == shared[parameter] for parameter in own):
             add(module)
-    if getattr(model, "automatic_optimization", True):
+    if model.automatic_optimization:
         add(model)
         return units
     for child in _callable_children(model):
