@@ -83,6 +83,7 @@ class GrowingEmulation(Emulation):
             for key in evicted:
                 table, row = self.where[key]
                 self.tables[table][row] = self.defaults[table]
+                self.seen -= {(user, table, row) for user in self.world}
         return super().forward(step, bags, pooling)
 
     def backward(self, bags: dict[int, list], gradients: dict[int, Tensor], pooling: str) -> list[Tensor]:

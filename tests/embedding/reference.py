@@ -1,6 +1,7 @@
 """Sharded tables, all ranks in one process: whole tables, and `lightning_dct.reference` for what crosses between ranks.
 
-Nothing else is shared with the package but the placement (who owns which row): no caches, no messages, no bytes.
+Nothing else is shared with the package but the placement (who owns which row) and the coded form of whole rows: no
+caches, no messages, no bytes.
 """
 
 import math
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_dct.embedding.changes import decode_whole, encode_whole
 from lightning_dct.embedding.owners import RowOwners, initial_rows
 from lightning_dct.reference import Settings, look_up, return_gradients
 
@@ -49,6 +51,7 @@ class Emulation:
         self.copies = [[table.clone() for table in tables] for _ in self.world]
         self.residuals = [[torch.zeros_like(table) for table in self.tables] for _ in self.world]
         self.thresholds: dict[Any, list[float]] = {}
+        self.seen: set[tuple[int, int, int]] = set()  # users, with tables and rows that they have
 
     def forward(self, step: int, bags: dict[int, list], pooling: str) -> dict[int, Tensor]:
         """Bring every rank's copies up to date and pool: ``[samples, tables, dim]`` a rank."""
@@ -58,6 +61,8 @@ class Emulation:
         for user, samples in bags.items():
             for owner in self.world:
                 asked = self._asked(owner, samples)
+                if user != owner:
+                    self._come_whole(user, asked)
                 new, _ = self._cross(look_up, user, owner, asked, self.tables, self.copies[user])
                 for (table, rows), part in zip(asked.items(), new, strict=True):
                     own = self.tables[table][rows]
@@ -71,6 +76,19 @@ class Emulation:
                         out[index, table] /= len(rows)
             pooled[user] = out
         return pooled
+
+    def _come_whole(self, user: int, asked: dict[int, list[int]]) -> None:
+        """Add to a user's copies all that rows which it asks for the first time have moved."""
+        new = [(t, row) for t, rows in asked.items() for row in rows if (user, t, row) not in self.seen]
+        self.seen |= {(user, *row) for row in new}
+        moved = [(t, row) for t, row in new if not torch.equal(self.tables[t][row], self.copies[user][t][row])]
+        if moved:
+            form = self.settings.value_format
+            rows = torch.stack([self.tables[t][row] - self.copies[user][t][row] for t, row in moved])
+            for (t, row), read in zip(
+                moved, decode_whole(encode_whole(rows, form), len(rows), self.dim, form), strict=True
+            ):
+                self.copies[user][t][row] += read
 
     def backward(self, bags: dict[int, list], gradients: dict[int, Tensor], pooling: str) -> list[Tensor]:
         """The dense gradient of every table from those of the pooled bags: an owner's own part comes first."""

@@ -12,10 +12,10 @@ from lightning_dct.embedding import changes as changes_module
 from lightning_dct.embedding.changes import (
     Message,
     SentRows,
-    decode_evicted,
-    encode_evicted,
-    evicted_num_bytes,
+    decode_whole,
+    encode_whole,
     message_about,
+    whole_num_bytes,
 )
 from lightning_dct.reference import Settings, send_rows
 from lightning_dct.wire.payload import unpack
@@ -207,9 +207,9 @@ def test_no_rows() -> None:
 def test_what_is_left_of_evicted_rows_is_rounded_once(rows: list[list[float]], value_format: str) -> None:
     """Oracle: exact in fp32, 8 bits of mantissa in bf16, and else 254 steps over a row, an eleventh longer at most."""
     left = torch.tensor(rows).view(-1, 3)
-    payload = encode_evicted(left, value_format)
-    assert payload.numel() == evicted_num_bytes(len(rows), 3, value_format)
-    read = decode_evicted(payload, len(rows), 3, value_format)
+    payload = encode_whole(left, value_format)
+    assert payload.numel() == whole_num_bytes(len(rows), 3, value_format)
+    read = decode_whole(payload, len(rows), 3, value_format)
     assert (read.dtype, read.shape) == (torch.float32, left.shape)
     largest = left.abs().amax(dim=1, keepdim=True) if rows else left[:, :1]
     bound = {"fp32": 0 * largest, "bf16": left.abs() / 2**8}.get(value_format, largest * 12 / 11 / 254 + 2e-9)

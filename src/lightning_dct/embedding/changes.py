@@ -8,8 +8,8 @@ a size. The sender keeps the entries that do not fit::
     sent                   the entries with |a| >= tau(table), the largest of them if there are too many
     left                   rows - decoded(sent)
 
-What is left of rows that leave a cache is sent at once, because no end remembers it any longer: in the same format if
-that is fp32 or bf16, else in int8 with a scale for each row.
+Some rows cross whole, in the same format if that is fp32 or bf16, else in int8 with a scale for each row: residuals of
+rows that leave a cache, which no end remembers any longer, and changes of rows whose copies are outdated.
 """
 
 import math
@@ -33,6 +33,7 @@ from lightning_dct.embedding.owners import Int64Array
 from lightning_dct.kernels import cpu_kernel, positions_of
 from lightning_dct.kernels.bits import nonzero_indices
 from lightning_dct.wire.payload import PayloadLayout, pack, unpack_values
+from lightning_dct.wire.positions import PayloadError, PositionCode
 from lightning_dct.wire.rows import decode_rows, encode_rows, row_scales_num_bytes, row_values_num_bytes
 
 # The guard aims a little high: a surplus is cut to the largest entries, but a shortfall is sent as padding.
@@ -121,25 +122,46 @@ def compress_changes(
     return SentRows(payload, positions, received, values - received.to(values.dtype))
 
 
-def encode_evicted(residuals: Tensor, value_format: str) -> Tensor:
-    """The residuals of evicted rows, ``[e, dim]``, as bytes; ``value_format`` is that of changes."""
-    return torch.cat(encode_rows(residuals.reshape(-1), None, len(residuals), _format_of_evicted(value_format)))
+def encode_whole(rows: Tensor, value_format: str) -> Tensor:
+    """Whole rows, ``[n, dim]``, as bytes; ``value_format`` is that of changes."""
+    return torch.cat(encode_rows(rows.reshape(-1), None, len(rows), _format_of_whole(value_format)))
 
 
-def evicted_num_bytes(num_rows: int, dim: int, value_format: str) -> int:
-    """Bytes of :func:`encode_evicted`."""
-    row_format = _format_of_evicted(value_format)
+def whole_num_bytes(num_rows: int, dim: int, value_format: str) -> int:
+    """Bytes of :func:`encode_whole`."""
+    row_format = _format_of_whole(value_format)
     return row_values_num_bytes(row_format, num_rows * dim) + row_scales_num_bytes(row_format, num_rows)
 
 
-def decode_evicted(data: Tensor, num_rows: int, dim: int, value_format: str) -> Tensor:
-    """Undo :func:`encode_evicted`: shape ``[num_rows, dim]``, fp32."""
-    row_format = _format_of_evicted(value_format)
+def decode_whole(data: Tensor, num_rows: int, dim: int, value_format: str) -> Tensor:
+    """Undo :func:`encode_whole`: shape ``[num_rows, dim]``, fp32."""
+    row_format = _format_of_whole(value_format)
     values, scales = data.tensor_split([row_values_num_bytes(row_format, num_rows * dim)])
     return decode_rows(values, num_rows * dim, None, scales, row_format).view(num_rows, dim)
 
 
-def _format_of_evicted(value_format: str) -> str:
+def encode_some(rows: Tensor, chosen: Tensor, value_format: str) -> tuple[Tensor, int]:
+    """Which of the rows, ``[k, dim]``, are chosen (bool, ``[k]``), then these, whole; and their number."""
+    some = nonzero_indices(chosen)
+    places = PositionCode(len(rows), len(some)).encode(some)
+    return torch.cat([places, encode_whole(rows[some], value_format)]), len(some)
+
+
+def some_num_bytes(count: int, num_rows: int, dim: int, value_format: str) -> int:
+    """Bytes of :func:`encode_some` for ``count`` of ``num_rows`` rows (PayloadError: there are not so many)."""
+    if count > num_rows:
+        raise PayloadError(f"An owner announces {count} rows where {num_rows} were requested.")
+    return PositionCode(num_rows, count).num_bytes + whole_num_bytes(count, dim, value_format)
+
+
+def decode_some(data: Tensor, count: int, num_rows: int, dim: int, value_format: str) -> tuple[Tensor, Tensor]:
+    """Undo :func:`encode_some`: the chosen rows' places among all, ``[count]``, and they, ``[count, dim]``, fp32."""
+    code = PositionCode(num_rows, count)
+    places, rows = data.tensor_split([code.num_bytes])
+    return code.decode(places, count), decode_whole(rows, count, dim, value_format)
+
+
+def _format_of_whole(value_format: str) -> str:
     return value_format if value_format in ("fp32", "bf16") else "int8"
 
 

@@ -5,7 +5,7 @@ an eviction does not change. Only the owner knows which keys have rows, and in w
 
     id is looked up too rarely       it has the table's default row; its gradient is dropped
     id is looked up often enough     it has a row of its own, which starts as the default row
-    row is evicted                   the id has the default row again; its users receive the difference as a change
+    row is evicted                   the id has the default row again, which its users receive whole
 """
 
 import math
@@ -40,13 +40,13 @@ class RowDirectory:
         self.admit_after = admit_after
         self.rows, self.counted = RowCache(capacity), RowCache(capacity)
 
-    def request(self, keys: Int64Array) -> tuple[Int64Array, Int64Array, int]:
+    def request(self, keys: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
         """Count a look-up of keys, ``[k]``, ascending and distinct, and make rows for those that are due.
 
         If these are more than fit, the first keys get rows.
 
         Returns:
-            The keys with a new row, ascending, its slots, and the number of evicted rows.
+            The keys with a new row, ascending, its slots, and the keys whose rows were evicted.
         """
         slots = self.rows.find(keys)
         wanted = slots >= 0
@@ -56,7 +56,7 @@ class RowDirectory:
             due = due[self.counted.counts[counted] >= self.admit_after]
         wanted[due[: self.rows.capacity - int(wanted.sum())]] = True
         admission = self.rows.admit(keys[wanted], slots[wanted])
-        return keys[wanted][admission.new], admission.slots[admission.new], admission.evicted.size
+        return keys[wanted][admission.new], admission.slots[admission.new], admission.evicted
 
     def state_dict(self) -> dict[str, Any]:
         """Both caches."""
@@ -201,12 +201,12 @@ class GrowingEmbeddingBags(ShardedEmbeddingBags):
         self._watch_optimizers()
 
     def initial(self, owner: int, places: Int64Array) -> Tensor:
-        """The default rows of keys' tables, fp32 ``[n, embedding_dim]``."""
-        return self._default_rows[torch.from_numpy(self.placement.tables_of(owner, places))]
+        """The default rows of keys' tables, ``[n, embedding_dim]``, as ``weight`` holds them."""
+        return self._default_rows[torch.from_numpy(self.placement.tables_of(owner, places))].to(self.weight)
 
     def own_rows(self, places: Int64Array) -> Tensor:
         """A copy of this rank's rows by their keys, ``[n, embedding_dim]``; default rows for keys without a row."""
-        rows = self.initial(self.exchange_group.rank, places).to(self.weight)
+        rows = self.initial(self.exchange_group.rank, places)
         slots = torch.from_numpy(self.directory.rows.find(places)).to(self.weight.device)
         return torch.where((slots >= 0).unsqueeze(1), self.weight.detach()[slots.clamp(min=0)], rows)
 
@@ -214,11 +214,12 @@ class GrowingEmbeddingBags(ShardedEmbeddingBags):
     def note_requests(self, places: list[Int64Array]) -> None:
         """Make the rows that are due, and evict others if the capacity is reached."""
         keys, new_slots, evicted = self.directory.request(np.unique(np.concatenate(places)))
-        self.traffic.add(admitted_rows=keys.size, evicted_rows=evicted)
+        self.traffic.add(admitted_rows=keys.size, evicted_rows=evicted.size)
+        self.rows_replaced(evicted)
         if not keys.size:
             return
         slots = torch.from_numpy(new_slots).to(self.weight.device)
-        self.weight[slots] = self.initial(self.exchange_group.rank, keys).to(self.weight)
+        self.weight[slots] = self.initial(self.exchange_group.rank, keys)
         if self.weight.grad is not None:  # of an earlier micro-batch
             self.weight.grad = _without(self.weight.grad, slots)
         self._renewed.append(slots)

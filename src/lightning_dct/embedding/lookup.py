@@ -3,6 +3,7 @@
     rank that uses a row (R: its copy, G: its residual)            rank that owns it (E: the row, R: the same copy)
 
       distinct ids, sorted  ----------------------------------->   D = E - R
+      R += sent             <---  all of D if R is outdated  ---   R += sent
       R += sent             <--------  D where |D| >= tau  -----   R += sent
       pool R; the rest of the model runs
       G += dL/dR            ---------  G where |G| >= tau  ---->   the sum over all ranks is E's gradient
@@ -23,10 +24,13 @@ from lightning_dct.embedding.bags import Bags
 from lightning_dct.embedding.changes import (
     Message,
     compress_changes,
-    decode_evicted,
-    encode_evicted,
-    evicted_num_bytes,
+    decode_some,
+    decode_whole,
+    encode_some,
+    encode_whole,
     message_about,
+    some_num_bytes,
+    whole_num_bytes,
 )
 from lightning_dct.embedding.collected import Incoming
 from lightning_dct.embedding.copies import RememberedRows, add_entries
@@ -109,8 +113,13 @@ class ChangesLookup:
             module.note_requests([self._rows.wanted[self._rank], *(r.places for r in self._requests.values())])
             # As in the requests that this rank has received, but of those that it has sent.
             self._messages = {peer: self._message(peer, self._rows.wanted[peer]) for peer in self._peers}
-            answers = {peer: self._answer(peer) for peer in self._peers}
-        sizes = {peer: message.layout.num_bytes for peer, message in self._messages.items()}
+            answers = {}
+            counts = np.zeros((len(numbers), 1), dtype=np.int64)
+            for peer in self._peers:
+                answers[peer], counts[peer] = self._answer(peer)
+        # Only the owner knows how many of the rows that are new in a cache are not at their initial values.
+        self._num_whole = module.exchange_group.announce(counts, module.traffic)[:, 0].tolist()
+        sizes = {peer: sum(self._answer_sizes(peer)) for peer in self._peers}
         self._incoming: Incoming | None = module.exchange_group.start(answers, sizes, module.traffic)
         module.latest_lookup = self
         self._send_evicted(evicted)
@@ -119,11 +128,15 @@ class ChangesLookup:
         """Wait for the answers and add them to the copies, once."""
         if self._incoming is None:
             return
-        answers, self._incoming, self._module.latest_lookup = self._incoming.wait(), None, None
-        with self._module.traffic.timed():
+        module = self._module
+        answers, self._incoming, module.latest_lookup = self._incoming.wait(), None, None
+        with module.traffic.timed():
             for peer in self._peers:
                 held, slots = self._held(peer)
-                add_entries(held.copies, slots, *self._read(peer, answers[peer], self._messages[peer]))
+                whole, changes = answers[peer].split(self._answer_sizes(peer))
+                with reading(f"Embedding rows from rank {peer} of the process group"):
+                    self._add_whole(held, slots, whole, self._num_whole[peer])
+                add_entries(held.copies, slots, *self._read(peer, changes, self._messages[peer]))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def pooled(self) -> Tensor:
@@ -183,7 +196,7 @@ class ChangesLookup:
             payloads[peer] = module.held[peer].code.encode(wanted).to(device)
             admission, residuals = module.held[peer].admit(wanted)
             self._slots[peer], self._admitted[peer] = torch.from_numpy(admission.slots).to(device), admission.slots
-            evicted[peer] = encode_evicted(residuals, module.value_format)
+            evicted[peer] = encode_whole(residuals, module.value_format)
             numbers[peer] = payloads[peer].numel(), self._rows.lookups[peer], len(residuals)
         return payloads, evicted, numbers
 
@@ -208,7 +221,7 @@ class ChangesLookup:
         """
         module, dim, value_format = self._module, self._module.embedding_dim, self._module.value_format
         evicted = {peer: request.evicted for peer, request in self._requests.items()}
-        sizes = {peer: evicted_num_bytes(places.size, dim, value_format) for peer, places in evicted.items()}
+        sizes = {peer: whole_num_bytes(places.size, dim, value_format) for peer, places in evicted.items()}
         incoming = module.exchange_group.start(payloads, sizes, module.traffic)
 
         def arrive() -> Iterator[tuple[Tensor, Tensor]]:
@@ -216,20 +229,38 @@ class ChangesLookup:
             for peer, places in evicted.items():
                 if places.size:
                     with module.traffic.timed():
-                        rows = decode_evicted(received[peer], places.size, dim, value_format)
+                        rows = decode_whole(received[peer], places.size, dim, value_format)
                     yield torch.from_numpy(places).to(rows.device), rows.to(module.remembered_dtype)
 
         module.collected.expect(arrive)
 
-    def _answer(self, peer: int) -> Tensor:
+    def _answer(self, peer: int) -> tuple[Tensor, int]:
+        """The bytes for a rank, of whole rows and then of changes, and the number of whole rows."""
         module = self._module
         request, mirror = self._requests[peer], module.mirrors[peer]
         now = module.own_rows(request.places).to(module.remembered_dtype)
+        missed = now - mirror.copies.index_select(0, request.slots)
+        outdated = (missed != 0).any(dim=1) & mirror.take_outdated(request.slots)
+        whole, count = encode_some(missed, outdated, module.value_format)
+        self._add_whole(mirror, request.slots, whole, count)
         known = mirror.copies.index_select(0, request.slots)
         sent = compress_changes(now, known, request.message, mirror.thresholds, scale=-1)
         add_entries(mirror.copies, request.slots, sent.positions, sent.received)
-        module.traffic.add(entries_sent=sent.positions.numel(), entries=now.numel())
-        return sent.payload
+        num_sent = count * module.embedding_dim + sent.positions.numel()
+        module.traffic.add(entries_sent=num_sent, entries=now.numel())
+        return torch.cat([whole, sent.payload]), count
+
+    def _add_whole(self, rows: RememberedRows, slots: Tensor, payload: Tensor, count: int) -> None:
+        """Add the whole rows of an answer to the copies of the requested rows."""
+        some, values = decode_some(payload, count, len(slots), self._module.embedding_dim, self._module.value_format)
+        rows.copies.index_add_(0, slots[some], values.to(rows.copies))
+
+    def _answer_sizes(self, owner: int) -> list[int]:
+        """The bytes of the two parts of an owner's answer."""
+        module, message = self._module, self._messages[owner]
+        num_rows, count = len(self._slots[owner]), self._num_whole[owner]
+        whole = some_num_bytes(count, num_rows, module.embedding_dim, module.value_format)
+        return [whole, message.layout.num_bytes]
 
     def _gradient_payload(self, owner: int, gradient: Tensor) -> Tensor:
         module = self._module

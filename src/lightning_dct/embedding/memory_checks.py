@@ -88,6 +88,7 @@ def _soundness(rows: Mapping[str, Any], universe: int, dim: int, tables: int, wi
             for name, width in widths.items()
         )
         and bool(rows["residual"].isfinite().all()),
+        "the outdated rows": rows["outdated"].shape == row_at.shape and rows["outdated"].dtype == torch.bool,
     }
 
 

@@ -43,6 +43,7 @@ def prune(module: TableState, keep: float, optimizers: Iterable[Optimizer]) -> f
     weight.grad = None  # else torch refuses the new shape
     weight.data, weight.grad = packed, gradient
     module.kept, module.row_requests = kept, None
+    module.rows_replaced()
     return (kept.num_pieces * row_bytes / PIECES + INDEX_BYTES_A_ROW * rows) / max(rows * row_bytes, 1)
 
 
@@ -50,7 +51,7 @@ def _scores(module: TableState, places: Int64Array) -> Tensor:
     """The scores of the pieces of some rows, fp32 ``[k, PIECES]`` on the CPU."""
     assert module.row_requests is not None
     initial = module.initial(module.exchange_group.rank, places)
-    moved = module.own_rows(places).cpu().float() - initial
+    moved = (module.own_rows(places).float() - initial.float()).cpu()
     squares = moved.view(places.size, PIECES, module.embedding_dim // PIECES).square().sum(dim=2)
     return squares * module.row_requests[torch.from_numpy(places)].unsqueeze(1)
 

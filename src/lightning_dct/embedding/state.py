@@ -96,7 +96,7 @@ class TableState(CompressedModule):
         """Set all of this rank's rows to their initial values."""
         for low in range(0, len(self.weight), ROWS_AT_A_TIME):
             places = np.arange(low, min(low + ROWS_AT_A_TIME, len(self.weight)))
-            self.weight[low : low + ROWS_AT_A_TIME] = self.initial(self.exchange_group.rank, places).to(self.weight)
+            self.weight[low : low + ROWS_AT_A_TIME] = self.initial(self.exchange_group.rank, places)
 
     def reset_memory(self) -> None:
         """Drop all copies, residuals and thresholds, as before the first step."""
@@ -124,15 +124,20 @@ class TableState(CompressedModule):
         return (*self.held.values(), *self.mirrors.values()) if self.is_materialized else ()
 
     def initial(self, owner: int, places: Int64Array) -> Tensor:
-        """The initial values of an owner's rows, fp32 ``[n, embedding_dim]``."""
+        """The initial values of an owner's rows, ``[n, embedding_dim]``, as ``weight`` holds them."""
         tables, rows = self.placement.rows_of(owner, places)
-        return initial_rows(self.seed, tables, rows, self.initial_bounds, self.embedding_dim)
+        return initial_rows(self.seed, tables, rows, self.initial_bounds, self.embedding_dim).to(self.weight)
+
+    def rows_replaced(self, places: Int64Array | None = None) -> None:
+        """Have the other ranks receive these of this rank's rows whole, or all: they are no longer what they were."""
+        for mirror in self.mirrors.values():
+            mirror.replaced(places)
 
     def own_rows(self, places: Int64Array) -> Tensor:
         """A copy of this rank's rows at some places, ``[n, embedding_dim]``, without a gradient."""
         if self.kept is None:
             return self.weight.detach().index_select(0, torch.from_numpy(places).to(self.weight.device))
-        initial = self.initial(self.exchange_group.rank, places).to(self.weight)
+        initial = self.initial(self.exchange_group.rank, places)
         return self.kept.expand(self.weight.detach(), places, initial)
 
     def note_requests(self, places: list[Int64Array]) -> None:
@@ -274,6 +279,8 @@ class TableState(CompressedModule):
                 whole = packed
             state_dict[key] = whole
         super()._load_from_state_dict(state_dict, prefix, *arguments)
+        if self.is_materialized:
+            self.rows_replaced()
 
 
 @contextmanager

@@ -1,0 +1,117 @@
+"""Training reads no outdated row: rows that are new in a cache, and rows that their owners replace, come whole."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from embedding.growing import Growing
+from embedding.hybrid import Hybrid, fit
+from embedding.pruned import Pruned
+from lightning_dct import EmbeddingPruning, GrowingEmbeddingBags, ShardedEmbeddingBags
+from lightning_dct.embedding.pruning import prune
+
+DIM = 8
+IDS = torch.arange(60).view(-1, 1)
+# At most this much of the largest entry is left to later messages: int8 rounds a row by 0.43% of its largest change.
+ROUNDED = 0.01
+
+
+def error_of(tables: ShardedEmbeddingBags, ids: Tensor) -> float:
+    """How far the rows that training reads are from the exact ones."""
+    with torch.no_grad():
+        exact = tables(ids)
+    return float((tables(ids).detach() - exact).abs().max() / exact.abs().max())
+
+
+def make(**settings: Any) -> ShardedEmbeddingBags:
+    tables = ShardedEmbeddingBags([60], DIM, density=0.05, **settings)
+    tables.materialize()
+    with torch.no_grad():
+        tables.weight.normal_()
+    return tables
+
+
+def errors_of_fixed() -> dict[str, float]:
+    """By what has happened to tables: how outdated the rows are that a look-up reads then."""
+    found, tables, small = {}, make(), make(cache_rows=5)
+    found["new"] = error_of(tables, IDS)
+    tables.load_state_dict({**tables.state_dict(), "weight": tables.weight.detach() * -3})
+    found["loaded"] = error_of(tables, IDS)
+    tables.row_requests = torch.ones(tables.capacity(), dtype=torch.int32)
+    prune(tables, 0.5, [])
+    found["pruned"] = error_of(tables, IDS)
+    for part in (IDS[:20], IDS[20:], IDS[:20]):
+        found[f"a small cache reads {int(part[-1])}"] = error_of(small, part)
+    return found
+
+
+def errors_of_growing() -> dict[str, float]:
+    """Rows go far from the default row, are learnt of by all ranks, are evicted, and looked up again."""
+    tables, found = GrowingEmbeddingBags(1, DIM, max_rows=20, density=0.05), {}
+    tables.materialize()
+    found["new"] = error_of(tables, IDS[:15])
+    with torch.no_grad():
+        tables.weight.normal_()
+    for _ in range(9):
+        tables(IDS[:15])
+    found["others"] = error_of(tables, IDS[20:50])
+    found["evicted"] = error_of(tables, IDS[:15])
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("errors", [errors_of_fixed, errors_of_growing])
+def test_rows_come_whole(ranks: Any, world_size: int, errors: Any) -> None:
+    """Oracle: exact rows. A message of changes alone would send a twentieth of the entries."""
+    for found in ranks(world_size).run(errors):
+        assert {name: error for name, error in found.items() if error > 5 * ROUNDED} == {}
+
+
+def untouched() -> tuple[int, int]:
+    """The bytes of a look-up of rows that are new and untouched, and of one of rows that are known."""
+    tables, sent = ShardedEmbeddingBags([6000], DIM), []
+    tables.materialize()
+    for _ in range(2):
+        before = tables.traffic.totals.bytes_sent
+        tables(torch.arange(6000).view(-1, 1))
+        sent.append(tables.traffic.totals.bytes_sent - before)
+    return sent[0], sent[1]
+
+
+def test_untouched_rows_cost_nothing(ranks: Any) -> None:
+    for first, second in ranks(2).run(untouched):
+        assert first <= second + 8
+
+
+def first_error(kind: str, path: str, save: bool) -> float:
+    """Train far and save, or resume; how outdated the first rows are that training reads then."""
+    make = {"fixed": Hybrid, "growing": Growing, "pruned": Pruned}[kind]
+    exchange = {"density": 0.05, **({"max_rows": 200} if kind == "growing" else {})}
+    module, found = make(exchange, learning_rate=1.0), []
+    prunes = {"callbacks": [EmbeddingPruning(0.5, 10)]} if kind == "pruned" else {}
+    forward = module.forward
+
+    def watched(ids: Tensor) -> Tensor:
+        if not found and torch.is_grad_enabled():
+            found.append(error_of(module.tables, ids))
+        return forward(ids)
+
+    if save:
+        fit(module, 12, save_to=path, **prunes)
+        return 0.0
+    module.forward = watched
+    fit(module, 12, path, max_epochs=2, **prunes)
+    return found[0]
+
+
+@pytest.mark.parametrize(("saved", "resumed"), [(2, 3), (4, 2)])
+@pytest.mark.parametrize("kind", ["fixed", "growing", "pruned"])
+def test_another_number_of_ranks_reads_the_rows_it_resumes(
+    ranks: Any, tmp_path: Path, kind: str, saved: int, resumed: int
+) -> None:
+    path = str(tmp_path / "x.ckpt")
+    ranks(saved).run(first_error, kind, path, True)
+    assert max(ranks(resumed).run(first_error, kind, path, False)) < ROUNDED
