@@ -7,8 +7,6 @@ with ``lightning.pytorch.Trainer``.
 CONTRIBUTING.md has a map of the modules.
 """
 
-import sys
-
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_dct.__about__ import __version__
@@ -49,18 +47,5 @@ __all__ = [
     "subspace",
 ]
 
-
-def _refuse_other_lightning(**_: object) -> None:
-    raise TypeError(
-        "strategy='dct' works with `lightning.pytorch.Trainer`; this is `pytorch_lightning.Trainer`, which has classes"
-        " of its own. Replace `import pytorch_lightning as pl` by `import lightning.pytorch as pl` everywhere."
-    )
-
-
 for _strategy in (DCTStrategy, DCTPipelineStrategy, DCTFSDPStrategy, DCTElasticStrategy):
     _strategy.register_strategies(StrategyRegistry)
-    if "pytorch_lightning.strategies" in sys.modules:
-        for _name in _strategy.registered_names:
-            sys.modules["pytorch_lightning.strategies"].StrategyRegistry.register(
-                _name, _refuse_other_lightning, description="use lightning.pytorch.Trainer", override=True
-            )
