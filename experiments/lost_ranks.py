@@ -20,8 +20,7 @@ import torch
 
 from lightning_dct import DCTElasticStrategy
 from lightning_dct.checksums import checksum_of
-from lightning_dct.elastic.present import HEARTBEAT_S, LIGHTHOUSE, import_torchft
-from lightning_dct.elastic.supervisor import RESTARTED, start_lighthouse
+from lightning_dct.elastic.present import LIGHTHOUSE, RESTARTED, import_torchft, start_lighthouse
 from lost_ranks_figures import AWAY, Row, report
 from network.hosts import Host, Link, some_hosts
 from nlp.data import TextData
@@ -111,7 +110,7 @@ def train(rank: int, host: Host, lighthouse: str, given: argparse.Namespace, aga
 def light(answer: Any, host: Host) -> None:
     """Be the lighthouse until it is killed."""
     host.enter()
-    server, address = start_lighthouse(int(1000 * PATIENCE_S), int(1000 * HEARTBEAT_S), host.address)
+    server, address = start_lighthouse(host.address, PATIENCE_S)
     answer.send(address)
     signal.pause()
     del server

@@ -28,7 +28,6 @@ LONGEST = {
     "test_examples.py",
     "test_restarts.py",
     "test_launchers.py",
-    "test_supervisor.py",
     "test_refusals.py",
     "test_hosts.py",
     "test_jobs.py",

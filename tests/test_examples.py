@@ -127,29 +127,16 @@ def test_slurm(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not find_spec("torchft"), reason="needs the extra `elastic`")
 def test_elastic(tmp_path: Path) -> None:
-    """A lighthouse and two ranks; the second fails at first. Oracles: it is started again; both end; one saves."""
-    folder, bin_folder = copied("elastic", tmp_path)
-    fails = 'if [ "$NODE_RANK" = 1 ] && mkdir failed 2>/dev/null; then exit 1; fi'
-    script(bin_folder / "python", f'{fails}; exec {sys.executable} "$@"')
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    path = f"{bin_folder}:{Path(sys.executable).parent}:/usr/bin:/bin"
-    variables = environment_of_users() | {"PATH": path, "PORT": port, "RANKS": "2", "EPOCHS": "2", "RUST_LOG": "error"}
-
-    def start(*words: str) -> subprocess.Popen[str]:
-        command = ["bash", "start.sh", *words]
-        return subprocess.Popen(command, cwd=folder, env=variables, stdout=-1, stderr=subprocess.STDOUT, text=True)
-
-    lighthouse = start("lighthouse")
-    try:
-        ranks = [start("rank", str(rank), "127.0.0.1") for rank in range(2)]
-        printed = [rank.communicate(timeout=TIMEOUT_S)[0] for rank in ranks]
-    finally:
-        lighthouse.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], printed
-    assert "Rank 1 has ended early, and starts again." in printed[1]
-    table = table_of(printed[0])
-    assert (table["ranks"], table["steps"]) == ("2", "128")
+    """A lighthouse and four ranks; the second fails at first. Oracles: it is started again; all end; one saves."""
+    folder, _ = copied("elastic", tmp_path)
+    fails = (
+        'import os, sys\nif os.environ["LOCAL_RANK"] == "1" and not os.path.exists("failed"):\n    os.mkdir("failed")\n'
+    )
+    (folder / "fails.py").write_text(f"{fails}    sys.exit(3)\n{(folder / 'train.py').read_text()}")
+    printed = printed_by([sys.executable, "start.py", "4", "fails.py"], folder, EPOCHS="2", OMP_NUM_THREADS="1")
+    assert "Rank 1 has ended with status 3, and starts again." in printed
+    table = table_of(printed)
+    assert table["ranks"] == "4"
     assert (folder / "checkpoints" / "last.ckpt.dct").is_dir()
 
 

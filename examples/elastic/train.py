@@ -1,4 +1,4 @@
-"""What ``start.sh`` starts on each machine, and again if it has ended early. The other machines go on meanwhile."""
+"""What ``start.py`` starts as each rank, and again if it has died. The other ranks go on meanwhile."""
 
 import os
 import sys
@@ -17,10 +17,9 @@ if __name__ == "__main__":
         # Between exchanges a slow machine may train fewer steps than the others.
         strategy=DCTElasticStrategy(local_steps=8, density=0.3),
         accelerator="cpu",
-        devices=1,
-        num_nodes=int(os.environ["RANKS"]),
+        devices=4,
         max_epochs=int(os.environ.get("EPOCHS", "20")),
-        # The lowest rank that is present writes it. It serves if all machines are lost.
+        # The lowest rank that is present writes it. It serves if all ranks are lost.
         callbacks=[ModelCheckpoint("checkpoints", every_n_train_steps=100, save_last=True)],
     )
     trainer.fit(Classifier(), Points(), ckpt_path="last")

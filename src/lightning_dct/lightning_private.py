@@ -17,8 +17,6 @@ private part                       no public hook lies there
 ``_StrategyRegistry``              the type of the argument of ``register_strategies``
 ``_BackwardSyncControl``           how Fabric accumulates gradients
 ``_METADATA_FILENAME``             the mark by which Lightning knows a folder of a distributed checkpoint
-``_SubprocessScriptLauncher``      starts a script again as another rank; ``dct_elastic`` restarts such processes
-``_basic_subprocess_cmd`` etc.     the command by which that launcher starts a rank, and its number of threads
 =================================  ==================================================================================
 """
 
@@ -26,22 +24,14 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd as basic_subprocess_command
-from lightning.fabric.strategies.launchers.subprocess_script import _hydra_subprocess_cmd as hydra_subprocess_command
 from lightning.fabric.strategies.registry import _StrategyRegistry as StrategyRegistry
 from lightning.fabric.strategies.strategy import _BackwardSyncControl as BackwardSyncControl
-from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as set_num_threads_if_needed
 from lightning.fabric.utilities.load import _METADATA_FILENAME as METADATA_FILENAME
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as ScriptLauncher
 
 __all__ = [
     "METADATA_FILENAME",
     "BackwardSyncControl",
-    "ScriptLauncher",
     "StrategyRegistry",
-    "basic_subprocess_command",
-    "hydra_subprocess_command",
-    "set_num_threads_if_needed",
 ]
 _AGREEMENT = "_broadcast_sigterm_tensor"
 

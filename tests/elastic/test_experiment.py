@@ -11,11 +11,12 @@ import pytest
 
 from distributed.scripts import TRAIN, environment_of_users
 
+START = TRAIN.parents[1] / "examples" / "elastic" / "start.py"
 pytestmark = pytest.mark.skipif(find_spec("torchft") is None, reason="torchft has wheels for some platforms only")
 
 
 def test_an_experiment_trains_on_elastic_ranks(tmp_path: Path) -> None:
-    """Oracle: the first rank starts the other one, both meet in exchanges, and one result is written."""
+    """Oracle: both ranks meet in exchanges, and one result is written."""
     sizes = ("data=documentation", "data.context_length=32", "model.width=32", "model.num_layers=1", "logger=none")
     steps = (
         "trainer.max_steps=24",
@@ -23,7 +24,8 @@ def test_an_experiment_trains_on_elastic_ranks(tmp_path: Path) -> None:
         "strategy.local_steps=4",
         "strategy.warmup_steps=8",
     )
-    command = [sys.executable, str(TRAIN), "experiment=lm", "strategy=dct_elastic", "trainer.devices=2", *sizes, *steps]
+    ours = ("experiment=lm", "strategy=dct_elastic", "trainer.devices=2", *sizes, *steps)
+    command = [sys.executable, str(START), "2", str(TRAIN), *ours]
     environment = environment_of_users() | {"PYTHONPATH": os.pathsep.join(sys.path)}
     run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400)
     assert run.returncode == 0, run.stderr[-3000:]

@@ -1,10 +1,6 @@
 """Real processes that are killed, stopped, slow, and started again."""
 
-import os
 import signal
-import subprocess
-import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -15,8 +11,8 @@ import lightning.pytorch as pl
 import pytest
 from torch.utils.data import DataLoader
 
-from distributed.harness import TESTS, Ranks
-from elastic.jobs import HURRY, Job, Net, examples
+from distributed.harness import Ranks
+from elastic.jobs import Job, Net, examples
 
 # Without importing it here, because it prints what it does unless it is told before.
 pytestmark = pytest.mark.skipif(find_spec("torchft") is None, reason="torchft has wheels for some platforms only")
@@ -192,62 +188,3 @@ def test_all_ranks_resume_from_a_checkpoint(job: Callable[..., Job], tmp_path: P
     again = job(2, 120, ckpt_path=str(tmp_path / "last.ckpt"))
     check_alike(again, again.end(), 120)
     assert int(again.rows(0)[0][2]) > 60
-
-
-def test_the_first_process_is_killed_and_the_others_go_on(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(
-        textwrap.dedent(f"""
-        import os, sys, warnings, zlib
-        from pathlib import Path
-        sys.path.insert(0, {str(TESTS)!r})
-        warnings.simplefilter("ignore")
-        import lightning.pytorch as pl, torch
-        from torch.utils.data import DataLoader
-        from elastic.jobs import HURRY, SETTINGS, Digests, Net, examples
-        import lightning_dct
-
-        torch.set_num_threads(1)
-        folder = Path({str(tmp_path)!r})
-        trainer = pl.Trainer(
-            strategy=lightning_dct.DCTElasticStrategy(**SETTINGS), accelerator="cpu", devices=2, max_steps=300,
-            callbacks=[Digests(folder)], logger=False, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        net = Net(slow=0.2, hurry=folder / HURRY)  # slow until the one that was killed is back
-        trainer.fit(net, DataLoader(examples(4000, 1), batch_size=16))
-        weights = zlib.crc32(b"".join(p.detach().numpy().tobytes() for p in net.parameters()))
-        with (folder / "ends.txt").open("a") as file:
-            print(trainer.global_rank, trainer.global_step, f"{{weights:08x}}", os.getpid(), file=file)
-        """)
-    )
-    environment = {**os.environ, "PYTHONPATH": f"{TESTS.parent / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    environment = {name: value for name, value in environment.items() if name not in ("LOCAL_RANK", "NODE_RANK")}
-    with (tmp_path / "log.txt").open("w") as log:
-        first = subprocess.Popen(
-            [sys.executable, str(script)], env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL
-        )
-        deadline = time.monotonic() + 600
-
-        def wait_for(found: Callable[[], bool]) -> None:
-            while not found():
-                assert time.monotonic() < deadline, (tmp_path / "log.txt").read_text()[-3000:]
-                time.sleep(0.1)
-
-        def rows(rank: int) -> int:
-            path = tmp_path / f"digests-{rank}.txt"
-            return len(path.read_text().splitlines()) if path.exists() else 0
-
-        wait_for(lambda: rows(1) > 5)
-        first.kill()
-        first.wait()
-        before = rows(0)
-        wait_for(lambda: rows(0) > before)  # it is started again, and has joined
-        (tmp_path / HURRY).touch()
-        ends = tmp_path / "ends.txt"
-        wait_for(lambda: ends.exists() and len(ends.read_text().splitlines()) == 2)
-    found = [line.split() for line in ends.read_text().splitlines()]
-    assert {row[0] for row in found} == {"0", "1"}
-    assert {row[1] for row in found} == {"300"}
-    assert len({row[2] for row in found}) == 1
-    assert str(first.pid) not in {row[3] for row in found}

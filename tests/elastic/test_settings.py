@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -35,6 +36,16 @@ def test_settings_that_take_all_ranks(setting: dict[str, Any], monkeypatch: pyte
     monkeypatch.setattr("lightning_dct.elastic.elastic_strategy.import_torchft", lambda: None)
     with pytest.raises(ValueError, match=next(iter(setting))):
         DCTElasticStrategy(**setting)
+
+
+def test_ranks_that_lightning_would_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would end all of them if one dies. Those with a number are there already."""
+    monkeypatch.setattr("lightning_dct.elastic.elastic_strategy.import_torchft", lambda: None)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(ValueError, match=r"`devices=3`.*`python examples/elastic/start.py 3 train.py`"):
+        Trainer(strategy="dct_elastic", accelerator="cpu", devices=3, logger=False)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert Trainer(strategy="dct_elastic", accelerator="cpu", devices=3, logger=False).global_rank == 1
 
 
 def test_parameters_that_cannot_be_read_in_place() -> None:

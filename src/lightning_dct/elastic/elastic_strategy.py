@@ -42,9 +42,7 @@ from lightning_dct.elastic.joining import (
     trained_names,
     use_checkpoint_folders,
 )
-from lightning_dct.elastic.launcher import RestartingLauncher
-from lightning_dct.elastic.present import LIGHTHOUSE, PresentRanks, import_torchft
-from lightning_dct.elastic.supervisor import RESTARTED
+from lightning_dct.elastic.present import LIGHTHOUSE, RESTARTED, PresentRanks, import_torchft
 from lightning_dct.exchange.collectives import Link
 from lightning_dct.exchange.compressed import AllGather
 from lightning_dct.law import RunLength
@@ -61,10 +59,10 @@ START_S = 300.0
 class DCTElasticStrategy(DCTStrategy):
     """Data-parallel training in which ranks may die, stall, join and leave.
 
-    :mod:`lightning_dct.elastic.elastic_updates` has the equations. On one machine, ``devices=4`` starts four processes,
-    and starts one again that has died. On several, start each process by itself, with ``TORCHFT_LIGHTHOUSE`` and the
-    ``NODE_RANK`` of its own, under something that starts it again. ``trainer.world_size`` and samplers mean the ranks
-    that were asked for.
+    :mod:`lightning_dct.elastic.elastic_updates` has the equations. Something outside starts each rank by itself, with
+    its ``NODE_RANK`` and ``LOCAL_RANK``, starts it again if it dies, and gives all the address of a lighthouse in
+    ``TORCHFT_LIGHTHOUSE``; ``examples/elastic/start.py`` does. ``trainer.world_size`` and samplers mean the ranks that
+    were asked for.
 
     Example::
 
@@ -73,7 +71,6 @@ class DCTElasticStrategy(DCTStrategy):
     Args:
         patience: Seconds for which an exchange waits for a rank that is alive and has not come. It then goes on without
             that rank, which takes part in a later one.
-        restarts: How many times the processes of one machine are started again, together.
         **kwargs: As for :class:`~lightning_dct.DCTStrategy`, except what needs all ranks.
 
     Raises:
@@ -87,7 +84,7 @@ class DCTElasticStrategy(DCTStrategy):
     restore_checkpoint_after_setup = True
     fits: ClassVar[int] = 0  # of this process
 
-    def __init__(self, accelerator: Any = None, *, patience: float = 10.0, restarts: int = 10, **kwargs: Any) -> None:
+    def __init__(self, accelerator: Any = None, *, patience: float = 10.0, **kwargs: Any) -> None:
         import_torchft()
         for setting, only in ONLY.items():
             if setting in kwargs and kwargs[setting] not in only:
@@ -98,7 +95,7 @@ class DCTElasticStrategy(DCTStrategy):
         # In these two statements, and with no `kwargs.get` above: LightningCLI reads here which settings there are.
         kwargs |= {"exchange": "all_gather", "lifelines": False}
         super().__init__(accelerator, **kwargs)
-        self.patience, self.restarts = patience, restarts
+        self.patience = patience
         self._pretends = False
         self._given: Mapping[str, Any] | None = None
         self._marked = self._seconds = 0.0  # since the last optimizer step, without what is not training
@@ -137,8 +134,13 @@ class DCTElasticStrategy(DCTStrategy):
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        settings = self.patience, self.restarts
-        self._launcher = RestartingLauncher(self.cluster_environment, self.num_processes, self.num_nodes, *settings)
+        if self.num_processes > 1 and not self.cluster_environment.creates_processes_externally:
+            raise ValueError(
+                f"`strategy='dct_elastic'` does not start `devices={self.num_processes}` processes, because Lightning"
+                " would end all if one dies. Start each rank by itself, with its LOCAL_RANK: `python"
+                f" examples/elastic/start.py {self.num_processes} train.py` does, and starts one again that has died."
+            )
+        super()._configure_launcher()
 
     def setup_distributed(self) -> None:
         """Make a process group of this rank alone."""
@@ -179,7 +181,8 @@ class DCTElasticStrategy(DCTStrategy):
         lighthouse = os.environ.get(LIGHTHOUSE)
         if not lighthouse:
             raise ValueError(
-                f"`strategy='dct_elastic'` with several machines needs the address of a lighthouse in {LIGHTHOUSE}."
+                f"`strategy='dct_elastic'` needs the address of a lighthouse in {LIGHTHOUSE}."
+                " `examples/elastic/start.py` starts one."
             )
         self._given = None
         self.present = PresentRanks(self.global_rank, lighthouse, self._give, self._take)

@@ -31,6 +31,10 @@ from lightning_dct.failures.sockets import name_of_this_host
 
 VERSION = "0.2.0"
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
+# Set to 1 in a process that was started again: it joins a run, and begins none.
+RESTARTED = "LIGHTNING_DCT_RESTARTED"
+# How long an exchange waits for a rank that is alive and has not come.
+PATIENCE_S = 10.0
 # A rank that is not heard of for so long is gone: half a second is not enough where two cores run four ranks.
 HEARTBEAT_S = 2.0
 # How long a collective or a transfer may wait for a rank that has stopped since the quorum: at first, and at most after
@@ -66,6 +70,21 @@ def import_torchft() -> Any:
 
     logging.getLogger("torchft").setLevel(logging.CRITICAL)
     return torchft
+
+
+def start_lighthouse(host: str = "127.0.0.1", patience_s: float = PATIENCE_S) -> tuple[Any, str]:
+    """A lighthouse, by default for this machine alone, which lives as long as the first result, and its address."""
+    import_torchft()
+    from torchft.coordination import LighthouseServer
+
+    server = LighthouseServer(
+        bind=f"{host}:0",
+        min_replicas=1,
+        join_timeout_ms=int(1000 * patience_s),
+        quorum_tick_ms=50,
+        heartbeat_timeout_ms=int(1000 * HEARTBEAT_S),
+    )
+    return server, f"http://{host}:{server.address().rpartition(':')[2]}"
 
 
 class PresentRanks:
