@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_dct.__about__ import __version__
+from lightning_dct.checksums import checksums_of
 
 
 def check_agreement(settings: Mapping[str, Any], model: Module, group: dist.ProcessGroup | None) -> None:
@@ -97,6 +99,42 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     return value if value is None or isinstance(value, bool | int | float | str) else type(value).__name__
+
+
+def check_alike(shared: Mapping[str, Tensor], others: Mapping[str, Tensor], peers: Sequence[int]) -> None:
+    """Compare this rank's parameters with those of its peers, and warn if others than shared ones differ.
+
+    All ranks call this together, also those with other peers.
+
+    Raises:
+        RuntimeError: Shared parameters differ; on every rank.
+    """
+    sums = [checksums_of(tensors) for tensors in (shared, others)]
+    known = gather_objects((tuple(peers), zlib.crc32(repr(sums).encode())))
+    if len(set(known)) == len({of for of, _ in known}):
+        return
+    # The checksums of each parameter are sent only if some differ.
+    everyone = dict(enumerate(gather_objects((tuple(peers), sums))))
+    for kind in (0, 1):
+        for rank, (of, theirs) in everyone.items():
+            first = min(of)
+            other = everyone[first][1][kind]
+            names = [name for name in other | theirs[kind] if other.get(name) != theirs[kind].get(name)]
+            if names and kind == 0:
+                raise RuntimeError(
+                    f"The shared weights of {names[0]!r} on ranks {first} and {rank} differ, and must be the same on"
+                    " all ranks, bit for bit. Something has written other values on each rank outside `training_step`,"
+                    " such as an initialisation from the rank's own data, or `eval()` and `train()` of a schedule-free"
+                    " optimizer. Compute them on one rank and give them to all with `self.trainer.strategy.broadcast`,"
+                    " or write them in `training_step`, whose changes are exchanged."
+                )
+            if names:
+                rank_zero_warn(
+                    f"The parameter {names[0]!r}, which no optimizer trains, has other values on rank {first} than on"
+                    f" rank {rank}. Nothing exchanges it, so the ranks train and validate different models. Give all"
+                    " ranks the same values."
+                )
+                return
 
 
 def gather_objects(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

@@ -200,6 +200,7 @@ class DCTStrategy(DDPStrategy):
         with self._shared_weights():
             for synchronizer in updates:
                 synchronizer.begin_evaluation()
+                synchronizer.check_alike()
             self._is_evaluating = True
             try:
                 yield
@@ -228,6 +229,8 @@ class DCTStrategy(DDPStrategy):
         self.barrier()
         notes = []
         for index, (key, synchronizer) in enumerate(modules):
+            if isinstance(synchronizer, UpdateSynchronizer):
+                synchronizer.check_alike()
             note = saved.make_note(self.world_size, synchronizer.synchronisations, f"{save}{index:02d}")
             optimizers: list[list[Any]] = [
                 [name, one.state_dict()] for name, one in _optimizers_of(synchronizer, state)

@@ -181,6 +181,8 @@ class CheckpointedStrategy(ParallelStrategy):
         # Under SLURM every rank looks for a free name, and they may find different ones.
         begun = self._begin_saving(str(filepath)) if self.is_global_zero else ("", "")
         path, save, groups = self.broadcast((*begun, checksum_of_groups(checkpoint.get("optimizer_states", []))))
+        if self.updates is not None and self.is_fitting:
+            self.updates.check_alike()
         if cleans_own_disk(self, path):
             # Rank 0 has finished all earlier saves.
             saved.remove(self.checkpoint_io, self._outdated)

@@ -154,6 +154,7 @@ class ThresholdedStrategy(CheckpointedStrategy):
         if (updates := self.updates) is not None:
             for optimizer in self.optimizers:
                 updates.register(optimizer)  # what a forward writes before the first step is sent, too
+            updates.check_alike()
             self._step_guard.watch(lambda: (updates,))
 
     def _agreed_length(self) -> RunLength:
@@ -260,12 +261,6 @@ class ThresholdedStrategy(CheckpointedStrategy):
             updates.after_step(optimizer)
         return output
 
-    def on_validation_end(self) -> None:
-        """Continue with this rank's own weights and buffers after a validation during training."""
-        super().on_validation_end()
-        if self.updates is not None and self.is_fitting:
-            self.updates.end_evaluation()
-
     def on_train_end(self) -> None:
         """Wait for the numbers of the last steps from GPUs, and for all ranks: none may have left what it asks for."""
         super().on_train_end()
@@ -282,6 +277,8 @@ class ThresholdedStrategy(CheckpointedStrategy):
                     " for longer."
                 )
         self.come_to("the end of fit")
+        if self.updates is not None:
+            self.updates.check_alike()
 
     def teardown(self) -> None:
         """Close the exchange, and put the shared weights into the model."""

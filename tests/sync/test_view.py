@@ -301,6 +301,91 @@ def test_every_way_of_writing_is_seen(way: str) -> None:
     torch.testing.assert_close(parameter.detach(), expected, rtol=0, atol=0, equal_nan=True)
 
 
+class SwapsInMode(Validated):
+    """Has other weights in the model in eval mode, which it makes of the trained ones where Lightning changes the mode.
+
+    Args:
+        way: In Lightning's ``hooks``, or in ``train``; both keep what was there. Or ``merge`` in ``train``, as LoRA: to
+            add and subtract may cost the last bits.
+    """
+
+    def __init__(self, way: str) -> None:
+        super().__init__(None, torch.optim.AdamW, lr=0.01)
+        self.way, self.kept = way, None
+
+    def on_validation_model_eval(self) -> None:
+        self.swap(False, "hooks")
+        super().on_validation_model_eval()
+
+    def on_validation_model_train(self) -> None:
+        super().on_validation_model_train()
+        self.swap(True, "hooks")
+
+    def train(self, mode: bool = True) -> Any:
+        if self.way == "train" and mode != self.training:
+            self.swap(mode, "train")
+        if self.way == "merge" and mode != self.training:
+            self.model.first.weight.data.add_(self.model.second.bias.data.mean(), alpha=-3.0 if mode else 3.0)
+        return super().train(mode)
+
+    def swap(self, mode: bool, where: str) -> None:
+        if where != self.way:
+            return
+        if mode:
+            self.model.load_state_dict(self.kept)
+        else:
+            self.kept = weights_of(self.model)
+            self.model.load_state_dict({name: weight * -2.0 for name, weight in self.kept.items()})
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.validation_step(batch, batch_idx)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> None:
+        self.seen["validation"].append(hash_of(self))
+
+    def on_test_model_eval(self) -> None:
+        self.on_validation_model_eval()
+
+    def on_test_model_train(self) -> None:
+        self.on_validation_model_train()
+
+    def on_predict_model_eval(self) -> None:
+        self.on_validation_model_eval()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.swapped = self.kept is None or torch.equal(self.model.gain, -2.0 * self.kept["gain"])
+        super().validation_step(batch, batch_idx)
+
+
+def swap_in_mode(way: str) -> Any:
+    module = SwapsInMode(way)
+    trainer = trainer_for(DCTStrategy(**SETTINGS), val_check_interval=4, num_sanity_val_steps=1)
+    trainer.fit(module, loader(12, 40, 8), loader(2, 40, 8))
+    norm = trainer.strategy.updates.norm()
+    for run in (trainer.test, trainer.validate):
+        run(module, loader(2, 40, 8), verbose=False)
+    weights = weights_of(module)
+    trainer.predict(module, loader(2, 40, 8))  # Lightning has no hook that takes back what this one puts in
+    return module.seen, module.swapped, weights, norm
+
+
+@pytest.mark.parametrize(("world_size", "way"), [(2, "hooks"), (4, "hooks"), (2, "train"), (2, "merge")])
+def test_weights_that_eval_mode_puts_in_are_validated(ranks: Any, world_size: int, way: str) -> None:
+    """Oracles: the same run without, bit for bit; and what each validation sees, on all ranks alike."""
+    results = ranks(world_size).run(swap_in_mode, way)
+    for (seen, swapped, weights, norm), (plain, _, expected, its) in zip(
+        results, ranks(world_size).run(swap_in_mode, "none"), strict=True
+    ):
+        assert swapped
+        assert seen["validation"] == results[0][0]["validation"]
+        assert not set(seen["validation"]) & set(plain["validation"])
+        if way == "merge":
+            torch.testing.assert_close(weights, expected, rtol=1e-3, atol=1e-4)
+        else:
+            assert_weights_equal(weights, expected)
+            assert norm == its
+
+
 class SwappedIn(Callback):
     """Has an average in the model from each validation to the next epoch's start, unless it only makes it.
 

@@ -1,5 +1,6 @@
 """Prepares evaluations: shows them the shared weights, and has ranks without further batches answer the others."""
 
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,6 +21,8 @@ class SharedWeightsView(InternalCallback):
     ``DCTStrategy`` adds it before all other callbacks. It opens the view when a batch, an epoch or training ends and
     when an epoch or a batch starts, for the hooks of callbacks and of the LightningModule. The strategy closes the view
     just before ``training_step``. The model holds the rank's own weights from there to the end of the optimizer step.
+    Around a validation the view opens before Lightning's first hook, which puts the model into eval mode, and closes
+    after the last: modules merge or swap weights there.
     A callback whose hooks of a batch leave weights alone says so with ``reads_weights = False`` in its class.
     """
 
@@ -43,18 +46,35 @@ class SharedWeightsView(InternalCallback):
 
     on_train_epoch_start = on_train_epoch_end = _open
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Open the view. The strategy closes it after the validation; after training it stays open."""
-        strategy: Any = trainer.strategy
-        if strategy.updates is not None and strategy.is_fitting:
-            strategy.updates.begin_evaluation()
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Have validations begin and end in the view."""
+        loop: Any = trainer.fit_loop.epoch_loop.val_loop
+        # The instance's attributes hide the methods of the class. No callback is called as early, or as late.
+        loop.on_run_start, loop.on_run_end = partial(_begin, loop), partial(_end, loop)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Apply updates in flight, so that the final weights have them, and open the view."""
         strategy: Any = trainer.strategy
         if strategy.updates is not None:
             strategy.updates.apply_all()
-        self.on_validation_start(trainer, pl_module)
+            strategy.updates.begin_evaluation()
+
+
+def _begin(loop: Any) -> None:
+    strategy = loop.trainer.strategy
+    strategy.come_to("a validation")
+    if strategy.updates is not None:
+        strategy.updates.begin_evaluation()
+    type(loop).on_run_start(loop)
+    if strategy.updates is not None:
+        strategy.updates.check_alike()
+
+
+def _end(loop: Any) -> Any:
+    results = type(loop).on_run_end(loop)
+    if loop.trainer.strategy.updates is not None:
+        loop.trainer.strategy.updates.end_evaluation()
+    return results
 
 
 def _reads_weights(callback: Callback) -> bool:

@@ -55,6 +55,11 @@ class SharedWeights:
         """The shared weights of a parameter, in its shape and dtype; only exchanges change them, in place."""
         return self._shared[name]
 
+    def seen(self) -> dict[str, Tensor]:
+        """The shared weights by name, with what has been written into them since they are in the model."""
+        in_model = {name: local_of(parameter).data for name, parameter in self.parameters.items()}
+        return in_model if self.shown else self._shared
+
     def own(self, name: str) -> Tensor:
         """This rank's own weights of a parameter, in its shape and dtype, to be changed in place."""
         return self._own[name] if name in self._own else local_of(self.parameters[name]).data

@@ -31,6 +31,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_dct.agreement import check_alike
 from lightning_dct.checksums import checksum_of
 from lightning_dct.compress.bucket_plan import local_of, real_numel
 from lightning_dct.config import DCTConfig
@@ -289,6 +290,13 @@ class UpdateSynchronizer(Synchronizer):
         if self.buffers.named():
             self.come_to("mean of buffers", f"the mean of its buffers after {self.synchronisations} optimizer steps")
             self.buffers.average()
+
+    def check_alike(self) -> None:
+        """Compare the parameters of all ranks; a collective call. See :func:`~lightning_dct.agreement.check_alike`."""
+        if self._rounds and not self._alone:
+            shared = self.weights.seen()
+            others = {name: local_of(p) for p, name in self.parameter_names.items() if name not in shared}
+            check_alike(shared, others, self.peers)
 
     def begin_evaluation(self) -> None:
         """Put the shared weights and the mean of all ranks' buffers into the model; a collective call."""

@@ -1,0 +1,188 @@
+"""Ranks compare their parameters, and say which one is not alike on all of them."""
+
+import copy
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import LambdaCallback
+
+import lightning_dct.fabric
+from distributed.training import Module, Noise, fit, loader, perceptron, rank, trainer_for
+from lightning_dct import DCTStrategy
+from lightning_dct.checksums import checksums_of
+from one_card import accelerator
+
+
+class ScheduleFree(torch.optim.SGD):
+    """Evaluates an average of its own steps, as Defazio et al., The Road Less Scheduled (2024)."""
+
+    def step(self, closure: Any = None) -> Any:
+        output = super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state["z"] = state.get("z", parameter.detach().clone()).lerp(parameter.detach(), 0.5)
+        return output
+
+    def eval(self) -> None:
+        for parameter, state in self.state.items():
+            parameter.data.lerp_(state["z"], 0.1)
+
+    def train(self) -> None:
+        for parameter, state in self.state.items():
+            parameter.data.lerp_(state["z"], 1.0 - 1.0 / 0.9)
+
+
+class Validated(Module):
+    def __init__(self, *hooks: str) -> None:
+        super().__init__(None, ScheduleFree, lr=0.1)
+        for hook, act in zip(hooks, ("eval", "train"), strict=bool(hooks)):
+            setattr(self, hook, lambda act=act: getattr(self.trainer.optimizers[0], act)())
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.loss(batch)
+
+
+def write(trainer: Trainer, module: LightningModule, *_: Any) -> None:
+    """As an initialisation from the rank's own data."""
+    module.model.second.bias.data.fill_(float(rank()))
+
+
+def train_apart(way: str, folder: Path) -> str:
+    """What is said of a run on whose ranks something differs."""
+    module, callbacks, data = Validated(), [], loader(12, 40, 8)
+    settings: dict[str, Any] = {"val_check_interval": 4}
+    if way == "schedule-free, validated":
+        module = Validated("on_validation_epoch_start", "on_validation_epoch_end")
+    elif way == "schedule-free, at the end":
+        module, settings = Validated("on_train_epoch_end", "on_train_epoch_start"), {"limit_val_batches": 0}
+    elif way == "save":
+        settings["limit_val_batches"] = 0
+        callbacks = [Saves(folder)]
+    elif way == "last":
+        settings["limit_val_batches"] = 0
+        callbacks = [LambdaCallback(on_train_end=write)]
+    elif way == "sanity check":
+        callbacks = [LambdaCallback(on_sanity_check_end=write)]
+    else:
+        callbacks = [LambdaCallback(**{way: write})]
+    trainer = trainer_for(DCTStrategy(local_steps=2, density=0.3), callbacks=callbacks, **settings)
+    with pytest.raises(RuntimeError, match="shared weights of") as caught:
+        trainer.fit(module, data, loader(2, 40, 8))
+    return f"{trainer.global_step} steps: {caught.value}"
+
+
+class Saves(Callback):
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "saved.ckpt"
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *arguments: Any) -> None:
+        if arguments[-1] == 3:
+            write(trainer, module)
+        if arguments[-1] == 5:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize(
+    ("way", "world_size", "steps"),
+    [
+        ("on_fit_start", 2, 0),
+        ("on_fit_start", 4, 0),
+        ("on_train_start", 2, 0),
+        ("sanity check", 2, 0),
+        ("on_validation_start", 2, 0),
+        ("on_train_epoch_end", 4, 12),
+        ("save", 2, 6),
+        ("last", 2, 12),
+        ("schedule-free, validated", 2, 4),
+        ("schedule-free, at the end", 2, 12),
+    ],
+)
+def test_an_error_names_shared_weights_that_differ(
+    ranks: Any, way: str, world_size: int, steps: int, tmp_path: Path
+) -> None:
+    """Oracle: the same sentence on all ranks, after the step that is due."""
+    said = ranks(world_size).run(train_apart, way, tmp_path)
+    name = "'model.gain'" if "schedule" in way else "'model.second.bias'"
+    assert len(set(said)) == 1
+    assert said[0].startswith(f"{steps} steps: The shared weights of {name} on ranks 0 and 1 differ")
+    assert not (tmp_path / "saved.ckpt").exists()
+
+
+def train_frozen() -> tuple[list[str], bool]:
+    module = Module(copy.deepcopy(perceptron()))
+    module.model.second.weight.requires_grad_(False)
+
+    def write_frozen(trainer: Trainer, module: LightningModule) -> None:
+        if rank() == 1:
+            module.model.second.weight[0, 0] = 5.0
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = fit(DCTStrategy(), module, 6, callbacks=[LambdaCallback(on_fit_start=write_frozen)])
+    said = [str(one.message) for one in caught if "which no optimizer trains" in str(one.message)]
+    return said, bool(run.losses)
+
+
+def test_a_warning_names_a_frozen_parameter_that_differs(ranks: Any) -> None:
+    (said, trained), (_, others) = ranks(2).run(train_frozen)
+    assert "'model.second.weight'" in said[0]
+    assert trained
+    assert others
+
+
+def apart_in_fabric(path: Path) -> list[str]:
+    strategy = lightning_dct.fabric.DCTStrategy(density=0.3)
+    fabric = Fabric(accelerator=accelerator(), devices=dist.get_world_size(), strategy=strategy)
+    fabric.launch()
+    model = perceptron()
+    module, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for inputs, targets in Noise(3, 40, 8, rank=rank()):
+        fabric.backward(torch.nn.functional.mse_loss(module(fabric.to_device(inputs)), fabric.to_device(targets)))
+        optimizer.step()
+    with strategy.shared_weights(), torch.no_grad():
+        model.second.bias.fill_(float(rank()))
+    said = []
+    with pytest.raises(RuntimeError) as caught, strategy.shared_weights():
+        pass
+    said.append(str(caught.value))
+    with pytest.raises(RuntimeError) as caught:
+        fabric.save(path, {"module": module})
+    return [*said, str(caught.value)]
+
+
+def test_fabric_names_shared_weights_that_differ(ranks: Any, tmp_path: Path) -> None:
+    one, other = ranks(2).run(apart_in_fabric, tmp_path / "saved.ckpt")
+    assert one == other
+    assert all(said.startswith("The shared weights of 'second.bias' on ranks 0 and 1 differ") for said in one)
+
+
+def tensors(size: int) -> Iterable[torch.Tensor]:
+    bits = torch.arange(size, dtype=torch.int32) * 7919
+    yield bits
+    yield bits.view(torch.float32)
+    yield bits.to(torch.uint8)[1:]  # where no word begins
+    yield bits.view(-1, 2)[:, 0]  # not contiguous
+
+
+@pytest.mark.parametrize("size", [2, 1000, 100_000])
+def test_checksums_tell_what_differs(size: int) -> None:
+    """Oracle: other bits and another order give another checksum, a copy elsewhere in memory gives the same."""
+    for one in tensors(size):
+        (known,) = checksums_of({"": one}).values()
+        elsewhere = torch.empty(3 + one.numel(), dtype=one.dtype)[3:].copy_(one.reshape(-1))
+        assert checksums_of({"": elsewhere})[""] == known
+        for place in (0, one.numel() // 3, -1):
+            other = elsewhere.clone()
+            as_bytes = other.view(torch.uint8)
+            as_bytes[place] ^= 64
+            assert checksums_of({"": other})[""] != known
+        if size > 2:
+            assert checksums_of({"": elsewhere.flip(0)})[""] != known
+            assert checksums_of({"": elsewhere.roll(37)})[""] != known
