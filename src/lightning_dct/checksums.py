@@ -52,7 +52,7 @@ def checksums_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     if elsewhere := [part.device for part in parts if not part.is_cpu]:
         together = torch.cat([part.to(elsewhere[0]) for part in parts]).cpu()
         parts = list(together.split([part.numel() for part in parts]))
-    return {name: zlib.crc32(part.numpy()) for name, part in zip(tensors, parts, strict=True)}
+    return {name: zlib.crc32(bytes_of(part)) for name, part in zip(tensors, parts, strict=True)}
 
 
 def _shortened(data: Tensor) -> Tensor:
