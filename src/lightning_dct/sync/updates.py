@@ -27,6 +27,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -293,7 +294,8 @@ class UpdateSynchronizer(Synchronizer):
 
     def check_alike(self) -> None:
         """Compare the parameters of all ranks; a collective call. See :func:`~lightning_dct.agreement.check_alike`."""
-        if self._rounds and not self._alone:
+        # A rank that exchanges with nobody takes part, too.
+        if self._rounds and dist.get_world_size() > 1:
             shared = self.weights.seen()
             others = {name: local_of(p) for p, name in self.parameter_names.items() if name not in shared}
             check_alike(shared, others, self.peers)
