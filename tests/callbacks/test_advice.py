@@ -6,14 +6,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
 
-from lightning_dct import DCTConfig, DCTPipelineStrategy
+from lightning_dct import DCTConfig, DCTElasticStrategy, DCTFSDPStrategy, DCTPipelineStrategy, DCTStrategy
 from lightning_dct.callbacks.run_advice import (
     FEWEST,
     SKIPPED,
     SlowRank,
     StepClock,
     StepCosts,
+    dense_setting,
     notes_at_start,
     slowest_rank,
     time_of_step,
@@ -106,6 +108,19 @@ def test_settings_that_do_not_fit_the_length_are_warned_of() -> None:
     for steps in (10794, math.inf):
         assert not notes(UPDATES, 2, steps)
     assert not notes(DENSE, 2, 3)
+
+
+def test_the_dense_exchange_that_is_advised_can_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the settings that each strategy accepts; only stages exchange gradients, and DDP holds whole models."""
+    monkeypatch.setattr("lightning_dct.elastic.elastic_strategy.import_torchft", lambda: None)
+    for strategy, dense in (
+        (DCTStrategy(), "strategy='ddp'"),
+        (DCTElasticStrategy(), "strategy='ddp'"),
+        (DCTPipelineStrategy(), "the dense exchange (compress='gradients', density=1.0)"),
+        (DCTFSDPStrategy(), "HSDP"),
+    ):
+        strategy._lightning_module = BoringModel()
+        assert dense_setting(strategy) == dense
 
 
 def test_who_has_nobody_to_send_to_is_told_so() -> None:

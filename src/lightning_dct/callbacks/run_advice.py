@@ -188,16 +188,18 @@ class RunAdvice(InternalCallback):
 
 
 def dense_setting(strategy: Any) -> str:
-    """What a user writes for the dense exchange: DDP holds neither sharded tables, nor shards, nor stages."""
-    is_plain = strategy.strategy_name == "dct" and not strategy.sharded_tables()
+    """What a user takes for the dense exchange: DDP holds neither shards, nor stages, nor sharded tables."""
+    if strategy.dense_rival != "DDP":
+        return str(strategy.dense_rival)
+    is_plain = strategy.stages == 1 and not strategy.sharded_tables()
     return "strategy='ddp'" if is_plain else "the dense exchange (compress='gradients', density=1.0)"
 
 
 def notes_at_start(given: Given, ranks: int, length: RunLength, device_type: str, alone: str, dense: str) -> list[str]:
     """Notes for the start of a run of so many ranks, or replicas, that exchange with each other.
 
-    ``alone`` is what one rank is told that has nobody to send to, empty
-    for nothing, and ``dense`` what a user writes for the dense exchange.
+    ``alone`` is what one rank is told that has nobody to send to, empty for nothing. ``dense`` is what a user takes for
+    the dense exchange.
     """
     if ranks == 1:
         return [alone] if alone else []
