@@ -66,7 +66,7 @@ class Rank:
         self._copy = torch.empty(entries)
         self._source = torch.ones(entries)
         self.memory = Memory({}, guard=True, undoable=False)
-        self.memory.of_updates = True
+        self.memory.of_updates, self.memory.lengthening = True, None
         # Twice, so that the guard has adjusted the thresholds.
         self.payloads = [self._compress(number) for _ in range(2) for number in range(len(sizes))][-len(sizes) :]
 

@@ -40,8 +40,8 @@ from lightning_dct.law import Given, RunSettings
 from lightning_dct.lightning_private import BackwardSyncControl, StrategyRegistry
 from lightning_dct.profiling import recorded
 from lightning_dct.strategy import DCTStrategy as TrainerStrategy
+from lightning_dct.sync.optimizer_trial import refuse
 from lightning_dct.sync.setup import (
-    check_optimizers,
     check_settings,
     make_gradient_synchronizer,
     make_update_synchronizer,
@@ -160,7 +160,8 @@ class DCTStrategy(DDPStrategy):
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Register an optimizer."""
-        check_optimizers(self.config, [optimizer])
+        if self.config.compress == "updates":
+            refuse(optimizer)
         names = {
             one: name for its in self._synchronized.values() for one, name in its.synchronizer.parameter_names.items()
         }

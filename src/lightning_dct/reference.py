@@ -184,18 +184,16 @@ def send(news: Tensor, state: State, target: int, settings: Settings, others_kee
 
 # 4. One exchange (exchange/): the mean over ranks of what they send of a tensor, the same on all ranks. For
 #    updates of one step it is lengthened (6), and otherwise an entry that n of W ranks send is weighted by sqrt(W / n).
+#    With either, an entry moves at most as far as its senders have moved it on average.
 
 Memory = defaultdict[tuple[str, int, int], State]  # of one tensor, by sender, its number, a piece's first entry
 
 
 def weighted_sum(sent: list[Tensor], weight: float, dense: bool, longer: float | None) -> Tensor:
-    """``weight`` times the sum, in the order of the ranks, times ``longer``; for 0, by senders; for None, neither."""
-    senders = torch.stack([one != 0 for one in sent]).double().sum(0).clamp(min=1)
-    factor = torch.ones_like(senders)
-    if longer == 0.0 and not dense:
-        factor = (len(sent) / senders).sqrt()
-    elif longer and len(sent) > 1:
-        factor *= longer
+    """``weight`` times the sum, in the order of the ranks, times at most ``longer``; None for by senders."""
+    senders = torch.stack([(one != 0) | dense for one in sent]).double().sum(0).clamp(min=1)
+    fewer = len(sent) / senders
+    factor = fewer.sqrt() if longer is None else fewer.clamp(max=longer)
     total = torch.zeros_like(sent[0])
     for one in sent:
         total = total + one
@@ -210,7 +208,12 @@ def send_sum(total: Tensor, owner: State, target: int, settings: Settings, is_up
 
 
 def exchange(
-    tensors: list[Tensor], memory: Memory, settings: Settings, share: float = 1.0, longer: float | None = None
+    tensors: list[Tensor],
+    memory: Memory,
+    settings: Settings,
+    share: float = 1.0,
+    longer: float | None = 1.0,
+    is_update: bool = False,
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """Exchange one tensor of all ranks. Returns the mean, what each rank has sent, and what of that counts.
 
@@ -228,7 +231,6 @@ def exchange(
         if by_node:  # dense inside a node, which then is one sender
             nodes = [parts[first : first + per_node] for first in range(0, ranks, per_node)]
             news, sender = [torch.stack([part / per_node for part in node]).sum(0) * per_node for node in nodes], "node"
-        is_update = longer is not None
         keep = by_node and is_update
         sent = [send(one, memory[sender, number, start], goal, settings, keep) for number, one in enumerate(news)]
         own = parts if by_node else sent
@@ -253,7 +255,8 @@ def exchange(
 
 # Steps ``q`` whose mean cosine is ``c`` have a mean that is shorter by ``sqrt((1 + (W - 1) c) / W)``. If ranks exchange
 # after every step, the mean is lengthened to make up for it (sync/step_cosine.py). The cosine is measured now and then
-# on a sample, in parts of 1024, and counts from the next measurement on.
+# on a sample, in parts of 1024, and counts from the next measurement on. Steps of SGD grow with their gradients, and
+# then the plain mean is the step of DistributedDataParallel. Shared weights decay by themselves (sync/shared_decay.py).
 
 
 def sampled(weights: list[Tensor], step: int) -> Tensor:
@@ -272,11 +275,17 @@ def cosine_of(steps: list[Tensor]) -> int | None:
 
 
 def exchange_updates(
-    own: list[Tensor], shared: Tensor, memory: Memory, settings: Settings, share: float, decay: float, longer: float
+    own: list[Tensor],
+    shared: Tensor,
+    memory: Memory,
+    settings: Settings,
+    share: float,
+    decay: float,
+    longer: float | None,
 ) -> tuple[Tensor, list[Tensor]]:
     """Exchange one tensor. Returns the mean, and what counts of what each rank has sent; the unsent decays in ``w``."""
     moved = [w - shared for w in own]  # a = w - S
-    mean, sent, counted = exchange(moved, memory, settings, share, longer)  # m
+    mean, sent, counted = exchange(moved, memory, settings, share, longer, is_update=True)  # m
     for (sender, _, _), state in memory.items():
         state.residual = 0.0 if sender == "rank" else state.residual  # w keeps it
     for w, a, c in zip(own, moved, sent, strict=True):
@@ -285,18 +294,24 @@ def exchange_updates(
 
 
 def train(
-    weights: list[list[Tensor]], local_step: Callable[[int, int], None], steps: int, settings: Settings
+    weights: list[list[Tensor]],
+    local_step: Callable[[int, int], None],
+    steps: int,
+    settings: Settings,
+    chooses_length: bool = True,
+    kept: float = 1.0,
 ) -> tuple[list[Tensor], list[Memory]]:
     """Train ``weights[rank][tensor]`` in place. Returns the shared weights and the senders' states of each tensor.
 
     ``local_step(rank, step)`` is a step of a rank's own optimizer. With a delay, the next steps run during an exchange.
+    If the optimizer ``chooses_length``, its steps do not grow with their gradients. ``kept`` is what is left of a
+    weight after the decay of a step.
     """
     shared, memories = [w.clone() for w in weights[0]], [Memory(State) for _ in weights[0]]
     travelling: list[tuple[Tensor, list[Tensor]]] = []
     due = since_refresh = 0
-    # Not for a dense exchange, nor if ranks are several steps apart, for which that is too long.
+    # Not if ranks are several steps apart, for which that is too long.
     lengthens = settings.local_steps == 1 and not settings.delay and settings.exchange != "by_node"
-    lengthens &= len(weights) > 1 and any(target_of(w, len(weights), settings) for w in shared)
     cosine, measured = 1024, None
 
     def arrive() -> None:
@@ -312,10 +327,13 @@ def train(
         before = [sampled(own, step) for own in weights]
         for rank in range(len(weights)):
             local_step(rank, step - 1)
+        for w in shared:
+            w.mul_(kept)  # as each rank's optimizer does with its own
         if step % 16 == 0 or step in (1, 2, 4, 8):
             cosine = cosine if measured is None else (cosine + measured) // 2
             measured = cosine_of([sampled(own, step) - b for own, b in zip(weights, before, strict=True)])
-        longer = math.sqrt(len(weights) / (1 + (len(weights) - 1) * cosine / 1024)) if lengthens else 0.0
+        longer = math.sqrt(len(weights) / (1 + (len(weights) - 1) * cosine / 1024)) if lengthens else None
+        longer = longer if chooses_length else 1.0
         if step == due:
             arrive()
         # Weights move fastest at first. So ranks exchange after every step, send as much less, and residuals decay.

@@ -36,7 +36,6 @@ from lightning_dct.law import Given, RunLength, RunSettings
 from lightning_dct.lightning_private import StrategyRegistry
 from lightning_dct.profiling import shown_by
 from lightning_dct.saving import CheckpointedStrategy
-from lightning_dct.sync.setup import check_optimizers
 from lightning_dct.sync.step_guard import StepGuard
 from lightning_dct.traffic import Traffic
 
@@ -138,7 +137,6 @@ class ThresholdedStrategy(CheckpointedStrategy):
         trainer.callbacks.sort(key=_place_of)  # type: ignore[attr-defined]
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
-            check_optimizers(self.config, self.optimizers)
             optimizing = describe_optimizers(self.optimizers, self._parameter_names())
             schedulers = describe_schedulers(self.lr_scheduler_configs)
             check_agreement({**trainer_settings(trainer), **optimizing, **schedulers}, Module(), None)

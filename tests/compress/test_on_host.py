@@ -98,7 +98,7 @@ def test_a_tensor_read_in_stretches_ends_the_same(
         monkeypatch.setattr(adding, "AT_ONCE", at_once)
         bucket = Bucket([own.clone()], [shared.clone()], None)
         updates = memory()
-        updates.of_updates = True
+        updates.lengthening = None
         apply(updates, received, bucket)
         return bucket.news[0], bucket.bases[0]
 

@@ -133,7 +133,9 @@ def train_updates(case: Case, world_size: int) -> Any:
         optimizers[rank].step()
 
     own = [[weight.detach().view(-1) for weight in module.weights] for module in modules]
-    shared, memories = train(own, local_step, STEPS, settings_of(case))
+    is_adam = case.optimizer is _adam
+    kept = 1 - 0.01 * 0.01 if is_adam else 1.0  # AdamW's own weight decay
+    shared, memories = train(own, local_step, STEPS, settings_of(case), is_adam, kept)
     return shared, own, memories
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_dct.compress.awaited import Awaited, read_together
-from lightning_dct.compress.bucket_plan import BucketPlan, OwnedPiece, Received
+from lightning_dct.compress.bucket_plan import BucketPlan, OwnedPiece
 from lightning_dct.compress.threshold import Thresholds
 
 
@@ -77,9 +77,8 @@ class Memory:
 
     Attributes:
         what: What is exchanged, for messages.
-        of_updates: Whether updates are exchanged. Then sums are weighted by how many ranks have sent an entry, and
-            ranks keep what the owner of its sum does not send on.
-        lengthening: The factor on the mean of updates, whatever the number of senders; None to weight by that.
+        of_updates: Whether updates are exchanged. Then ranks keep what the owner of its sum does not send on.
+        lengthening: The most that a mean is lengthened by; see :func:`~lightning_dct.kernels.weights_by_senders`.
         gradient_scale: Factor on the gradients that undoes the loss scale.
         selected: Whether the current synchronisation has selected any threshold.
         awaited: Numbers that GPUs have not delivered yet.
@@ -93,7 +92,7 @@ class Memory:
         self.owned = Residuals()
         self.what = "Gradients"
         self.of_updates = False
-        self.lengthening: float | None = None
+        self.lengthening: float | None = 1.0
         self.gradient_scale = 1.0
         self.selected = False
         self.awaited = Awaited()
@@ -141,14 +140,6 @@ class Memory:
     def owned_of(self, shard: BucketPlan, device: torch.device) -> Tensor:
         """The residual of the sums this rank owns of a bucket: shape ``[n]``, to be written in place."""
         return self._changing(self.owned.flat(shard.names, shard.sizes, shard.residual_dtype, device))
-
-    def averaged(self, received: Received) -> tuple[Received, bool]:
-        """What has been received with the factor that it is averaged with, and whether senders are counted."""
-        if len(received.payloads) == 1:
-            return received, False
-        if self.lengthening is None:
-            return received, self.of_updates
-        return received._replace(factor=received.factor * self.lengthening), False
 
     def send_out(self, buffer: Tensor, plan: BucketPlan, deferred: set[int], owned: bool) -> None:
         """Move the residuals of a bucket's tensors, except deferred ones, into the bucket, which is sent uncompressed.

@@ -59,7 +59,7 @@ class OnDevice:
         self._senders: tuple[tuple[int, ...], Senders, Aims] | None = None
         self._lengths: dict[int, Tensor] = {}
         self._zeros: dict[torch.dtype, Tensor] = {}
-        self._weights: dict[tuple[int, float, torch.dtype], Tensor] = {}
+        self._fewer: dict[int, Tensor] = {}
 
     def nothing(self, dense: Tensor) -> Tensor:
         """Payloads without entries: the bytes between their headers and dense tensors are zeros."""
@@ -79,12 +79,12 @@ class OnDevice:
             plan.on_devices[device] = OnDevice(plan, device)
         return plan.on_devices[device]
 
-    def weights(self, ranks: int, factor: float, dtype: torch.dtype) -> Tensor:
-        """:func:`~lightning_dct.kernels.weights_by_senders`, copied once."""
-        key = ranks, factor, dtype
-        if key not in self._weights:
-            self._weights[key] = weights_by_senders(ranks, factor, True, dtype).to(self._device)
-        return self._weights[key]
+    def weights(self, ranks: int, factor: float, lengthening: float | None, dtype: torch.dtype) -> Tensor:
+        """:func:`~lightning_dct.kernels.weights_by_senders`, of numbers that are copied once."""
+        if ranks not in self._fewer:
+            self._fewer[ranks] = weights_by_senders(ranks, 1.0, float(ranks), torch.float64).to(self._device)
+        fewer = self._fewer[ranks]
+        return (fewer.sqrt() if lengthening is None else fewer.clamp(max=lengthening)).mul_(factor).to(dtype)
 
     def zero(self, dtype: torch.dtype) -> Tensor:
         """Zero in a dtype: shape ``[1]``."""
@@ -201,13 +201,15 @@ class Sums(NamedTuple):
     verdicts: Callable[[Sequence[int]], list[Verdict]]  # from these numbers: of each payload, by sender
 
 
-def add_payloads(payloads: Tensor, plan: BucketPlan, factor: float, by_senders: bool, own: int | None = None) -> Sums:
+def add_payloads(
+    payloads: Tensor, plan: BucketPlan, factor: float, lengthening: float | None, own: int | None = None
+) -> Sums:
     """Add up the payloads of all ranks; see :func:`~lightning_dct.compress.on_host.decompress`.
 
     ``own`` is the number of the row that this rank has sent; None if nobody asks.
     """
     senders, on_device, dtype = len(payloads), OnDevice.of(plan, payloads.device), plan.residual_dtype
-    weighted, lengths = by_senders and senders > 1, on_device.lengths(senders)
+    weighted, lengths = lengthening != 1.0 and senders > 1, on_device.lengths(senders)
     if (bitmaps := on_device.bitmaps) is not None:
         pieces: tuple[list[Tensor], list[Tensor]] = [], []
 
@@ -215,7 +217,7 @@ def add_payloads(payloads: Tensor, plan: BucketPlan, factor: float, by_senders: 
             values = values.to(dtype)
             pieces[0].append(_add_in_order(values, lengths))
             if weighted:
-                pieces[0][-1].mul_(on_device.weights(senders, factor, dtype)[(values != 0).sum(0)])
+                pieces[0][-1].mul_(on_device.weights(senders, factor, lengthening, dtype)[(values != 0).sum(0)])
             if own is not None:
                 # A copy of a piece, so that the values of the others are freed.
                 pieces[1].append(values[own] if values.shape[2] == bitmaps.width else values[own].clone())
@@ -235,7 +237,7 @@ def add_payloads(payloads: Tensor, plan: BucketPlan, factor: float, by_senders: 
         if weighted:
             counts = torch.zeros_like(sums, dtype=torch.int32)
             counts.index_add_(0, indices, (values != 0).int().flatten())
-            sums.mul_(on_device.weights(senders, factor, dtype)[counts])
+            sums.mul_(on_device.weights(senders, factor, lengthening, dtype)[counts])
     if not weighted and factor != 1.0:
         sums.mul_(factor)
     means, owns = ([] if every is None else [every[start:stop] for start, stop in bounds] for every in (sums, mine))

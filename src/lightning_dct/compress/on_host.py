@@ -108,7 +108,7 @@ def compress(memory: Memory, bucket: Bucket, plan: BucketPlan, deferred: set[int
             cpu_kernel(memory.kernel).subtract(bases, first, as_read)
             if before:
                 counted = [torch.zeros_like(old) for old in before]
-                ones = weights_by_senders(1, 1.0, False, plan.residual_dtype)
+                ones = weights_by_senders(1, 1.0, 1.0, plan.residual_dtype)
                 cpu_kernel(memory.kernel).add_sums(counted, None, first, as_read, ones)
                 for base, old, one in zip(bases, before, counted, strict=True):
                     base.copy_(torch.where(one != 0, base, old))
@@ -123,8 +123,8 @@ def decompress(memory: Memory, received: Received, buffer: Tensor) -> Tensor:
     Every rank adds the same payloads in the same order, so replicas stay bitwise identical.
 
     Args:
-        memory: Of updates, the sum is multiplied by its ``lengthening``; without one, each entry by the square root of
-            the number of ranks over the number that sent it.
+        memory: Each entry's weight follows from its ``lengthening`` and the number of ranks that have sent it; see
+            :func:`~lightning_dct.kernels.weights_by_senders`.
         received: The payloads.
         buffer: Shape ``[n]``: the flattened bucket. Overwritten where the plan's tensors lie.
 
@@ -178,20 +178,20 @@ def apply(memory: Memory, received: Received, bucket: Bucket) -> None:
                 torch._foreach_sub_(news, sums.own)
             torch._foreach_add_(news, sums.means)
         return
-    (_, plan, factor, own, _), by_senders = memory.averaged(received)
+    _, plan, factor, own, _ = received
     for part, rows, senders, own_part in _parts_of(received, memory.what, lambda plan: plan.parts or (plan,)):
         arrived = [SentPayload(row, part, sender) for row, sender in zip(rows, senders, strict=True)]
         mine = own if bucket.news and isinstance(own, int) else -1
         if bucket.news and own_part is not None:
             mine = len(rows)
             arrived.append(own_part)
-        weights = weights_by_senders(len(rows), factor, by_senders, plan.residual_dtype)
+        weights = weights_by_senders(len(rows), factor, memory.lengthening, plan.residual_dtype)
         add_to_bucket(part, bucket, arrived, weights, mine, memory.kernel)
 
 
 def _decay_on_device(bucket: Bucket, plan: BucketPlan, payload: Tensor, lost: float) -> None:
     """Take the share ``lost`` of what a payload does not send from this rank's own weights."""
-    sent = add_payloads(payload.unsqueeze(0), plan, 1.0, by_senders=False).means
+    sent = add_payloads(payload.unsqueeze(0), plan, 1.0, lengthening=1.0).means
     bounds = [plan.bounds[index] for index in plan.compressed]
     news, bases = bucket.parts(bounds)
     left = torch._foreach_sub(news, bases)
@@ -202,11 +202,12 @@ def _decay_on_device(bucket: Bucket, plan: BucketPlan, payload: Tensor, lost: fl
 
 def _add_on_device(memory: Memory, received: Received) -> Iterator[tuple[BucketPlan, Sums]]:
     """What payloads bring of the tensors that a device handles at once, group by group."""
-    (_, _, factor, own, _), by_senders = memory.averaged(received)
+    _, _, factor, own, _ = received
+    place = own if isinstance(own, int) else None
     for group, payloads, senders, own_part in _parts_of(received, memory.what, lambda plan: plan.groups):
-        sums = add_payloads(payloads.contiguous(), group, factor, by_senders, own if isinstance(own, int) else None)
+        sums = add_payloads(payloads.contiguous(), group, factor, memory.lengthening, place)
         if own_part is not None:
-            mine = add_payloads(own_part.payload.unsqueeze(0), own_part.plan, 1.0, by_senders=False).means
+            mine = add_payloads(own_part.payload.unsqueeze(0), own_part.plan, 1.0, lengthening=1.0).means
             if group.compressed:
                 marks = torch._foreach_abs(torch._foreach_sign([sums.means[index] for index in group.compressed]))
                 torch._foreach_mul_([mine[index] for index in group.compressed], marks)

@@ -34,10 +34,14 @@ def cpu_kernel(kernel: str = "auto") -> Any:
 
 
 @lru_cache(maxsize=64)
-def weights_by_senders(ranks: int, factor: float, by_senders: bool, dtype: torch.dtype) -> Tensor:
-    """The weight of a sum by the number of ranks that have sent a part of it: shape ``[ranks + 1]``, read-only."""
-    senders = torch.arange(ranks + 1, dtype=torch.float64).clamp_(min=1)
-    return (factor * (ranks / senders).sqrt() if by_senders else torch.full_like(senders, factor)).to(dtype)
+def weights_by_senders(ranks: int, factor: float, lengthening: float | None, dtype: torch.dtype) -> Tensor:
+    """The weight of a sum by the number of ranks that have sent a part of it: shape ``[ranks + 1]``, read-only.
+
+    That is ``factor``, times the lengthening. No sum gets longer than what its senders have sent on average: the
+    lengthening is at most ``ranks / senders``. None stands for ``sqrt(ranks / senders)``.
+    """
+    fewer = ranks / torch.arange(ranks + 1, dtype=torch.float64).clamp_(min=1)
+    return (factor * (fewer.sqrt() if lengthening is None else fewer.clamp_(max=lengthening))).to(dtype)
 
 
 def add_rows(total: Tensor, indices: Tensor, rows: Tensor) -> None:

@@ -5,9 +5,12 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_dct.compress.bucket_plan import Bucket, Received, real_dtype, real_numel
 from lightning_dct.exchange.base import Pending
+from lightning_dct.sync.optimizer_trial import UNTRIED, Trial
+from lightning_dct.sync.shared_decay import SharedDecay
 from lightning_dct.sync.step_cosine import WHOLE, StepCosine
 from lightning_dct.traffic import FP32_BYTES, all_gather_bytes, all_reduce_bytes
 
@@ -60,6 +63,9 @@ class Rounds:
         without_gradient: Parameters that have had no gradient yet, sparse or dense.
         in_flight: Updates that have not been applied.
         cosine: How alike the steps of the ranks are.
+        decay: Decays their shared weights.
+        tried: The optimizer that ``trial`` is of, and how many groups it had.
+        trial: How its steps depend on gradients and weight decay.
         since_buffers: Its steps since an exchange has averaged buffers.
     """
 
@@ -74,6 +80,9 @@ class Rounds:
     without_gradient: list[Tensor] = field(default_factory=list)
     in_flight: list[InFlight] = field(default_factory=list)
     cosine: StepCosine = field(default_factory=StepCosine)
+    decay: SharedDecay = field(default_factory=SharedDecay)
+    tried: tuple[Optimizer, int] | None = None
+    trial: Trial = UNTRIED
     since_buffers: int = 0
 
     def due(self, length: int, takes_turns: bool) -> list[list[str]]:
@@ -151,6 +160,8 @@ def save_rounds(
         clocks[f"cosine of {number}"] = own_rounds.cosine.value
         if own_rounds.cosine.measured is not None:
             clocks[f"measured of {number}"] = own_rounds.cosine.measured
+        for name in own_rounds.decay.left_out | own_rounds.decay.known:
+            clocks[f"undecayed in {number} {name}"] = int(name in own_rounds.decay.left_out)
         for item in own_rounds.in_flight:
             sizes = [real_numel(parameters[name]) for name in item.names]
             means, owns = (both.split(sizes) for both in read(item))
@@ -180,6 +191,10 @@ def load_rounds(
                 own_rounds.cosine.value = min(value, WHOLE)
             else:
                 own_rounds.cosine.measured = min(value, WHOLE)
+        elif what == "undecayed":
+            _, number, name = of.split(" ", 2)
+            decay = rounds.setdefault(int(number), Rounds()).decay
+            (decay.left_out if value else decay.known).add(name)
         else:
             _, number, name = of.split(" ", 2)
             if name in parameters and f"mean of {name}" in in_flight:

@@ -10,10 +10,8 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import LBFGS, Optimizer
 
 from lightning_dct.activations.module import module_settings, plain_name
 from lightning_dct.agreement import check_agreement
@@ -125,26 +123,6 @@ def start_alike(module: Module, group: dist.ProcessGroup, ignored: Collection[st
             same = own.contiguous()
             dist.broadcast(same, group=group, group_src=source)
             own.copy_(same)
-
-
-def check_optimizers(config: DCTConfig, optimizers: Iterable[Optimizer]) -> None:
-    """Refuse optimizers that do not go with weights of the rank's own, which exchanges change between two steps.
-
-    Raises:
-        ValueError: With the setting and the remedy.
-    """
-    for optimizer in optimizers if config.compress == "updates" else ():
-        if isinstance(optimizer, ZeroRedundancyOptimizer):
-            raise ValueError(
-                "`ZeroRedundancyOptimizer` needs the same weights on every rank in every step, and with"
-                " `compress='updates'` each rank trains its own. Use `compress='gradients'`, or another optimizer."
-            )
-        if isinstance(optimizer, LBFGS):
-            raise ValueError(
-                "`LBFGS` compares the gradients of two steps as if nothing but the first step had moved the weights,"
-                " and with `compress='updates'` exchanges move them too, so it may diverge. Use"
-                " `compress='gradients', density=1.0`, or another optimizer."
-            )
 
 
 def _synchronised_names(module: Module, ignored: Iterable[str]) -> dict[Tensor, str]:

@@ -78,8 +78,7 @@ class UpdateFlow:
         """The mean of what all ranks have sent, and what this rank has sent, of completed updates: ``[n]`` each."""
         arrived = item.arrived
         if not isinstance(arrived, Received):
-            longer = self._memory.lengthening  # of a dense bucket; by node nothing is
-            return arrived if longer is None else arrived * longer, item.own  # type: ignore[return-value, operator]
+            return arrived, item.own  # type: ignore[return-value]
         mean = arrived.payloads.new_empty(item.entries, dtype=arrived.plan.residual_dtype)
         mean, sent = decompress(self._memory, arrived, mean), decompress_own(self._memory, arrived, mean)
         # A node sends for its ranks, which keep what it does not send.

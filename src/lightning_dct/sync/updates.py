@@ -12,10 +12,13 @@ not sent in its own weights: it trains on with that, as in *Step-Ahead Error Fee
 ``w_r -= (1 - decay) (a_r - c_r)``, which keeps the ranks from drifting apart.
 
 The gradients of one rank are larger than their mean, because they are mostly noise. So an optimizer that divides by the
-size of gradients, such as Adam, takes steps that are too short by up to ``sqrt(W)``. The factor ``f`` mends that. If
-ranks exchange after every step, it follows from their mean cosine (:mod:`lightning_dct.sync.step_cosine`). Otherwise
-``f = sqrt(W / n)`` for an entry that ``n`` ranks (by node: nodes) have sent: the fewer have, the less the ranks agree
-on where it should move. If all have, ``m`` is the mean.
+size of gradients, such as Adam, takes steps whose mean is too short by up to ``sqrt(W)``. The factor ``f`` mends that.
+If ranks exchange after every step, it follows from their mean cosine (:mod:`lightning_dct.sync.step_cosine`), and is at
+most ``W / n`` for an entry that ``n`` ranks (by node: nodes) have sent: no entry goes further than its senders have
+moved it on average. Otherwise ``f = sqrt(W / n)``: the fewer have sent an entry, the less the ranks agree on where it
+should move. If all have, ``m`` is the mean. If steps grow with their gradients, as those of SGD do, ``f = 1`` and ``m``
+is the step of DistributedDataParallel (:mod:`lightning_dct.sync.optimizer_trial`). Decoupled weight decay is no update:
+``S`` decays by itself (:mod:`lightning_dct.sync.shared_decay`).
 
 Sources: SPARQ-SGD (Singh et al., arXiv 1910.14280) and DiLoCo (Douillard et al., arXiv 2311.08105) for compressed
 local steps; Streaming DiLoCo (Douillard et al., arXiv 2501.18512) for tensors that take turns, and for exchanges that
@@ -41,9 +44,10 @@ from lightning_dct.exchange.collectives import Link
 from lightning_dct.failures.course import EXCHANGE
 from lightning_dct.law import FEWEST_COUNTED, RunSettings
 from lightning_dct.sync.buffers import Buffers
+from lightning_dct.sync.optimizer_trial import try_out
 from lightning_dct.sync.rounds import MOST_IN_FLIGHT, Rounds, buckets_of, load_rounds, save_rounds
 from lightning_dct.sync.shared_weights import SharedWeights, as_real
-from lightning_dct.sync.step_cosine import is_measured
+from lightning_dct.sync.step_cosine import EVERY, is_measured
 from lightning_dct.sync.synchronizer import Synchronizer
 from lightning_dct.sync.update_flow import UpdateFlow
 
@@ -108,13 +112,15 @@ class UpdateSynchronizer(Synchronizer):
             self._change(chosen.at(steps))
         self.weights.continue_training()  # a checkpoint made and not saved has left the shared ones in the model
         rounds = self.register(optimizer)
-        if rounds.names and is_measured(rounds.steps + 1) and self._lengthens:
+        if rounds.names and is_measured(rounds.steps + 1) and self._lengthens(rounds):
             rounds.cosine.begin(rounds.steps + 1, self._own_of(rounds))
 
     def register(self, optimizer: Optimizer) -> Rounds:
         """Have the trainable parameters of an optimizer take part, and return its rounds."""
         number = self._number_of(optimizer)
         rounds = self._rounds[number] = self._rounds.get(number) or Rounds()
+        if rounds.tried != (tried := (optimizer, len(optimizer.param_groups))):
+            rounds.tried, rounds.trial = tried, try_out(optimizer)
         listed = [p for group in optimizer.param_groups for p in group["params"] if p not in rounds.known]
         # A frozen one is looked at once, because a checkpoint may have its weights.
         fresh = {p for p in listed if p.requires_grad or not rounds.known}
@@ -205,6 +211,8 @@ class UpdateSynchronizer(Synchronizer):
     def after_step(self, optimizer: Optimizer) -> None:
         """Count a step, apply updates that are due, and send the buckets that are due; a collective call."""
         rounds, config = self._count_step(optimizer), self.config
+        if rounds.trial.chooses_length:
+            rounds.decay.after_step(optimizer, rounds.trial.decays, self.parameter_names, self.weights)
         if arrived := [item for item in rounds.in_flight if item.due <= rounds.steps]:
             if self.exchange.rounds > 1:  # the last of its collectives takes all ranks
                 self.come_to(
@@ -214,7 +222,7 @@ class UpdateSynchronizer(Synchronizer):
         length = config.length_at(rounds.steps)
         if sending := rounds.due(length, takes_turns=bool(config.delay)):
             self.come_to(rounds.what, f"{rounds.said}, in optimizer step {self.synchronisations}")
-            self._measure(rounds)
+            self._measure(rounds, length)
             self._forget_thresholds(sending)
             self.memory.begin(1.0, refresh=False)
             for bucket in sending:
@@ -250,27 +258,30 @@ class UpdateSynchronizer(Synchronizer):
         self.traffic.add(steps=1)
         return rounds
 
-    @property
-    def _lengthens(self) -> bool:
-        return self.config.lengthens and not self.exchange.sums_first and not self._alone
+    def _lengthens(self, rounds: Rounds) -> bool:
+        """Whether the mean is made as long as the steps of an optimizer that chooses their length."""
+        settings = self.config.lengthens and not self.exchange.sums_first and not self._alone
+        return settings and rounds.trial.chooses_length
 
     def _own_of(self, rounds: Rounds) -> list[Tensor]:
         return [as_real(self.weights.own(name)) for name in rounds.names]
 
-    def _measure(self, rounds: Rounds) -> None:
-        """Take the factor on the mean, and measure the cosine of the step that has just been made if that is due."""
-        everyone = self.exchange.everyone
-        if rounds.cosine.has_begun(rounds.steps):
-            with self.traffic.timed("exchange", "seconds_waiting"):
-                rounds.cosine.measure(rounds.steps, self._own_of(rounds), everyone, self.memory.awaited)
+    def _measure(self, rounds: Rounds, length: int) -> None:
+        """Take the factor on the mean; now and then measure the cosine of the step just made, and agree on decay."""
+        everyone, awaited = self.exchange.everyone, self.memory.awaited
+        with self.traffic.timed("exchange", "seconds_waiting"):
+            if rounds.cosine.has_begun(rounds.steps):
+                rounds.cosine.measure(rounds.steps, self._own_of(rounds), everyone, awaited)
+            is_due = is_measured(rounds.steps) if length == 1 else rounds.steps % (EVERY * length) == 0
+            if is_due and rounds.trial.chooses_length and any(rounds.trial.decays):
+                rounds.decay.agree(rounds.names, self.weights.parameters, everyone, awaited)
         self.memory.lengthening = self._lengthening(rounds, everyone.size)
 
     def _lengthening(self, rounds: Rounds, ranks: int) -> float | None:
-        """The factor on the mean of so many ranks; None if it is not lengthened, as where nothing is compressed."""
-        plans = (self.flow.plan(names, self.config.round_length) for names in rounds.buckets)
-        if not self._lengthens or all(plan.is_dense for plan in plans):
-            return None
-        return rounds.cosine.lengthening(ranks)
+        """The most that the mean of so many ranks is lengthened by; None for one by the number of senders."""
+        if not rounds.trial.chooses_length:
+            return 1.0
+        return rounds.cosine.lengthening(ranks) if self._lengthens(rounds) else None
 
     def apply_all(self) -> None:
         """Wait for updates in flight and apply them, whether they are due or not; a collective call."""

@@ -1,0 +1,296 @@
+"""Tries an optimizer on a few numbers, to learn how its step depends on gradients, weight decay and other weights.
+
+A miniature is the user's own optimizer, of its class and with its settings, whose parameters have at most four entries
+along each dimension. It makes a few steps on them; nothing of the optimizer itself changes. What it shows:
+
+- Whether a step grows with its gradient. SGD's does, and then the plain mean of all ranks' steps is the step of
+  DistributedDataParallel. Adam, Lion and Muon choose the length of their steps; the mean of such steps is too short.
+- Which groups decay weights by ``1 - lr * weight_decay``, whatever the gradient (Loshchilov and Hutter, *Decoupled
+  Weight Decay Regularization*, ICLR 2019).
+- Whether another's change of a weight survives a step. It does not if the optimizer steps copies of its own.
+- Whether a step calls a collective.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn import Parameter
+from torch.optim import LBFGS, Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_dct.compress.bucket_plan import local_of
+
+# Entries along a dimension of a miniature's tensors.
+WIDTH = 4
+WEIGHT, LEARNING_RATE, WEIGHT_DECAY = 0.0625, 0.015625, 0.25
+# Some optimizers begin otherwise than they go on: RAdam is linear for five steps.
+STEPS = 8
+# Between a step that stays as long and one that doubles when its gradient doubles.
+GROWS = 2**0.5
+# Share of a change that a step must leave; averaging optimizers take a part of it back.
+SURVIVES = 0.25
+PUSH = WEIGHT / 2
+# With momentum, L2 regularisation looks like decay in the first step only.
+DECAYING_STEPS = 3
+
+
+class Trial(NamedTuple):
+    """What a trial has shown.
+
+    Attributes:
+        chooses_length: Whether steps do not grow with their gradients.
+        decays: Of each group, whether its weights decay by ``1 - lr * weight_decay``.
+    """
+
+    chooses_length: bool
+    decays: tuple[bool, ...]
+
+
+UNTRIED = Trial(False, ())
+
+
+class _CollectiveInStep(Exception):
+    """A step calls a collective."""
+
+
+class _StepsCopies(Exception):
+    """A change of a weight does not survive a step."""
+
+
+def try_out(optimizer: Optimizer) -> Trial:
+    """Try an optimizer; the result is the same on all ranks that have the same one.
+
+    An optimizer that cannot be tried, such as one that needs a closure, counts as one whose steps grow.
+
+    Raises:
+        ValueError: It does not go with weights of the rank's own; the message has the remedy.
+    """
+    refuse(optimizer)
+    kind, errors = type(optimizer).__name__, []
+    for keeps_state, is_sparse in product((False, True), (False, True)):
+        try:
+            return _tried(partial(_Miniature, optimizer, keeps_state, is_sparse))
+        except _CollectiveInStep as error:
+            raise ValueError(
+                f"`{kind}` calls the collective `{error}` in its step. It needs the same weights on every rank, and"
+                " with `compress='updates'` each rank trains its own. Use `compress='gradients'`, or another optimizer."
+            ) from None
+        except _StepsCopies:
+            raise ValueError(
+                f"`{kind}` steps copies of the weights and writes them into the model, which undoes every exchange. Use"
+                " `compress='gradients'`, or an optimizer that steps the model's own weights."
+            ) from None
+        except Exception as error:
+            errors.append(error)
+    rank_zero_info(
+        f"`{kind}` cannot be tried on a few numbers ({type(errors[0]).__name__}: {str(errors[0])[:100]}), so exchanges"
+        " take the plain mean of its updates."
+    )
+    return Trial(False, (False,) * len(optimizer.param_groups))
+
+
+def refuse(optimizer: Optimizer) -> None:
+    """Refuse optimizers that are known not to go with weights of the rank's own (ValueError, with the remedy)."""
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        raise ValueError(
+            "`ZeroRedundancyOptimizer` needs the same weights on every rank in every step, and with"
+            " `compress='updates'` each rank trains its own. Use `compress='gradients'`, or another optimizer."
+        )
+    if isinstance(optimizer, LBFGS):
+        raise ValueError(
+            "`LBFGS` compares the gradients of two steps as if nothing but the first step had moved the weights,"
+            " and with `compress='updates'` exchanges move them too, so it may diverge. Use"
+            " `compress='gradients', density=1.0`, or another optimizer."
+        )
+
+
+def _tried(miniature: Callable[..., "_Miniature"]) -> Trial:
+    moves, larger, pushed = (
+        _last_move(miniature(), gradient, push) for gradient, push in ((1.0, 0.0), (2.0, 0.0), (1.0, PUSH))
+    )
+    moved = [index for index, move in enumerate(moves) if move.norm() > 0]
+    if moved and all((moves[index] - pushed[index]).mean() / PUSH > 1 - SURVIVES for index in moved):
+        raise _StepsCopies
+    grows = any(larger[index].norm() > GROWS * moves[index].norm() for index in moved)
+    return Trial(bool(moved) and not grows, _decays(miniature(weight_decay=WEIGHT_DECAY)))
+
+
+def _last_move(small: "_Miniature", gradient: float, push: float) -> list[Tensor]:
+    """The last of a few steps of a miniature, by parameter; before it, ``push`` is added to the weights."""
+    numbers = torch.Generator().manual_seed(0)
+    with small:
+        for step in range(1, STEPS + 1):
+            for parameter in small.parameters:
+                small.set_gradient(parameter, torch.randn(parameter.shape, generator=numbers).mul_(gradient))
+                parameter.data.add_(push if step == STEPS else 0.0)
+            before = [parameter.detach().clone() for parameter in small.parameters]
+            small.step()
+        return [(p.detach() - old).float().cpu() for p, old in zip(small.parameters, before, strict=True)]
+
+
+def _decays(small: "_Miniature") -> tuple[bool, ...]:
+    """Of each group, whether zero gradients shrink weights by ``1 - lr * weight_decay`` in each step."""
+    left = WEIGHT * (1 - LEARNING_RATE * WEIGHT_DECAY) ** DECAYING_STEPS
+    with small:
+        for _ in range(DECAYING_STEPS):
+            for parameter in small.parameters:
+                small.set_gradient(parameter, torch.zeros(parameter.shape))
+            small.step()
+        return tuple(
+            bool(group["params"])
+            and {"lr", "weight_decay"} <= group.keys()
+            and all(bool(((p.detach() - left).abs() <= left * _tolerance(p)).all()) for p in group["params"])
+            for group in small.groups
+        )
+
+
+def _tolerance(weights: Tensor) -> float:
+    # Three steps decay weights by 0.012; numbers of half precision are 0.004 and 0.0005 apart there.
+    return 1e-5 if weights.dtype in (torch.float32, torch.float64) else 3e-3
+
+
+class _Miniature(TorchDispatchMode):
+    """A small copy of an optimizer. Within the context, writes reach nothing that was there before.
+
+    Args:
+        optimizer: Stays as it is.
+        keeps_state: Begin with zeros for its state, instead of no state. Adagrad makes its state when it is made.
+        is_sparse: Give parameters sparse gradients.
+        weight_decay: What all groups that have this setting are given.
+    """
+
+    def __init__(self, optimizer: Optimizer, keeps_state: bool, is_sparse: bool, weight_decay: float = 0.0) -> None:
+        super().__init__()
+        self._keeps_state, self._is_sparse, self._weight_decay = keeps_state, is_sparse, weight_decay
+        self._copies: dict[int, Any] = {}
+        self._made: dict[int, Any] = {}
+        # With tensors outside its state an optimizer may go through them and its parameters side by side.
+        besides = {name: value for name, value in vars(optimizer).items() if name not in ("param_groups", "state")}
+        self._all = any(True for _ in _tensors_in(besides))
+        self._optimizer = self._copy(optimizer)
+        self.groups: list[dict[str, Any]] = self._optimizer.param_groups
+        self.parameters: list[Tensor] = list({id(p): p for group in self.groups for p in group["params"]}.values())
+        cuda = {p.device.index for p in self.parameters if p.device.type == "cuda"}
+        self._forked = torch.random.fork_rng(devices=cuda)
+
+    def __enter__(self) -> "_Miniature":
+        self._forked.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._forked.__exit__(*error)
+
+    def step(self) -> None:
+        """Make a step, without the hooks and wrappers of the optimizer itself."""
+        type(self._optimizer).step(self._optimizer)
+
+    def set_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Give a parameter a gradient (shape and values of ``gradient``), sparse where real ones are."""
+        gradient = gradient.to(parameter.device, parameter.dtype)
+        parameter.grad = gradient.to_sparse(1) if self._is_sparse else gradient
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse collectives, and writes into tensors that this miniature has not made."""
+        if "c10d" in func.namespace:
+            raise _CollectiveInStep(func.name().partition("::")[2])
+        named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
+        for argument in func._schema.arguments:
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for tensor in _tensors_in({**named, **(kwargs or {})}.get(argument.name)):
+                    if tensor.layout == torch.strided and tensor.untyped_storage()._cdata not in self._made:
+                        raise RuntimeError(f"{func.name()} writes into a tensor that the state does not list")
+        made = func(*args, **(kwargs or {}))
+        for tensor in _tensors_in(made):
+            self._note(tensor)
+        return made
+
+    def _note(self, tensor: Tensor) -> None:
+        if tensor.layout == torch.strided:
+            storage = tensor.untyped_storage()
+            self._made[storage._cdata] = storage  # kept, so that no other one takes its place
+
+    def _copy(self, value: Any) -> Any:
+        """A small copy of a part of the optimizer; the same part has the same copy."""
+        if id(value) not in self._copies:
+            self._copies[id(value)] = self._make(value)
+        return self._copies[id(value)]
+
+    def _make(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._cut(value)
+        if isinstance(value, Optimizer):
+            return self._make_optimizer(value)
+        if isinstance(value, defaultdict):
+            return defaultdict(value.default_factory, {key: self._copy(one) for key, one in value.items()})
+        if isinstance(value, dict):
+            return {key: self._copy(one) for key, one in value.items()}
+        if isinstance(value, (list, set)) or type(value) is tuple:
+            return type(value)(self._copy(one) for one in value)
+        return value
+
+    def _make_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        copy = self._copies[id(optimizer)] = object.__new__(type(optimizer))
+        parts = {name: value for name, value in vars(optimizer).items() if name != "step"}  # schedulers wrap it
+        for name, value in parts.items():
+            is_hooks = name.startswith("_optimizer_") and isinstance(value, dict)
+            if name == "param_groups":
+                vars(copy)[name] = self._copies[id(value)] = [self._group(group) for group in value]
+            elif name == "state":
+                vars(copy)[name] = self._copies[id(value)] = self._state(value)
+            else:
+                vars(copy)[name] = type(value)() if is_hooks else self._copy(value)
+        return copy
+
+    def _group(self, group: dict[str, Any]) -> dict[str, Any]:
+        if id(group) in self._copies:
+            return self._copies[id(group)]
+        first = {(p.dim(), p.dtype): p for p in reversed(group["params"]) if p.numel()}
+        params = [self._copy(p) for p in (group["params"] if self._all else reversed(first.values()))]
+        small = {name: self._copy(value) for name, value in group.items() if name != "params"} | {"params": params}
+        for name, value in (("lr", LEARNING_RATE), ("weight_decay", self._weight_decay)):
+            if isinstance(small.get(name), Tensor):
+                small[name].fill_(value)
+            elif isinstance(small.get(name), float | int):
+                small[name] = value
+        self._copies[id(group)] = small
+        return small
+
+    def _state(self, state: Mapping[Any, Any]) -> dict[Any, Any]:
+        small: defaultdict[Any, Any] = defaultdict(dict)
+        for parameter, own in state.items() if self._keeps_state else ():
+            if id(parameter) in self._copies:
+                copy = self._copy(own)
+                for tensor in _tensors_in(copy):
+                    tensor.zero_()
+                small[self._copies[id(parameter)]] = copy
+        return small
+
+    def _cut(self, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, Parameter):
+            # Of its whole shape, which all ranks have alike, even if a rank has no rows of it.
+            shape = [min(size, WIDTH) for size in tensor.shape]
+            cut: Tensor = Parameter(local_of(tensor.detach()).new_full(shape, WEIGHT))
+        else:
+            whole = local_of(tensor.detach())
+            cut = whole[tuple(slice(0, WIDTH) for _ in whole.shape)].clone()
+        self._note(cut)
+        return cut
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from _tensors_in(one)
+    elif isinstance(value, (list, tuple, set)):
+        for one in value:
+            yield from _tensors_in(one)

@@ -1,0 +1,156 @@
+"""How far an exchange moves weights: as far as DistributedDataParallel, whatever the optimizer; on real ranks."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn, optim
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from distributed.training import Module, Run, assert_replicas_equal, fit, rank
+from lightning_dct import DCTStrategy
+from sync.optimizers import Averages, Lookahead, MastersBeside, MastersInState, Sign
+
+CURVED, FLAT = 64, 10_000
+
+
+class Valley(LightningModule):
+    """Some entries on a parabola, with the same gradient on all ranks, beside many with nothing but noise."""
+
+    def __init__(
+        self, optimizer: Callable[..., optim.Optimizer], curvature: float = 1.0, together: bool = False
+    ) -> None:
+        super().__init__()
+        self.optimizer, self.curvature, self.together = optimizer, curvature, together
+        self.curved = nn.Parameter(torch.ones(CURVED))
+        self.flat = nn.Parameter(torch.ones(FLAT))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        numbers = torch.Generator().manual_seed(1000 * rank() + batch_idx)
+        noise = torch.randn(FLAT, generator=numbers)
+        if self.together:  # in one tensor: the first entries have no gradient
+            noise[:CURVED] = 0.0
+        return self.curvature / 2 * self.curved.square().sum() + (noise * self.flat).sum()
+
+    def configure_optimizers(self) -> optim.Optimizer:
+        return self.optimizer(self.parameters())
+
+
+def train(strategy: str | dict[str, Any], module: Callable[[], LightningModule], steps: int) -> Run:
+    chosen = DDPStrategy() if strategy == "ddp" else DCTStrategy(**strategy)  # type: ignore[arg-type]
+    return fit(chosen, module(), torch.utils.data.DataLoader(torch.zeros(steps), batch_size=None))
+
+
+@pytest.mark.parametrize(
+    "settings", [{"local_steps": 1}, {"local_steps": 1, "exchange": "sharded"}, {"local_steps": 4}]
+)
+@pytest.mark.parametrize("rate", [1.3, 1.7])
+def test_sgd_converges_where_ddp_does(ranks: Any, rate: float, settings: dict[str, Any]) -> None:
+    """Oracle: DDP ends at zero. A mean that is any longer does not: the curvature is 1."""
+    module = partial(Valley, partial(optim.SGD, lr=rate))
+    theirs = ranks(4).run(train, "ddp", module, 150)
+    ours = ranks(4).run(train, {"warmup_steps": 0, **settings}, module, 150)
+    assert theirs[0].weights["curved"].abs().max() < 1e-6
+    assert ours[0].weights["curved"].abs().max() < 1e-3
+    assert_replicas_equal(ours)
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("settings", [{"local_steps": 1, "density": 0.3}, {"local_steps": 4, "density": 0.1}])
+def test_weights_without_gradients_decay_as_fast_as_under_ddp(
+    ranks: Any, settings: dict[str, Any], together: bool
+) -> None:
+    """Oracle: by hand, (1 - lr * weight_decay) for each step; in a tensor of their own, and in one with noise."""
+    module = partial(Valley, partial(optim.AdamW, lr=0.001, weight_decay=0.3), curvature=0.0, together=together)
+    runs = ranks(4).run(train, settings, module, 400)
+    still = runs[0].weights["flat"][:CURVED] if together else runs[0].weights["curved"]
+    expected = (1 - 0.001 * 0.3) ** 400
+    assert torch.allclose(1 - still, torch.full_like(still, 1 - expected), rtol=0.01)
+    assert_replicas_equal(runs)
+
+
+def stepped_by_one_rank() -> Run:
+    """A layer that only the first rank uses."""
+
+    class Used(Valley):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            return loss if rank() == 0 else loss - self.curvature / 2 * self.curved.square().sum()
+
+        def on_before_optimizer_step(self, optimizer: optim.Optimizer) -> None:
+            if rank():
+                self.curved.grad = None
+
+    return train({"local_steps": 1}, lambda: Used(partial(optim.AdamW, lr=0.001, weight_decay=0.3), 1e-9), 64)
+
+
+def test_what_a_rank_steps_without_a_gradient_does_not_decay_by_itself(ranks: Any) -> None:
+    """Oracle: shared weights stay equal, and every rank knows the same parameter."""
+    runs = ranks(2).run(stepped_by_one_rank)
+    assert_replicas_equal(runs)
+    assert [run.state["exchange_clocks"].get("undecayed in 0 curved") for run in runs] == [1, 1]
+    assert all("undecayed in 0 flat" not in run.state["exchange_clocks"] for run in runs)
+
+
+def test_what_all_ranks_move_alike_goes_no_further(ranks: Any) -> None:
+    """Oracle: one step of a sign times its learning rate, in a tensor beside noise, which alone is lengthened."""
+    module = partial(Valley, partial(Sign, lr=0.001))
+    runs = ranks(4).run(train, {"local_steps": 1, "density": 0.5}, module, 100)
+    assert torch.allclose(1 - runs[0].weights["curved"], torch.tensor(0.1), rtol=0.05)
+
+
+def lookahead(params: Any) -> optim.Optimizer:
+    return Lookahead(Sign(params, lr=0.001))
+
+
+def test_lookahead_pulls_back_as_far(ranks: Any) -> None:
+    """Oracle: what DDP makes of the same optimizer, of weights that all ranks move alike."""
+    module = partial(Valley, lookahead)
+    theirs, ours = ranks(2).run(train, "ddp", module, 100), ranks(2).run(train, {"local_steps": 1}, module, 100)
+    assert torch.allclose(ours[0].weights["curved"], theirs[0].weights["curved"], atol=0.01)
+
+
+def refused(make: Callable[..., optim.Optimizer]) -> str:
+    with pytest.raises(ValueError) as error:
+        fit(DCTStrategy(), Module(None, make), 2)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (partial(MastersInState, lr=0.01), "steps copies of the weights"),
+        (partial(MastersBeside, lr=0.01), "steps copies of the weights"),
+        (partial(Averages, lr=0.01), "calls the collective `allreduce_`"),
+        (partial(optim.LBFGS, lr=0.01), "`LBFGS` compares"),
+        (partial(ZeroRedundancyOptimizer, optimizer_class=optim.SGD, lr=0.1), "`ZeroRedundancyOptimizer` needs"),
+    ],
+)
+def test_optimizers_that_undo_exchanges_are_refused(ranks: Any, make: Any, words: str) -> None:
+    assert all(words in message for message in ranks(2).run(refused, make))
+
+
+class Swap(Callback):
+    """Puts another optimizer in after three steps."""
+
+    def __init__(self, make: Callable[..., optim.Optimizer]) -> None:
+        self.make = make
+
+    def on_train_batch_start(self, trainer: Any, module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 3:
+            trainer.strategy.optimizers = [self.make(module.parameters())]
+
+
+def refused_in_mid_run(make: Callable[..., optim.Optimizer]) -> str:
+    with pytest.raises(ValueError) as error:
+        fit(DCTStrategy(), Module(), 8, callbacks=[Swap(make)])
+    return str(error.value)
+
+
+@pytest.mark.parametrize("make", [partial(optim.LBFGS, lr=0.01), partial(MastersInState, lr=0.01)])
+def test_an_optimizer_that_comes_later_is_judged_too(ranks: Any, make: Any) -> None:
+    assert all("Use `compress='gradients" in message for message in ranks(2).run(refused_in_mid_run, make))
