@@ -3,7 +3,7 @@
 import math
 import secrets
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import fields
 from functools import partial
@@ -65,7 +65,8 @@ class DCTStrategy(DDPStrategy):
         accelerator: As for DDPStrategy.
         **kwargs: The settings of :class:`~lightning_dct.DCTConfig`, and everything DDPStrategy and
             DistributedDataParallel take. ``lifelines=False`` uses no store of its own under torchrun and no pause at
-            the end of the process. (Fabric has no lifelines themselves.)
+            the end of the process. (Fabric has no lifelines themselves.) ``project`` brings weights back into their
+            bounds, as for Lightning's Trainer.
 
     Raises:
         TypeError: A setting has the wrong type, or its name is not known.
@@ -78,6 +79,7 @@ class DCTStrategy(DDPStrategy):
 
     def __init__(self, accelerator: Accelerator | None = None, **kwargs: Any) -> None:
         self._lifelines = kwargs.pop("lifelines", True)
+        self.project: Callable[[Module], None] | None = kwargs.pop("project", None)
         check_lifelines(self._lifelines)
         check_keywords(type(self), kwargs, DCTConfig, DDPStrategy, DistributedDataParallel)
         names = {field.name for field in fields(DCTConfig)} & kwargs.keys()

@@ -1,7 +1,7 @@
 """``Trainer(strategy="dct")``: connects compressed synchronisation to Lightning's DDPStrategy."""
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, ClassVar
 
@@ -10,6 +10,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
+from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dct.callbacks.threshold_refresh import ThresholdRefresh
@@ -57,6 +58,9 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
         guard: Adjust the thresholds between refreshes to keep the number of sent entries near its target.
         exchange: ``"all_gather"``, ``"sharded"``, ``"by_node"``, or ``"auto"`` to choose by counted bytes.
         kernel: ``"torch"``, ``"numba"``, or ``"auto"`` for the fastest that is installed.
+        project: Brings weights back into their bounds after each step, such as a clamp: a function of the module that
+            changes its weights in place. It is called with a rank's own weights in the module, and with the shared
+            ones. Processes that are started with ``"spawn"`` need a function that can be pickled.
         missing_state: ``"error"``, or ``"reset"`` to resume also without the folder that was saved with a checkpoint.
         lifelines: False to disable everything that keeps ranks from waiting for one that has died, failed or been
             signalled: see ``docs/reliability.md``. A number is the port at which rank 0 listens, by default a free one.
@@ -98,6 +102,7 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
         exchange: ExchangeName = "auto",
         kernel: KernelName = "auto",
         missing_state: MissingState = "error",
+        project: Callable[[Module], None] | None = None,
         lifelines: bool | int = True,
         gradient_as_bucket_view: bool = True,
         **kwargs: Any,
@@ -110,6 +115,7 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
                     f"`DCTStrategy` registers its own communication hook and cannot take `{setting}`. Use"
                     " `DDPStrategy` for another hook, or leave the setting out."
                 )
+        self.project = project
         settings = {field.name: arguments[field.name] for field in fields(DCTConfig)}
         given = Given.of({**settings, "density_per_parameter": density_per_parameter or {}})
         super().__init__(

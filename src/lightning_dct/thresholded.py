@@ -56,6 +56,8 @@ class ThresholdedStrategy(CheckpointedStrategy):
     )
     # Why a callback cannot copy the model; empty if it can.
     not_copied_because: ClassVar[str] = ""
+    # Brings weights back into their bounds.
+    project: Callable[[Module], None] | None = None
     _timeout: timedelta | None
 
     def __init__(self, given: Given, lifelines: bool | int, **kwargs: Any) -> None:
@@ -257,6 +259,8 @@ class ThresholdedStrategy(CheckpointedStrategy):
         self._stepped.add(optimizer)
         if updates is not None:
             updates.after_step(optimizer)
+        elif self.project is not None:
+            self.project(self._module)
         return output
 
     def on_train_end(self) -> None:

@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn, optim
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from distributed.training import Module, Run, assert_replicas_equal, fit, rank
+from distributed.training import Module, Run, assert_replicas_equal, fit, rank, trainer_for
 from lightning_dct import DCTStrategy
 from sync.optimizers import Averages, Lookahead, MastersBeside, MastersInState, Sign
 
@@ -154,3 +154,56 @@ def refused_in_mid_run(make: Callable[..., optim.Optimizer]) -> str:
 @pytest.mark.parametrize("make", [partial(optim.LBFGS, lr=0.01), partial(MastersInState, lr=0.01)])
 def test_an_optimizer_that_comes_later_is_judged_too(ranks: Any, make: Any) -> None:
     assert all("Use `compress='gradients" in message for message in ranks(2).run(refused_in_mid_run, make))
+
+
+def at_least_zero(module: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.clamp_(min=0.0)
+
+
+class Roots(Valley):
+    """Takes roots of weights, which are drawn below zero."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + self.curved.sqrt().sum() * 0.1
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("roots", self.flat.sqrt().mean() + self.curved.sqrt().mean())
+
+
+class Lowest(Callback):
+    """The lowest weight that training and validation have seen, of both kinds."""
+
+    def __init__(self) -> None:
+        self.lowest = 0.0
+
+    def on_before_zero_grad(self, trainer: Any, module: LightningModule, optimizer: Any) -> None:
+        self._look(module)
+
+    def on_validation_epoch_end(self, trainer: Any, module: LightningModule) -> None:
+        self._look(module)
+
+    def _look(self, module: LightningModule) -> None:
+        self.lowest = min(self.lowest, *(float(weights.detach().min()) for weights in module.parameters()))
+
+
+def lowest_weights(compress: str, project: Any) -> tuple[float, bool]:
+    lowest, settings = Lowest(), {"compress": compress, "density": 0.1, "project": project}
+    if compress == "updates":
+        settings["local_steps"] = 2
+    strategy, module = DCTStrategy(**settings), Roots(partial(optim.SGD, lr=0.05))
+    with torch.no_grad():
+        module.flat.fill_(0.1)
+    batches = torch.utils.data.DataLoader(torch.zeros(40), batch_size=None)
+    trainer = trainer_for(strategy, callbacks=[lowest], val_check_interval=5, limit_val_batches=1)
+    trainer.fit(module, batches, batches)
+    finite = bool(trainer.callback_metrics["roots"].isfinite())
+    return lowest.lowest, finite and all(bool(weights.isfinite().all()) for weights in module.parameters())
+
+
+@pytest.mark.parametrize("compress", ["updates", "gradients"])
+def test_projected_weights_stay_within_bounds(ranks: Any, compress: str) -> None:
+    """Oracle: a root of a negative weight is NaN, and without the projection there are some."""
+    assert ranks(2).run(lowest_weights, compress, at_least_zero) == [(0.0, True)] * 2
+    assert any(not finite for _, finite in ranks(2).run(lowest_weights, compress, None))

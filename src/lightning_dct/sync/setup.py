@@ -105,6 +105,8 @@ def make_update_synchronizer(
     everyone = Link(group, strategy.traffic, exchange.everyone.ranks_per_node)
     average_over = [everyone] if inside is None else [inside, everyone]
     made = UpdateSynchronizer(strategy.config, names, exchange, buffers, *every, weights, average_over)
+    project = getattr(strategy, "project", None)
+    made.project = None if project is None else partial(project, module)
     compare_places(made, strategy, group)
     return made
 

@@ -7,7 +7,7 @@ Either set can be in the model. Exchanging them exchanges pointers and copies no
 """
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -122,6 +122,16 @@ class SharedWeights:
         finally:
             if not already:
                 self.hide()
+
+    def project(self, function: Callable[[], None]) -> None:
+        """Apply a function of the model's weights to both sets, while this rank's own are in the model."""
+        function()
+        own = {name: parameter.data for name, parameter in self.parameters.items()}
+        for name, parameter in self.parameters.items():
+            parameter.data = self._shared[name]
+        function()
+        for name, parameter in self.parameters.items():
+            self._shared[name], parameter.data = parameter.data, own[name]
 
     def set_own(self, name: str, saved: Tensor) -> None:
         """Set this rank's own weights of a parameter.

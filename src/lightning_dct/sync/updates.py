@@ -75,6 +75,7 @@ class UpdateSynchronizer(Synchronizer):
         buffers: This rank's buffers.
         flow: Sends a bucket and applies what arrives.
         run_settings: Chooses settings as the run goes on; None if they stay.
+        project: Brings the weights in the model back into their bounds; None if they have none.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class UpdateSynchronizer(Synchronizer):
         # A single rank has only its own weights.
         self._alone = exchange.everyone.size == 1
         self.run_settings: RunSettings | None = None
+        self.project: Callable[[], None] | None = None
         self._reached = self._counted = 0
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -236,6 +238,8 @@ class UpdateSynchronizer(Synchronizer):
             # Training does not use the running statistics of a BatchNorm, so warm-up does not average them more often.
             if rounds.steps % config.round_length == 0:
                 self._average_with(rounds)
+        if self.project is not None:
+            self.weights.project(self.project)
         self.memory.awaited.poll()
 
     def _average_with(self, rounds: Rounds) -> None:
