@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -81,7 +82,7 @@ class Rounds:
     in_flight: list[InFlight] = field(default_factory=list)
     cosine: StepCosine = field(default_factory=StepCosine)
     decay: SharedDecay = field(default_factory=SharedDecay)
-    tried: tuple[Optimizer, int] | None = None
+    tried: tuple[ref[Optimizer], int] | None = None
     trial: Trial = UNTRIED
     since_buffers: int = 0
 

@@ -29,6 +29,7 @@ import math
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
+from weakref import ref
 
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -121,7 +122,7 @@ class UpdateSynchronizer(Synchronizer):
         """Have the trainable parameters of an optimizer take part, and return its rounds."""
         number = self._number_of(optimizer)
         rounds = self._rounds[number] = self._rounds.get(number) or Rounds()
-        if rounds.tried != (tried := (optimizer, len(optimizer.param_groups))):
+        if rounds.tried != (tried := (ref(optimizer), len(optimizer.param_groups))):
             rounds.tried, rounds.trial = tried, try_out(optimizer)
         listed = [p for group in optimizer.param_groups for p in group["params"] if p not in rounds.known]
         # A frozen one is looked at once, because a checkpoint may have its weights.
