@@ -10,6 +10,7 @@ from lightning_dct.elastic.elastic_updates import ElasticUpdates, Header
 from lightning_dct.exchange.collectives import Link
 from lightning_dct.exchange.compressed import AllGather
 from lightning_dct.traffic import Traffic
+from sync.optimizers import Sign
 
 
 class Pretended:
@@ -41,9 +42,11 @@ class Pretended:
         self.forgotten = True
 
 
-def rank_of(values: torch.Tensor, **settings: Any) -> tuple[ElasticUpdates, Pretended, torch.nn.Parameter, Any]:
+def rank_of(
+    values: torch.Tensor, make: Any = torch.optim.SGD, **settings: Any
+) -> tuple[ElasticUpdates, Pretended, torch.nn.Parameter, Any]:
     parameter = torch.nn.Parameter(values.clone())
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    optimizer = make([parameter], lr=1.0)
     config = DCTConfig(local_steps=1, warmup_steps=0, kernel="torch", **settings)
     present = Pretended()
     exchange = AllGather(Link(present, Traffic()))  # type: ignore[arg-type]
@@ -292,8 +295,8 @@ def test_a_rank_that_was_stopped_once_is_not_a_slow_one(gradient: torch.Tensor) 
 def test_after_every_step_the_mean_is_lengthened_as_by_dct(gradient: torch.Tensor) -> None:
     """Two ranks whose steps are at right angles: from the first exchange on, the next mean is longer."""
     settings = {"density": 0.25, "value_format": "fp32"}
-    updates, present, parameter, optimizer = rank_of(torch.zeros(400), **settings)
-    other, _, theirs, their_optimizer = rank_of(torch.zeros(400), **settings)
+    updates, present, parameter, optimizer = rank_of(torch.zeros(400), Sign, **settings)
+    other, _, theirs, their_optimizer = rank_of(torch.zeros(400), Sign, **settings)
     mine = torch.zeros(400)
     mine[::2] = 1.0
 
