@@ -118,6 +118,9 @@ def test_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
             assert extras <= set(metadata.metadata("lightning-dct").get_all("Provides-Extra"))
         case ["python", "experiments/train.py", *overrides]:
             composes(overrides)
+        case ["python", "examples/elastic/start.py", ranks, "experiments/train.py", *overrides]:
+            assert f"trainer.devices={ranks}" in overrides
+            composes(overrides)
         case ["python", "experiments/compare.py", *rest]:
             given = iter(rest)
             common, strategies = [], []
