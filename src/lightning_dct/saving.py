@@ -106,6 +106,14 @@ class CheckpointedStrategy(ParallelStrategy):
                 f"`{type(self).__name__}` cannot hold `ShardedEmbeddingBags` ({', '.join(map(repr, tables))}), which"
                 f" are spread over all ranks. {self.without_tables}"
             )
+        launched = getattr(self, "_start_method", "popen")
+        trainer = getattr(model, "_trainer", None)
+        if tables and launched != "popen" and trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+            raise ValueError(
+                f"The rows of sharded tables ({', '.join(map(repr, tables))}) would end with the processes that"
+                f" `start_method={launched!r}` starts, which send back the weights of one rank. Train them in a script"
+                " with `strategy='dct'`, which a notebook can write with `%%writefile` and run."
+            )
         for module in tables.values():
             module.materialize()
             module.evaluated_with = tuple(tables.values())

@@ -187,7 +187,7 @@ def messages_of_wrong_batches(kind: type, settings: dict[str, Any]) -> list[str]
         for culprit, wrong in ((0, "negative"), (1, "negative"), (1, "another number of tables")):
             tables = kind(**settings)
             tables.materialize()
-            tables.train(training)
+            torch.set_grad_enabled(training)
             ids = torch.tensor([[1, 2], [3, 0]])
             if tables.exchange_group.rank == culprit:
                 ids = -ids if wrong == "negative" else ids[:, :1]
@@ -197,6 +197,7 @@ def messages_of_wrong_batches(kind: type, settings: dict[str, Any]) -> list[str]
                     tables.finish_evaluation()
             except (IndexError, ValueError) as error:
                 told.append(f"{type(error).__name__}: {error}")
+    torch.set_grad_enabled(True)
     return told
 
 
@@ -327,7 +328,8 @@ def test_ids_without_rows_give_the_default_row_and_learn_nothing() -> None:
         pooled.sum().backward()
         optimizer.step()
     assert torch.allclose(tables(ids).detach(), default - 0.1)
-    assert torch.equal(tables.eval()(torch.tensor([[6, 6]])), default)
+    with torch.no_grad():
+        assert torch.equal(tables(torch.tensor([[6, 6]])), default)
 
 
 def test_more_rows_than_there_is_room_for() -> None:
@@ -348,7 +350,8 @@ def test_a_state_dict_carries_rows_and_where_they_are() -> None:
     with torch.no_grad():
         tables.weight.normal_()
     other.load_state_dict(tables.state_dict())
-    assert torch.equal(other.eval()(ids), tables.eval()(ids))
+    with torch.no_grad():
+        assert torch.equal(other(ids), tables(ids))
     assert tables(ids).unique().numel() == 16
 
 

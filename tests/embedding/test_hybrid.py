@@ -160,7 +160,7 @@ def test_two_modules_and_unequal_numbers_of_batches(ranks):
     for predicted, number in zip(ranks(len(numbers)).run(predict_with_two_modules, numbers), numbers, strict=True):
         assert len(predicted) == number
         for ids, output in zip(ids_of_two_modules(number), predicted, strict=True):
-            torch.testing.assert_close(output, alone.eval().predict_step(ids, 0), rtol=0, atol=0)
+            torch.testing.assert_close(output, alone.predict_step(ids, 0).detach(), rtol=0, atol=0)
 
 
 def dense_gradients():
@@ -347,3 +347,37 @@ def test_rows_are_averaged(ranks):
     """Oracle: the mean of a rank's rows after each step, by hand; the callback copies the model, tables included."""
     for averaged, expected in ranks(2).run(train_averaged):
         torch.testing.assert_close(averaged, expected)
+
+
+def train_in_eval_mode(frozen):
+    module = Hybrid(FEW)
+    module.tables.eval()
+    module.tables.requires_grad_(not frozen)
+    module.on_train_start = lambda: starts.append(module.tables.weight.detach().clone())
+    starts = []
+    fit(module, 20)
+    tables = module.tables
+    moved = (tables.weight != starts[0]).any(dim=1).sum()
+    waiting = len(tables.collected._expected), len(tables.collected._parts)
+    return int(moved), waiting, tables.traffic.totals.bytes_sent
+
+
+def test_whether_a_gradient_is_wanted_decides(ranks):
+    """Pretrained modules are often in eval mode, and train; frozen tables read exact rows, and nothing piles up."""
+    for moved, _, sent in ranks(2).run(train_in_eval_mode, False):
+        assert moved > 20
+        assert sent > 0
+    for moved, waiting, _ in ranks(2).run(train_in_eval_mode, True):
+        assert (moved, waiting) == (0, (0, 0))
+
+
+def look_up_without_backward():
+    tables = ShardedEmbeddingBags([400], 4, cache_rows=8)
+    tables.materialize()
+    for step in range(40):
+        tables(torch.arange(40).view(-1, 1) * 10 + step % 10)
+    return len(tables.collected._expected) + len(tables.collected._parts)
+
+
+def test_nothing_piles_up_without_a_backward(ranks):
+    assert max(ranks(2).run(look_up_without_backward)) < 20

@@ -230,7 +230,8 @@ class ChangesLookup:
                 if places.size:
                     with module.traffic.timed():
                         rows = decode_whole(received[peer], places.size, dim, value_format)
-                    yield torch.from_numpy(places).to(rows.device), rows.to(module.remembered_dtype)
+                    if rows.any():  # not of look-ups without a backward
+                        yield torch.from_numpy(places).to(rows.device), rows.to(module.remembered_dtype)
 
         module.collected.expect(arrive)
 

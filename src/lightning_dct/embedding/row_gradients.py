@@ -8,6 +8,9 @@ from torch import Tensor
 
 from lightning_dct.kernels import add_rows
 
+# Messages that may be under way at a time.
+MOST_EXPECTED = 16
+
 
 def deliver(weight: Tensor, pooled: Tensor, send_gradient: Callable[[Tensor], None]) -> Tensor:
     """Make backward call ``send_gradient`` with the gradient of ``pooled``. It sets the gradient of ``weight``."""
@@ -38,6 +41,8 @@ class CollectedGradients:
 
     def expect(self, arrive: Callable[[], Iterable[tuple[Tensor, Tensor]]]) -> None:
         """Add what ``arrive`` waits for and returns, places and gradients, before any part is read."""
+        if len(self._expected) == MOST_EXPECTED:  # of look-ups without a backward
+            self.wait()
         self._expected.append(arrive)
 
     def wait(self) -> None:

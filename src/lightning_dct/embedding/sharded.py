@@ -34,8 +34,8 @@ class ShardedEmbeddingBags(TableState):
     ``configure_model``, and put the parameter's name into ``_ddp_params_and_buffers_to_ignore`` of the LightningModule;
     its checkpoints have the rows of rank 0 only.
 
-    Outside training every rank reads exact rows. A rank without further batches answers the others until all have
-    finished (:meth:`finish_evaluation`, which ``DCTStrategy`` calls).
+    Where no gradient is wanted, in evaluation or of frozen tables, every rank reads exact rows. A rank without further
+    batches answers the others until all have finished (:meth:`finish_evaluation`, which ``DCTStrategy`` calls).
 
     Example::
 
@@ -142,7 +142,7 @@ class ShardedEmbeddingBags(TableState):
                 "The tables have no rows yet. Use `Trainer(strategy='dct')`, or call `materialize()` in"
                 " `configure_model` (or, without a Trainer, after `init_process_group`)."
             )
-        is_exact = not (self.training and torch.is_grad_enabled())
+        is_exact = not (self.weight.requires_grad and torch.is_grad_enabled())
         try:
             bags = read_bags(ids, offsets, self.table_rows, self.pooling)
         except (IndexError, ValueError) as fault:

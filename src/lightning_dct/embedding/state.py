@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -22,6 +22,15 @@ from lightning_dct.traffic import Traffic
 
 # Rows that are filled or copied at a time, so that no second copy of a table ever exists.
 ROWS_AT_A_TIME = 1 << 16
+
+
+class UnmadeRows(nn.parameter.UninitializedParameter):
+    """Rows before :meth:`TableState.materialize`, which can be frozen already."""
+
+    _allowed_methods: ClassVar[Any] = [
+        *vars(nn.parameter.UninitializedTensorMixin)["_allowed_methods"],
+        Tensor.requires_grad_,
+    ]
 
 
 class TableState(CompressedModule):
@@ -50,7 +59,7 @@ class TableState(CompressedModule):
 
     def __init__(self, refresh_every: int) -> None:
         super().__init__(refresh_every)
-        self.weight = nn.parameter.UninitializedParameter()
+        self.weight = UnmadeRows()
         # Whether `state_dict` leaves the rows out, while a strategy saves or loads, which has files for them.
         self.saved_in_shards = False
         # Of pruned rows; see `pruning`.
@@ -65,7 +74,7 @@ class TableState(CompressedModule):
     @property
     def is_materialized(self) -> bool:
         """Whether this rank's rows exist."""
-        return not isinstance(self.weight, nn.parameter.UninitializedParameter)
+        return not isinstance(self.weight, UnmadeRows)
 
     def materialize(self) -> None:
         """Make this rank's rows, once; a collective call if there are several ranks."""
@@ -78,7 +87,7 @@ class TableState(CompressedModule):
         rank, world_size = self.exchange_group.rank, self.exchange_group.world_size
         self.placement = self.place(world_size)
         self.peers = [peer for peer in range(world_size) if peer != rank]
-        cast(nn.parameter.UninitializedParameter, self.weight).materialize((self.capacity(), self.embedding_dim))
+        cast(UnmadeRows, self.weight).materialize((self.capacity(), self.embedding_dim))
         self.remembered_dtype = torch.float64 if self.weight.dtype == torch.float64 else torch.float32
         with torch.no_grad():
             self.initialize_rows()
