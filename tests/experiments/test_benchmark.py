@@ -15,7 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from benchmark import job, kernels, memory, pipeline, plots, recommender, steps
+from benchmark import job, kernels, memory, pipeline, recommender, steps
 from benchmark.job import Job, Run, of_all_ranks, run_job
 from benchmark.kernels import ROOFLINE, WARM_UP_ROUNDS, Timed, tabulate_profiles, time_in_turn
 from benchmark.session import in_order
@@ -284,22 +284,3 @@ def test_links_are_read() -> None:
     for wrong in ("0", "10:-1", "fast"):
         with pytest.raises(SystemExit):
             pipeline.parse_options(["--links", wrong])
-
-
-def test_the_time_to_a_loss_is_drawn(tmp_path: Path) -> None:
-    """Oracle: one panel for each delay, and in it a curve for each setting and one for the run's own choice."""
-    links = [
-        (Link(10), {"DDP": 50.0, "8 steps, 30%": 5.0, "2 steps, 30%": 9.0}, {"seconds": 6.0}),
-        (Link(100), {"DDP": 7.0, "8 steps, 30%": 4.0, "2 steps, 30%": 5.0}, {"seconds": 4.5}),
-        (Link(10, 50), {"DDP": 80.0, "8 steps, 30%": 15.0, "2 steps, 30%": 30.0}, {"seconds": 16.0}),
-    ]
-    with patch.object(plots, "save") as save:
-        plots.plot_over_rates(tmp_path / "auto.png", links, ["DDP", "8 steps, 30%"])
-    figure = save.call_args.args[0]
-    curves = [{line.get_label(): line.get_xydata().tolist() for line in axis.lines} for axis in figure.axes]
-    assert curves[0]["DDP"] == [[10.0, 50.0], [100.0, 7.0]]
-    assert [{name: len(points) for name, points in panel.items()} for panel in curves] == [
-        {"DDP": count, "8 steps, 30%": count, "chosen by the run": count} for count in (2, 1)
-    ]
-    plots.save(figure, tmp_path / "auto.png")
-    assert (tmp_path / "auto.png").stat().st_size > 0
