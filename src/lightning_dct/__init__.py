@@ -26,6 +26,7 @@ from lightning_dct.metrics import CompressionRatio
 from lightning_dct.pipeline.pipeline_strategy import DCTPipelineStrategy
 from lightning_dct.pipeline.sequential import SplitSequential
 from lightning_dct.strategy import DCTStrategy
+from lightning_dct.sync.plain_loop import Updates
 
 __all__ = [
     "CheckpointError",
@@ -43,6 +44,7 @@ __all__ = [
     "SplitPoint",
     "SplitSequential",
     "ThresholdRefresh",
+    "Updates",
     "__version__",
     "subspace",
 ]

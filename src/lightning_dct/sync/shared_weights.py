@@ -51,6 +51,10 @@ class SharedWeights:
             self.parameters[name], self.sizes[name] = parameter, real_numel(parameter)
             self._shared[name] = local_of(parameter).detach().clone()
 
+    def forget(self) -> None:
+        """Forget all parameters; :meth:`adopt` takes the weights that they have by then."""
+        self.parameters, self.sizes, self._shared = {}, {}, {}
+
     def shared(self, name: str) -> Tensor:
         """The shared weights of a parameter, in its shape and dtype; only exchanges change them, in place."""
         return self._shared[name]

@@ -1,0 +1,147 @@
+"""The method in a loop of the user's own: it needs an optimizer, a process group and nothing of Lightning's Trainer.
+
+updates = lightning_dct.Updates(model, optimizer, density=0.03)
+for batch in batches:
+    loss(model, batch).backward(); optimizer.step(); optimizer.zero_grad()
+with updates.shared_weights():
+    evaluate(model)
+updates.close()
+"""
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_dct.agreement import check_agreement, describe_optimizers
+from lightning_dct.compress.awaited import clock_of
+from lightning_dct.config import DCTConfig
+from lightning_dct.law import Given, RunSettings
+from lightning_dct.profiling import recorded
+from lightning_dct.sync.optimizer_trial import refuse
+from lightning_dct.sync.setup import check_settings, make_update_synchronizer
+from lightning_dct.traffic import Traffic
+
+
+class Updates:
+    """Exchanges the updates of a model's weights after its optimizers' steps.
+
+    Each rank trains its own weights with its own optimizer on its own data. The optimizers' step hooks exchange what
+    weights have moved; :mod:`lightning_dct.sync.updates` has the equations. Do not wrap the model in
+    ``DistributedDataParallel``. All ranks make this object together, after ``torch.distributed.init_process_group``;
+    they continue with the weights of the first one. Every rank must make the same steps: a loss scaler that skips a
+    step on one rank, as with fp16, leaves the others waiting. Use bf16.
+
+    Args:
+        model: Its parameters may be of several optimizers, or of none.
+        optimizers: One, or several in the same order on every rank.
+        steps: Optimizer steps of the run, from which settings that are left out follow; None if that is not known.
+        process_group: The ranks that train together; by default all.
+        average_buffers: Average the running statistics of normalisation layers, and take other buffers from rank 0.
+        project: Brings the weights of the model back into their bounds after each step, in place.
+        **settings: Those of :class:`~lightning_dct.DCTConfig`, for updates.
+
+    Attributes:
+        traffic: Counts bytes and times.
+
+    Raises:
+        TypeError: A setting has the wrong type, or its name is not known.
+        ValueError: A setting is out of range, the ranks differ, or an optimizer does not go with updates.
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        optimizers: Optimizer | Sequence[Optimizer],
+        *,
+        steps: int | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        average_buffers: bool = True,
+        project: Callable[[Module], None] | None = None,
+        **settings: Any,
+    ) -> None:
+        given = Given.of(settings)
+        if given.config.compress != "updates":
+            raise ValueError(
+                "`Updates` exchanges updates of weights; got `compress='gradients'`. Leave that out, or use"
+                " `DCTStrategy` with Lightning."
+            )
+        group = process_group or dist.distributed_c10d._get_default_group()
+        self.optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+        for optimizer in self.optimizers:
+            refuse(optimizer)
+        self.project = project
+        self.traffic = Traffic(recorded)
+        self.traffic.clock = clock_of(next(model.parameters()).device)
+        check_settings(given.config, model, {"process_group": group}, {"steps": steps})
+        run_settings = RunSettings(given, group.size(), math.inf if steps is None else steps)
+        self.config: DCTConfig = run_settings.at(0)
+        self.synchronizer = make_update_synchronizer(self, model, group, average_buffers)
+        self.synchronizer.run_settings = run_settings
+        self.synchronizer.refresh_every = self.config.refresh_every
+        check_agreement(describe_optimizers(self.optimizers, self.synchronizer.parameter_names), model, group)
+        self._handles: list[RemovableHandle] = []
+        for optimizer in self.optimizers:
+            self.synchronizer.register(optimizer)
+            self._handles += [
+                optimizer.register_step_pre_hook(partial(_of_step, self.synchronizer.before_step)),
+                optimizer.register_step_post_hook(partial(_of_step, self.synchronizer.after_step)),
+            ]
+
+    # As torchrun says it; without it, each rank counts as a node of its own.
+    @property
+    def node_rank(self) -> int:
+        """The number of this rank's node."""
+        return int(os.environ.get("GROUP_RANK", dist.get_rank()))
+
+    @property
+    def local_rank(self) -> int:
+        """The number of this rank on its node."""
+        return int(os.environ["LOCAL_RANK"]) if "GROUP_RANK" in os.environ else 0
+
+    _timeout: timedelta | None = None
+
+    @contextmanager
+    def shared_weights(self) -> Iterator[None]:
+        """Have the weights that all ranks share in the model, to evaluate or save them; a collective call."""
+        self.synchronizer.begin_evaluation()
+        try:
+            yield
+        finally:
+            self.synchronizer.end_evaluation()
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state: plain numbers, dicts and CPU tensors.
+
+        Save it for each rank, with the optimizers' states, and once the model's state within :meth:`shared_weights`.
+        """
+        return self.synchronizer.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from this rank's saved state, after the model's state with the shared weights has been loaded.
+
+        Raises:
+            ValueError: A saved tensor has another size than the parameter of its name.
+        """
+        self.synchronizer.weights.forget()
+        self.synchronizer.load_state_dict(state)
+
+    def close(self) -> None:
+        """Leave the shared weights in the model, and exchange no more; a collective call."""
+        for handle in self._handles:
+            handle.remove()
+        self.synchronizer.apply_all()
+        self.synchronizer.begin_evaluation()
+        self.synchronizer.exchange.close()
+
+
+def _of_step(function: Callable[[Optimizer], None], optimizer: Optimizer, *_: Any) -> None:
+    function(optimizer)

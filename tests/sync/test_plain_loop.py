@@ -1,0 +1,157 @@
+"""`Updates` in a loop without a Trainer: the bits of `DCTStrategy`, resume, misuse; on real ranks."""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+
+from distributed.training import Module, fit, loader, perceptron, rank
+from lightning_dct import DCTStrategy, Updates
+
+STEPS = 24
+SETTINGS: list[dict[str, Any]] = [
+    {"local_steps": 1, "density": 0.2},
+    {"local_steps": 3, "density": 0.1, "warmup_steps": 6, "exchange": "sharded"},
+    {"local_steps": 4, "delay": 2, "value_format": "2bit", "warmup_steps": 0},
+]
+
+
+def sums(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix("model."): tensor.detach().clone() for name, tensor in state.items()}
+
+
+def under_the_trainer(settings: dict[str, Any]) -> tuple[dict[str, Tensor], list[float], int]:
+    run = fit(DCTStrategy(**settings), Module(perceptron(), optim.AdamW, lr=0.01), STEPS)
+    return sums(run.weights), run.losses, run.totals.bytes_sent
+
+
+class Loop:
+    """What a user writes."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.model = perceptron()
+        self.optimizer = optim.AdamW(self.model.parameters(), lr=0.01)
+        self.updates = Updates(self.model, self.optimizer, **settings)
+        self.losses: list[float] = []
+
+    def train(self, first: int, last: int) -> None:
+        for step, (inputs, outputs) in enumerate(loader(STEPS, 40, 8)):
+            if first <= step < last:
+                loss = (self.model(inputs) - outputs).square().mean()
+                loss.backward()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                self.losses.append(loss.item())
+
+
+def in_a_loop(settings: dict[str, Any]) -> tuple[dict[str, Tensor], list[float], int]:
+    loop = Loop(settings)
+    loop.train(0, STEPS)
+    loop.updates.close()
+    weights, losses, sent = sums(loop.model.state_dict()), loop.losses[:], loop.updates.traffic.totals.bytes_sent
+    if rank() == 0:  # it exchanges no more
+        loop.train(0, 1)
+    return weights, losses, sent
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_the_same_bits_as_under_the_trainer(ranks: Any, settings: dict[str, Any]) -> None:
+    """Oracle: DCTStrategy with the same model, data, optimizer and settings."""
+    settings = {"min_tensor_size": 8, **settings}
+    loops, trainers = ranks(2).run(in_a_loop, settings), ranks(2).run(under_the_trainer, settings)
+    for (weights, losses, sent), (their_weights, their_losses, their_sent) in zip(loops, trainers, strict=True):
+        assert losses == their_losses
+        assert sent == their_sent > 0
+        assert all(torch.equal(weights[name], theirs) for name, theirs in their_weights.items())
+
+
+def shared_weights_of(settings: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    loop = Loop(settings)
+    loop.train(0, 10)
+    own = sums(loop.model.state_dict())
+    with loop.updates.shared_weights():
+        shared = sums(loop.model.state_dict())
+    assert all(torch.equal(one, loop.model.state_dict()[name]) for name, one in own.items())
+    loop.updates.close()
+    return own, shared
+
+
+def test_ranks_share_the_same_weights_and_train_their_own(ranks: Any) -> None:
+    first, second = ranks(2).run(shared_weights_of, SETTINGS[0])
+    assert all(torch.equal(first[1][name], second[1][name]) for name in first[1])
+    assert not torch.equal(first[0]["first.weight"], second[0]["first.weight"])
+
+
+def resumed(settings: dict[str, Any]) -> bool:
+    whole = Loop(settings)
+    whole.train(0, 11)
+    with whole.updates.shared_weights():
+        model = copy.deepcopy(whole.model.state_dict())
+    saved = copy.deepcopy((whole.updates.state_dict(), whole.optimizer.state_dict()))
+    whole.train(11, STEPS)
+    whole.updates.close()
+    again = Loop(settings)
+    again.model.load_state_dict(model)
+    again.updates.load_state_dict(saved[0])
+    again.optimizer.load_state_dict(saved[1])
+    again.train(11, STEPS)
+    again.updates.close()
+    return whole.losses[11:] == again.losses and all(
+        torch.equal(one, other)
+        for one, other in zip(whole.model.state_dict().values(), again.model.state_dict().values(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_a_resumed_loop_continues_bit_for_bit(ranks: Any, settings: dict[str, Any]) -> None:
+    assert ranks(2).run(resumed, settings) == [True, True]
+
+
+def two_optimizers() -> list[Tensor]:
+    model = nn.ModuleList([nn.Linear(20, 20), nn.Linear(20, 20)])
+    torch.manual_seed(rank())  # other weights on each rank, until `Updates` is made
+    for layer in model:
+        nn.init.normal_(layer.weight)
+    optimizers = [optim.Adam(model[0].parameters(), lr=0.01), optim.SGD(model[1].parameters(), lr=0.01)]
+    updates = Updates(model, optimizers, local_steps=1)
+    for step in range(12):
+        optimizer, layer = optimizers[step % 2], model[step % 2]
+        layer(torch.randn(4, 20)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    updates.close()
+    return [weights.detach() for weights in model.parameters()]
+
+
+def test_several_optimizers(ranks: Any) -> None:
+    first, second = ranks(2).run(two_optimizers)
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def refused(make: Callable[[], Any]) -> str:
+    with pytest.raises((ValueError, TypeError)) as error:
+        make()
+    return str(error.value)
+
+
+def misuse(settings: dict[str, Any], kind: Any = optim.SGD, differ: bool = False) -> Any:
+    model = perceptron()
+    return Updates(model, kind(model.parameters(), lr=0.1 + differ * rank()), **settings)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (partial(misuse, {"densty": 0.1}), "densty"),
+        (partial(misuse, {"density": 2.0}), "`density`"),
+        (partial(misuse, {"compress": "gradients"}), "`Updates` exchanges updates of weights"),
+        (partial(misuse, {}, optim.LBFGS), "`LBFGS`"),
+        (partial(misuse, {}, differ=True), "lr of optimizer 0"),
+    ],
+)
+def test_misuse_is_named(ranks: Any, make: Any, words: str) -> None:
+    assert all(words in message for message in ranks(2).run(refused, make))
