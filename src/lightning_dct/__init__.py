@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_dct.__about__ import __version__
 from lightning_dct.activations.split_point import SplitPoint
 from lightning_dct.activations.subspace import subspace
+from lightning_dct.callbacks.accordion import AccordionSchedule
 from lightning_dct.callbacks.compression_monitor import CompressionMonitor
 from lightning_dct.callbacks.embedding_pruning import EmbeddingPruning
 from lightning_dct.callbacks.threshold_refresh import ThresholdRefresh
@@ -29,6 +30,7 @@ from lightning_dct.strategy import DCTStrategy
 from lightning_dct.sync.plain_loop import Updates
 
 __all__ = [
+    "AccordionSchedule",
     "CheckpointError",
     "CompressionMonitor",
     "CompressionRatio",

@@ -32,7 +32,7 @@ from lightning_dct.checkpoint.reading import (
     state_of_nothing,
 )
 from lightning_dct.compress.awaited import clock_of
-from lightning_dct.config import DCTConfig, check_keywords
+from lightning_dct.config import DCTConfig, check_density, check_keywords
 from lightning_dct.embedding.sharded import ShardedEmbeddingBags
 from lightning_dct.failures.lifeline import check_lifelines
 from lightning_dct.failures.process_group import group_is_made
@@ -147,6 +147,21 @@ class DCTStrategy(DDPStrategy):
             if (optimizer := earlier()) is not None:
                 self._trained_by(optimizer)
         return module
+
+    def set_density(self, density: float) -> None:
+        """Send this share of each tensor's entries from the next exchange on, of all modules that are set up.
+
+        All ranks call this together, between two optimizer steps, and decide alike. The number of steps does not choose
+        the density any more. ``fabric.save`` keeps it.
+
+        Raises:
+            TypeError: It is no number.
+            ValueError: It is out of range, or the ranks differ. Raised on every rank.
+        """
+        check_density("set_density(density)", density)
+        check_agreement({"set_density(density)": float(density)}, Module(), None)
+        for its in self._synchronized.values():
+            its.synchronizer.set_density(float(density))
 
     def _refuse_shared(self, module: Module) -> None:
         """Refuse a module with parameters of another one that was set up (ValueError): both would exchange them."""

@@ -345,6 +345,7 @@ class CheckpointedStrategy(ParallelStrategy):
     def _restore(self, synchronizer: Synchronizer, state: dict[str, Any]) -> None:
         """Continue from a state that has been read, without a collective call."""
         synchronizer.load_state_dict(state)
+        self.config = synchronizer.config  # with a density that was set in mid-run
         self.split_traffic.load_state_dict(state.get("split_traffic", {}))
         self._accumulated = state.get("accumulated", {})
         if scaler := state.get("scaler"):

@@ -29,6 +29,7 @@ from lightning_dct.callbacks.run_advice import RunAdvice
 from lightning_dct.callbacks.threshold_refresh import ThresholdRefresh
 from lightning_dct.clipping import install_clipping, remove_clipping
 from lightning_dct.compress.awaited import clock_of
+from lightning_dct.config import check_density
 from lightning_dct.failures.course import EXCHANGE, IN_FORWARD
 from lightning_dct.failures.lifeline import Lifeline, check_lifelines
 from lightning_dct.failures.process_group import group_is_made
@@ -114,7 +115,7 @@ class ThresholdedStrategy(CheckpointedStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             clock = clock_of(self.root_device)
             self.traffic, self.split_traffic = Traffic(shown_by(trainer), clock), Traffic(clock=clock)
-            self.synchronizer = None
+            self.synchronizer, self.config = None, self.given.config
         # Again, because `configure_model` may have made modules.
         check_agreement(module_settings(self._module), Module(), None)
         modules = self.compressed_modules()
@@ -156,6 +157,36 @@ class ThresholdedStrategy(CheckpointedStrategy):
                 updates.register(optimizer)  # what a forward writes before the first step is sent, too
             updates.check_alike()
             self._step_guard.watch(lambda: (updates,))
+
+    def set_density(self, density: float) -> None:
+        """Send this share of each tensor's entries from the next exchange on; all ranks call this together.
+
+        It is for callbacks that adapt the compression, between two optimizer steps of a fit and from ``on_train_start``
+        on. From then on the length of the run does not choose the density. Densities of ``density_per_parameter`` stay.
+        A checkpoint keeps the density, and a run that resumes from it continues with that. The next fit begins with the
+        strategy's own settings.
+
+        All ranks must decide alike. So decide from what they share: the step, the learning rate, synchronised
+        gradients, shared weights, or values that are reduced over all ranks.
+
+        Args:
+            density: The share, in (0, 1].
+
+        Raises:
+            TypeError: It is no number.
+            ValueError: It is out of range, or the ranks differ. Raised on every rank.
+            RuntimeError: Nothing is trained now, or not all ranks come here.
+        """
+        check_density("set_density(density)", density)
+        if self.synchronizer is None or not self.is_fitting:
+            raise RuntimeError(
+                "`set_density` changes a fit: call it from `on_train_start` on, before the fit ends. Earlier, give"
+                f" `density={density!r}` to the strategy."
+            )
+        self.come_to("a change of the density")
+        check_agreement({"set_density(density)": float(density)}, Module(), None)
+        self.synchronizer.set_density(float(density))
+        self.config = self.synchronizer.config
 
     def _agreed_length(self) -> RunLength:
         """What the first rank expects, because others may have more data or less, which a warning says."""

@@ -114,6 +114,8 @@ _OPTIONAL: dict[str, Rule] = {
     "groups": _COUNT,
     "exchange_clocks": (_NAME, _COUNT),
     "in_flight": (_NAME, ("a list of floating-point numbers", _is_list)),
+    # That was set in mid-run.
+    "density": ("a share", lambda value: _is_number(value, sys.float_info.min) and value <= 1),
     # With a Trainer.
     "split_traffic": _TOTALS,
     "modules": (_NAME, (_NAME, ("a state", lambda value: True))),

@@ -3,9 +3,11 @@
 import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_dct.compress.bucket_plan import BucketPlan, Plans, real_dtype, real_numel
@@ -52,6 +54,7 @@ class Synchronizer:
         steps_since_refresh: The same since the thresholds were last selected.
         refresh_every: The number of those steps after which the synchronizer requests a refresh itself; infinite if a
             callback requests it.
+        given_density: The share of entries that was set in mid-run; None if none was.
         lifeline: Compares what the ranks do; None if there is none.
         peers: The ranks of the job that do the same as this one.
     """
@@ -69,6 +72,7 @@ class Synchronizer:
         self.parameter_names = parameter_names
         self.refresh_requested = False
         self.refresh_every = math.inf
+        self.given_density: float | None = None
         self.lifeline: Lifeline | None = None
         self.peers: Sequence[int] = ()
 
@@ -85,6 +89,18 @@ class Synchronizer:
     def config(self) -> DCTConfig:
         """The current settings."""
         return self.plans.config
+
+    def set_density(self, density: float) -> None:
+        """Send this share of each tensor's entries from the next exchange on; all ranks do this at the same place."""
+        if density != self.config.density:
+            steps = self.synchronisations
+            rank_zero_info(f"After {steps:,} optimizer steps DCT takes density={density:g}, which was set.")
+        self.given_density = density
+        self.plans.change(self._with_density(self.config))
+
+    def _with_density(self, config: DCTConfig) -> DCTConfig:
+        """The settings with the density that was set in mid-run."""
+        return config if self.given_density is None else replace(config, density=self.given_density)
 
     def request_refresh(self) -> None:
         """Select all thresholds anew in the next exchange."""
@@ -153,6 +169,7 @@ class Synchronizer:
         return {
             "synchronisations": self.synchronisations,
             "steps_since_refresh": self.steps_since_refresh,
+            **({} if self.given_density is None else {"density": self.given_density}),
             **self.memory.state_dict(),
             "traffic": self.traffic.state_dict(),
         }
@@ -168,10 +185,13 @@ class Synchronizer:
         self.synchronisations = int(state["synchronisations"])
         self.steps_since_refresh = int(state["steps_since_refresh"])
         self.traffic.load_state_dict(state["traffic"])
+        if "density" in state:
+            self.set_density(state["density"])
 
     def shared_state(self) -> dict[str, Any]:
         """The part of the state that all ranks of the exchange have alike, by name: numbers and tensors."""
-        return {"synchronisations": self.synchronisations, "steps_since_refresh": self.steps_since_refresh}
+        steps = {"synchronisations": self.synchronisations, "steps_since_refresh": self.steps_since_refresh}
+        return {**steps, "density": self.config.density}
 
     def _plan_of(self, tensors: Sequence[Tensor], sizes: Sequence[int], dtype: torch.dtype) -> BucketPlan:
         """The plan of some parameters with these sizes (in real numbers)."""

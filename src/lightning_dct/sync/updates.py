@@ -182,7 +182,7 @@ class UpdateSynchronizer(Synchronizer):
         if self._counted:  # before it was resumed
             settings.count(self._counted)
         self._reached = settings.reached(steps)
-        self.plans.change(settings.at(steps))
+        self.plans.change(self._with_density(settings.at(steps)))
 
     def count(self, share: float) -> None:
         """Choose settings again if the steps in a share of the run are more or fewer than expected.
@@ -203,6 +203,7 @@ class UpdateSynchronizer(Synchronizer):
 
     def _change(self, config: DCTConfig) -> None:
         """Take settings for another length of the run, between two exchanges."""
+        config = self._with_density(config)
         if (config.local_steps, config.density) != (self.config.local_steps, self.config.density):
             counted = f", of about {self._counted:,} of each optimizer," if self._counted else ""
             rank_zero_info(

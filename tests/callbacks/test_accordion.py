@@ -21,8 +21,7 @@ from distributed.training import (
     fit,
     trainer_for,
 )
-from lightning_dct import DCTPipelineStrategy, DCTStrategy
-from methods import AccordionSchedule
+from lightning_dct import AccordionSchedule, DCTPipelineStrategy, DCTStrategy
 
 LOW, HIGH, THRESHOLD = 0.05, 0.5, 0.3
 
@@ -119,8 +118,44 @@ def test_a_drop_of_the_learning_rate_is_critical(ranks: Any) -> None:
     assert ranks(2).run(train_epochs)[0] == [1.0, 1.0, 0.9, 1.0, 0.9, 1.0, 0.9]
 
 
-def train_resumable(path: Path, what: str) -> Run:
-    strategy = DCTStrategy(compress="gradients", density=0.1, refresh_every=7)
+def train_updates(interval: int) -> tuple[list[tuple[int, float]], list[float]]:
+    """The density after each batch, and the norm of what the shared weights have moved by in each interval."""
+    norms, before = [], []
+
+    def look(trainer: Trainer) -> tuple[int, float]:
+        strategy: Any = trainer.strategy
+        weights = strategy.updates.weights
+        now = torch.cat([weights.shared(name).flatten().double() for name in weights.parameters])
+        steps = strategy.synchronizer.synchronisations
+        if steps % interval == 0:
+            norms.append(float((now - before[-1]).norm()))
+            before.append(now)
+        return steps, densities(trainer)
+
+    def begin(trainer: Trainer, module: Module) -> None:
+        before.append(torch.cat([one.detach().flatten().double() for one in module.parameters()]))
+
+    watch, module = Watch(look=look), Module(None, torch.optim.SGD, lr=0.2)
+    watch.on_train_start = begin  # type: ignore[method-assign]
+    schedule = AccordionSchedule(LOW, HIGH, 0.1, every_n_steps=interval)
+    run = fit(DCTStrategy(local_steps=1, warmup_steps=0), module, 40, watch=watch, callbacks=[schedule])
+    return run.seen, norms
+
+
+def test_with_updates_it_switches_by_what_the_shared_weights_have_moved_by(ranks: Any) -> None:
+    """Oracle: algorithm 1 on the weights that all ranks share; alike on both ranks."""
+    results = ranks(2).run(train_updates, 5)
+    assert results[0] == results[1]
+    seen, norms = results[0]
+    expected = [HIGH, HIGH]
+    for previous, norm in pairwise(norms):
+        expected.append(HIGH if abs(previous - norm) / previous >= 0.1 else LOW)
+    assert len(set(expected[2:-1])) == 2, norms
+    assert all(density == expected[(steps - 1) // 5] for steps, density in seen)
+
+
+def train_resumable(path: Path, what: str, compress: Any) -> Run:
+    strategy = DCTStrategy(compress=compress, density=0.1, refresh_every=7)
     schedule = AccordionSchedule(LOW, HIGH, THRESHOLD, every_n_steps=4)
     module = Module(None, torch.optim.SGD, lr=0.2)
     if what == "half":
@@ -132,10 +167,11 @@ def train_resumable(path: Path, what: str) -> Run:
     return fit(strategy, module, twice_ten_batches(), ckpt_path=ckpt_path, callbacks=[schedule], watch=watch)
 
 
-def test_resumed_run_equals_the_uninterrupted_one(ranks: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("compress", ["updates", "gradients"])
+def test_resumed_run_equals_the_uninterrupted_one(ranks: Any, tmp_path: Path, compress: str) -> None:
     """Oracle: 20 batches without a break; the save lies in the middle of an interval."""
     whole, half, resumed = (
-        ranks(2).run(train_resumable, tmp_path / "half.ckpt", what) for what in ("whole", "half", "resumed")
+        ranks(2).run(train_resumable, tmp_path / "half.ckpt", what, compress) for what in ("whole", "half", "resumed")
     )
     for expected, first, run in zip(whole, half, resumed, strict=True):
         assert first.hashes + run.hashes == expected.hashes
@@ -160,5 +196,5 @@ def test_settings_are_checked(arguments: Any, message: str) -> None:
 
 def test_pipelines_are_refused() -> None:
     trainer = Trainer(accelerator="cpu", devices=2, strategy=DCTPipelineStrategy(compress="gradients"), logger=False)
-    with pytest.raises(MisconfigurationException, match="`AccordionSchedule` needs the gradients of the whole"):
+    with pytest.raises(MisconfigurationException, match="`AccordionSchedule` decides by the whole model"):
         AccordionSchedule(0.01, 0.1).setup(trainer, Module(), "fit")

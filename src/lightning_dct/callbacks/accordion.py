@@ -1,0 +1,149 @@
+"""Two densities, of which each interval of a run takes one by whether it is a critical learning regime."""
+
+import math
+from typing import Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, float64, zeros_like
+from torch.optim import Optimizer
+
+from lightning_dct.callbacks.requirements import require_dct
+from lightning_dct.config import check_density, check_integer
+from lightning_dct.sync.setup import parameter_names
+from lightning_dct.sync.shared_weights import as_real
+
+
+class AccordionSchedule(Callback):
+    """Choose between two densities by critical learning regimes.
+
+    Agarwal et al., *Adaptive Gradient Communication via Critical Learning Regime Identification*, MLSys 2021,
+    algorithm 1. ``D`` is the sum of the synchronised gradients over an interval. With updates, whose gradients are each
+    rank's own, it is what the shared weights have moved by. The next interval is critical, and sends at the density
+    ``high``, when
+
+        | |D_previous| - |D| |  >=  threshold * |D_previous|        or the learning rate drops
+
+    and sends at ``low`` otherwise. The first two are critical. The paper decides for each layer, this callback for
+    the whole model. A drop of the learning rate is at least the share ``threshold`` between the beginnings of two
+    intervals, so that a slowly falling rate does not keep every interval critical.
+
+    All ranks have the same gradients and shared weights, so they decide alike without communication. An interval should
+    be many times ``1 / low`` exchanges long, because a residual arrives in a later interval. The callback keeps a copy
+    of the model's size, and so do checkpoints.
+
+    Args:
+        low: Density outside critical intervals, in (0, 1].
+        high: Density in critical intervals, at least ``low``.
+        threshold: Smallest relative change of the norm that makes an interval critical, in (0, 1).
+        every_n_steps: Optimizer steps in an interval; None for an epoch.
+    """
+
+    reads_weights = False
+
+    def __init__(self, low: float, high: float, threshold: float = 0.5, every_n_steps: int | None = None) -> None:
+        check_density("AccordionSchedule(low)", low)
+        check_density("AccordionSchedule(high)", high)
+        if low > high:
+            raise ValueError(f"`AccordionSchedule` has low={low}, high={high}. `low` must not be above `high`.")
+        if not 0.0 < threshold < 1.0:
+            raise ValueError(f"`AccordionSchedule(threshold)` must be in (0, 1), such as 0.5; got {threshold!r}.")
+        if every_n_steps is not None:
+            check_integer("AccordionSchedule(every_n_steps)", every_n_steps, minimum=1)
+        self.low, self.high, self.threshold, self.every_n_steps = low, high, threshold, every_n_steps
+        self.density = high
+        # The beginning of this interval, in steps or epochs (-1 before the first), and the learning rates there.
+        self._begun = -1
+        self._rates: list[float] = []
+        self._previous_norm: float | None = None
+        # Of this interval, by name: the sum of the gradients, or the shared weights at its beginning.
+        self._kept: dict[str, Tensor] = {}
+        self._synchronised_before = 0
+
+    def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
+        """Refuse strategies that do not exchange the whole model between all ranks."""
+        require_dct(trainer, self)
+        if getattr(trainer.strategy, "stages", 1) > 1:
+            raise MisconfigurationException(
+                "`AccordionSchedule` decides by the whole model, and each rank of a pipeline or of a sharded replica"
+                " has a part of it. Use a `DCTStrategy`, or remove the callback."
+            )
+
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        """Begin with the density of this interval."""
+        trainer.strategy.set_density(self.density)  # type: ignore[attr-defined]
+        self._begun = min(self._begun, self._now(trainer))
+
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_index: int) -> None:
+        """Begin the next interval when one is over."""
+        strategy: Any = trainer.strategy
+        self._synchronised_before = strategy.synchronizer.synchronisations
+        now = self._now(trainer)
+        rates = [float(group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        if self._begun >= 0:
+            if now - self._begun < (self.every_n_steps or 1):
+                return
+            self._decide(self._moved_by(strategy), rates)
+            if strategy.config.density != self.density:
+                strategy.set_density(self.density)
+        self._begun, self._rates = now, rates
+        self._kept = {name: weights.clone() for name, weights in _shared_weights(strategy).items()}
+
+    def on_before_optimizer_step(self, trainer: Trainer, module: LightningModule, optimizer: Optimizer) -> None:
+        """Add the synchronised gradients to the interval's sum, unless a loss scaler skips the step."""
+        strategy: Any = trainer.strategy
+        if strategy.updates is not None or strategy.synchronizer.synchronisations == self._synchronised_before:
+            return
+        names = parameter_names(module)
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            # Sparse gradients are not compressed, and those of sharded tables differ between ranks.
+            if (gradient := parameter.grad) is not None and not gradient.is_sparse:
+                name = names[parameter]
+                before = self._kept.get(name, zeros_like(gradient).float())
+                self._kept[name] = before.to(gradient.device).add_(gradient)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The density, and what this and the next decision are based on; the same on every rank."""
+        return {
+            "density": self.density,
+            "begun": self._begun,
+            "rates": self._rates,
+            "previous_norm": self._previous_norm,
+            "kept": {name: tensor.cpu() for name, tensor in self._kept.items()},
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue with a saved state."""
+        self.density = state_dict["density"]
+        self._begun, self._rates = state_dict["begun"], list(state_dict["rates"])
+        self._previous_norm, self._kept = state_dict["previous_norm"], dict(state_dict["kept"])
+
+    def _moved_by(self, strategy: Any) -> float:
+        """The norm of ``D``, over the interval that ends."""
+        if strategy.updates is None:
+            return _norm(self._kept)
+        shared = _shared_weights(strategy)
+        return _norm({name: shared[name] - old.to(shared[name].device) for name, old in self._kept.items()})
+
+    def _decide(self, norm: float, rates: list[float]) -> None:
+        before = self._previous_norm
+        settled = before is not None and abs(before - norm) < self.threshold * before
+        dropped = any(
+            now <= (1.0 - self.threshold) * then for now, then in zip(rates, self._rates, strict=False) if then
+        )
+        self.density = self.low if settled and not dropped else self.high
+        self._previous_norm = norm
+
+    def _now(self, trainer: Trainer) -> int:
+        strategy: Any = trainer.strategy
+        return trainer.current_epoch if self.every_n_steps is None else strategy.synchronizer.synchronisations
+
+
+def _shared_weights(strategy: Any) -> dict[str, Tensor]:
+    """The weights that all ranks share, by name; none with gradients."""
+    weights = None if strategy.updates is None else strategy.updates.weights
+    return {} if weights is None else {name: weights.shared(name) for name in weights.parameters}
+
+
+def _norm(tensors: dict[str, Tensor]) -> float:
+    return math.hypot(*(float(as_real(tensor).norm(dtype=float64)) for tensor in tensors.values()))

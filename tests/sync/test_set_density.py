@@ -1,0 +1,131 @@
+"""A density that is set in mid-run: sent from the next exchange on, kept by checkpoints, and the same on all ranks."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+
+from distributed.test_resume import SaveAndStop, twice_ten_batches
+from distributed.training import Module, Run, Watch, assert_weights_equal, fit, perceptron, rank, trainer_for
+from lightning_dct import DCTElasticStrategy, DCTStrategy
+from lightning_dct.fabric import DCTStrategy as FabricStrategy
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "updates": {"warmup_steps": 0, "local_steps": 1},
+    "gradients": {"compress": "gradients", "density": 0.5},
+    "by length": {"warmup_steps": 0},
+}
+LATER = 0.05
+
+
+class Sets(Callback):
+    """Sets a density before some batches."""
+
+    def __init__(self, at: dict[int, Any]) -> None:
+        self.at = at
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        density = self.at.get(trainer.fit_loop.total_batch_idx + 1)
+        if density is not None:
+            trainer.strategy.set_density(density)
+
+
+def train(kind: str, at: dict[int, float], load: Path | None = None, save: Path | None = None) -> Run:
+    strategy, module = DCTStrategy(**SETTINGS[kind]), Module(None, torch.optim.Adam, lr=0.01)
+
+    def look(trainer: Trainer) -> tuple[float, float]:
+        return trainer.strategy.config.density, trainer.strategy.traffic.totals.bytes_sent
+
+    callbacks = [Sets(at), *([] if save is None else [SaveAndStop(save, 10)])]
+    path = None if load is None else str(load)
+    return fit(strategy, module, twice_ten_batches(), ckpt_path=path, callbacks=callbacks, watch=Watch(look=look))
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_from_the_next_exchange_on_and_after_a_resume(ranks: Any, tmp_path: Path, kind: str) -> None:
+    """Oracles: what a run sends that has had that density throughout; the run without a break, to the last bit.
+
+    After the resume nobody sets it again, and the length of the run does not choose it, either.
+    """
+    path = tmp_path / "x.ckpt"
+    whole, begun = ranks(2).run(train, kind, {6: LATER}), ranks(2).run(train, kind, {6: LATER}, None, path)
+    resumed, always = ranks(2).run(train, kind, {}, path), ranks(2).run(train, kind, {1: LATER})
+    for expected, first, run, steady in zip(whole, begun, resumed, always, strict=True):
+        assert {density for density, _ in expected.seen[5:]} == {LATER}
+        assert all(density > LATER for density, _ in expected.seen[:5])
+        sent, as_always = (
+            [after - before for (_, before), (_, after) in pairwise(one.seen)] for one in (expected, steady)
+        )
+        assert sent[5:] == as_always[5:]
+        assert min(sent[:4]) > 2 * sent[5]
+        assert first.hashes + run.hashes == expected.hashes
+        assert_weights_equal(expected.weights, run.weights)
+        assert {density for density, _ in run.seen} == {LATER}
+
+
+def differ() -> str:
+    densities = {3: 0.1 + 0.1 * rank()}
+    with pytest.raises(ValueError) as raised:
+        fit(DCTStrategy(lifelines=False), Module(), 5, callbacks=[Sets(densities)])
+    return str(raised.value)
+
+
+def test_ranks_that_differ_are_named(ranks: Any) -> None:
+    for said in ranks(2).run(differ):
+        assert "`set_density(density)` (rank 0: 0.1, rank 1: 0.2)" in said
+
+
+@pytest.mark.parametrize(("density", "error"), [(0.0, ValueError), (1.5, ValueError), ("0.1", TypeError)])
+def test_shares_are_checked(density: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=r"`set_density\(density\)`"):
+        DCTStrategy().set_density(density)
+
+
+def test_it_belongs_to_a_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RuntimeError, match=r"call it from `on_train_start` on.*give `density=0.1` to the strategy"):
+        DCTStrategy().set_density(0.1)
+    monkeypatch.setattr("lightning_dct.elastic.elastic_strategy.import_torchft", lambda: None)
+    with pytest.raises(ValueError, match=r"`strategy='dct_elastic'` cannot set density=0.1"):
+        DCTElasticStrategy().set_density(0.1)
+
+
+def fit_twice() -> list[float]:
+    strategy, module, sets = DCTStrategy(density=0.4), Module(), Sets({2: LATER})
+    watch = Watch(look=lambda trainer: trainer.strategy.config.density)
+    trainer, found = trainer_for(strategy, callbacks=[sets, watch]), []
+    for epochs in (1, 2):
+        trainer.fit_loop.max_epochs = epochs
+        trainer.fit(module, twice_ten_batches())
+        found.append(watch.seen[-1])
+    return found
+
+
+def test_the_next_fit_begins_with_what_was_given(ranks: Any) -> None:
+    assert ranks(2).run(fit_twice) == [[LATER, 0.4]] * 2
+
+
+def with_fabric() -> list[float]:
+    strategy = FabricStrategy(local_steps=1, warmup_steps=0)
+    fabric = L.Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    fabric.launch()
+    model = perceptron()
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    sent = []
+    for step in range(6):
+        if step == 3:
+            strategy.set_density(LATER)
+        before = strategy.traffic.totals.entries_sent
+        fabric.backward(model(torch.randn(4, 40)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        sent.append(strategy.traffic.totals.entries_sent - before)
+    return sent
+
+
+def test_fabric(ranks: Any) -> None:
+    for sent in ranks(2).run(with_fabric):
+        assert min(sent[:3]) > 1.5 * max(sent[3:])
