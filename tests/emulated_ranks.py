@@ -229,8 +229,11 @@ class EmulatedRanks:
             return list(threads.map(function, self.synchronizers))
 
     def payloads(self, bucket: int = 0) -> list[Tensor]:
-        """What each rank sent for a bucket in the last step."""
-        return self.meetings[self.meetings_before + bucket].everyone()
+        """What each rank sent for a bucket in the last step, without the tag of that step."""
+        sent = [payload.clone() for payload in self.meetings[self.meetings_before + bucket].everyone()]
+        for payload in sent:
+            payload[8:10] ^= torch.tensor([self.synchronizers[0].memory.tag], dtype=torch.int16).view(torch.uint8)
+        return sent
 
     def state_dicts(self) -> list[dict[str, Any]]:
         return [synchronizer.state_dict() for synchronizer in self.synchronizers]

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Checkpoint
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn import Module
@@ -39,6 +39,8 @@ from lightning_dct.profiling import shown_by
 from lightning_dct.saving import CheckpointedStrategy
 from lightning_dct.sync.step_guard import StepGuard
 from lightning_dct.traffic import Traffic
+
+OUTSIDE_FIT = [(fn, TrainerStatus.RUNNING) for fn in TrainerFn if fn != TrainerFn.FITTING]
 
 
 class ThresholdedStrategy(CheckpointedStrategy):
@@ -202,6 +204,8 @@ class ThresholdedStrategy(CheckpointedStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Continue with this rank's own weights, or with what hooks have written into the shared ones."""
         super().on_train_batch_start(batch, batch_idx)
+        if self.synchronizer is not None:
+            self.synchronizer.epoch = self._module.trainer.current_epoch
         if self.updates is not None:
             self.updates.weights.continue_training()
             if share := share_done(self._module.trainer, self.length.batches):
@@ -227,18 +231,25 @@ class ThresholdedStrategy(CheckpointedStrategy):
             return self._has_tables
         return model.will_sync_module_buffers() or not getattr(model, "_has_rebuilt_buckets", True)
 
-    def come_to(self, what: str, patience_s: float | None = None, group: dist.ProcessGroup | None = None) -> None:
-        """Come to a place in fit where all ranks of a group do the same; see :mod:`lightning_dct.failures.course`.
+    def come_to(
+        self, what: str, patience_s: float | None = None, group: dist.ProcessGroup | None = None, detail: object = ""
+    ) -> None:
+        """Come to a place where all ranks of a group do the same; see :mod:`lightning_dct.failures.course`.
+
+        A ``detail`` must be the same, too.
 
         Raises:
             RuntimeError: They do not, which the message explains.
         """
-        if self.lifeline is None or self.synchronizer is None or not self.is_fitting:
+        if self.lifeline is None or self.lightning_module is None:
             return
-        stops = ", because its `trainer.should_stop` is set" if self._module.trainer.should_stop else ""
-        said = f"{what} after {self.synchronizer.synchronisations} steps{stops}"
+        trainer = self._module.trainer
+        said = f"{what} in `{trainer.state.fn and trainer.state.fn.value}`"
+        if self.synchronizer is not None and self.is_fitting:
+            stops = ", because its `trainer.should_stop` is set" if trainer.should_stop else ""
+            said = f"{what} after {self.synchronizer.synchronisations} steps{stops}"
         peers = range(self.world_size) if group is None else dist.get_process_group_ranks(group)
-        self.lifeline.come_to(what, said, peers, patience_s)
+        self.lifeline.come_to(f"{what} {detail}".strip(), said, peers, patience_s)
 
     def _come_to_look_up(self) -> None:
         """Come to a look-up of rows in fit, outside steps and evaluations, in which ranks may have more batches."""
@@ -314,7 +325,11 @@ class ThresholdedStrategy(CheckpointedStrategy):
             self.updates.check_alike()
 
     def teardown(self) -> None:
-        """Close the exchange, and put the shared weights into the model."""
+        """Close the exchange, and put the shared weights into the model; outside fit wait for the others before."""
+        state = self._module.trainer.state
+        # A rank without batches answers the look-ups of the others after this.
+        if not self._has_tables and (state.fn, state.status) in OUTSIDE_FIT:
+            self.come_to("the end")
         self._step_guard.stop()
         for table in self.sharded_tables().values() if self._has_tables else ():
             table.exchange_group.come_to = None

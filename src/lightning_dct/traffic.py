@@ -30,6 +30,7 @@ from typing import Any
 
 FP32_BYTES = 4
 ID_BYTES = 8
+TAG_BYTES = 8
 
 
 def all_reduce_bytes(num_bytes: int, world_size: int) -> int:

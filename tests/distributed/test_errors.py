@@ -240,3 +240,53 @@ def test_corrupt_payload_is_an_error_on_every_rank(ranks: Any) -> None:
     for message in ranks(2).run(refuse_corrupt_payload):
         assert "Updates from rank 1" in message
         assert "use the same model and settings on every rank" in message
+
+
+def skip_a_step_of_one(exchange: str, local_steps: int, density: float | None = None) -> str:
+    """Two nets of the same size, of which rank 1 once leaves out the step of the first; Fabric has no lifelines."""
+    strategy = lightning_dct.fabric.DCTStrategy(
+        exchange=exchange, local_steps=local_steps, density=density, warmup_steps=0
+    )
+    fabric = Fabric(accelerator=accelerator(), devices=dist.get_world_size(), strategy=strategy)
+    fabric.launch()
+    nets = nn.ModuleList([nn.Linear(40, 40), nn.Linear(40, 40)])
+    nets, *optimizers = fabric.setup(nets, *(torch.optim.SGD(net.parameters(), 0.1) for net in nets))
+
+    def train() -> None:
+        for step in range(12):
+            for number, optimizer in enumerate(optimizers):
+                loss = nets.module[number](torch.ones(4, 40)).square().mean()
+                fabric.backward(loss)
+                if (step, number, rank()) != (4, 0, 1):
+                    optimizer.step()
+                optimizer.zero_grad()
+
+    return message_of(train)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="gloo's sizes are checked, and NCCL's are not")
+@pytest.mark.parametrize(
+    ("exchange", "local_steps", "world_size"),
+    [("all_gather", 2, 2), ("all_gather", 1, 2), ("sharded", 2, 3), ("sharded", 1, 2)],
+)
+def test_another_optimizers_updates_are_refused(ranks: Any, exchange: str, local_steps: int, world_size: int) -> None:
+    """Oracle: an error on every rank at the first exchange that would add one net's updates to the other."""
+    for message in ranks(world_size).run(skip_a_step_of_one, exchange, local_steps):
+        assert "in another step" in message
+        assert "and step the same optimizers in the same order" in message
+
+
+def test_whole_updates_of_another_optimizer_are_refused(ranks: Any) -> None:
+    for message in ranks(3).run(skip_a_step_of_one, "all_gather", 2, 1.0):
+        assert message.startswith("The ranks exchange whole updates of other tensors, or of another step")
+
+
+def lack_a_batch() -> str:
+    """Without lifelines, the next epoch begins one step earlier on rank 1."""
+    strategy = DCTStrategy(lifelines=False, compress="updates")
+    return message_of(lambda: fit(strategy, Module(), 6 - rank(), max_epochs=3))
+
+
+def test_updates_of_another_epoch_are_refused(ranks: Any) -> None:
+    for message in ranks(2).run(lack_a_batch):
+        assert "as many batches an epoch" in message

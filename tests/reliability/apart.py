@@ -17,7 +17,7 @@ from lightning_dct import (
     SplitSequential,
 )
 from lightning_dct.callbacks import failures
-from lightning_dct.failures import lifeline
+from lightning_dct.failures import course, lifeline
 
 WAYS = (
     "fewer batches",
@@ -25,9 +25,16 @@ WAYS = (
     "fewer batches, and a log",
     "fewer batches, and no buffers",
     "fewer batches, only one",
+    "fewer batches, two epochs",
+    "fewer batches, two epochs, no exchange there",
+    "fewer steps of one",
     "stop",
     "stop, with updates in flight",
     "gathering",
+    "once more, log",
+    "once more, gathering in test",
+    "log_dir in validate",
+    "gathering in predict",
     "gathering, with updates in flight",
     "more parameters",
     "unfreeze",
@@ -64,7 +71,18 @@ class Model(pl.LightningModule):
             self.model, self.extra = SplitSequential(nn.Linear(8, 8), SplitPoint(), nn.Linear(8, 8)), None
         self.tables = ShardedEmbeddingBags([9], 4) if way.startswith("rows") else None
 
-    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+    @property
+    def automatic_optimization(self) -> bool:
+        return self.way != "fewer steps of one"
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor | None:
+        if not self.automatic_optimization:
+            for number, optimizer in enumerate(self.optimizers()):
+                self.manual_backward((self.model[-1](batch[0]) + self.extra(batch[0])).square().mean())
+                if self.global_rank != 0 or batch_idx != 3 or number != 1:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            return None
         if self.global_rank == 0 and batch_idx == 4:
             if "stop" in self.way:
                 self.trainer.should_stop = True
@@ -80,6 +98,8 @@ class Model(pl.LightningModule):
             self.all_gather(batch[0])
         if "log" in self.way:
             self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+            if "once more" in self.way and self.global_rank == 0 and batch_idx == 4:
+                self.log("more", loss, on_step=True, sync_dist=True)
         return loss
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -107,15 +127,27 @@ class Model(pl.LightningModule):
 
     def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
         self.log("validation", self.model(batch[0]).mean())
+        if self.global_rank == 0 and batch_idx == 4 and "log_dir" in self.way:
+            self.trainer.log_dir  # noqa: B018
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def test_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        if "once more" in self.way or (self.global_rank == 0 and batch_idx == 4):
+            self.all_gather(batch[0])
+        if self.global_rank == 0 and batch_idx == 4:
+            self.all_gather(batch[0])
+
+    predict_step = test_step
+
+    def configure_optimizers(self) -> Any:
+        if not self.automatic_optimization:
+            return [torch.optim.SGD(one.parameters(), 0.1) for one in (self.model[-1], self.extra)]
         chosen = self.model if self.way in WAYS[: WAYS.index("unfreeze")] else self
         return torch.optim.SGD(chosen.parameters(), 0.1)
 
 
 def train(way: str, folder: str) -> None:
     """Train on every rank; rank 0 makes the mistake."""
-    lifeline.GRACE_S = 1.5
+    lifeline.GRACE_S, course.LATE_S = 1.5, 3.0
     failures.PATIENCE_S = 200.0  # the others may be slow on a busy machine
     fewer = "fewer" in way and os.environ["RANK"] == "0"
     batches = 12 if not fewer else 1 if "only one" in way else 9
@@ -123,6 +155,8 @@ def train(way: str, folder: str) -> None:
     data = [DataLoader(TensorDataset(torch.randn(4 * count, 8)), 4) for count in (12, batches)]
     validates = "validation" in way
     settings = {"compress": "gradients"} if way == "unfreeze" or "only one" in way else {}
+    if "no exchange there" in way:
+        settings = {"local_steps": 8, "warmup_steps": 0}
     if "in flight" in way:
         settings = {"exchange": "sharded", "local_steps": 4, "delay": 2, "warmup_steps": 0}
     strategy: Any = DCTStrategy(**settings)
@@ -134,7 +168,7 @@ def train(way: str, folder: str) -> None:
         strategy=strategy,
         accelerator="cpu",
         devices=int(os.environ["WORLD_SIZE"]),
-        max_epochs=1,
+        max_epochs=2 if "two epochs" in way else 1,
         default_root_dir=folder,
         use_distributed_sampler=False,
         logger=False,
@@ -142,6 +176,7 @@ def train(way: str, folder: str) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
-        limit_val_batches=1.0 if validates else 0,
+        limit_val_batches=1.0 if "valid" in way else 0,
     )
-    trainer.fit(Model(way), *(data if validates else data[1:]))
+    kind = next((kind for kind in ("validate", "test", "predict") if way.endswith(kind)), "fit")
+    getattr(trainer, kind)(Model(way), *(data if validates else data[1:]))

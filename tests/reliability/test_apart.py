@@ -15,6 +15,16 @@ SAYS = {
     "fewer batches, and a log": [" after 9 steps and rank 1 to an exchange of logged values after 9 steps"],
     "fewer batches, and no buffers": ["rank 0 to the end of training after 9 steps", "in optimizer step 10"],
     "fewer batches, only one": ["rank 0 to the end of training after 1 steps and rank 1 to an exchange in forward"],
+    "fewer batches, two epochs": [
+        "rank 0 to epoch 1 after 9 steps and rank 1 to an exchange of ",
+        "in optimizer step 10",
+    ],
+    "fewer batches, two epochs, no exchange there": ["rank 0 to epoch 1 after 9 steps and rank 1 to epoch 1 after 12"],
+    "fewer steps of one": [
+        "rank 0 to an exchange of 2 parameters, step 5 of optimizer 0, in optimizer step 8 and rank 1 to an",
+        "parameters, step 4 of optimizer 1, in optimizer step 8",
+        "Step the same optimizers in the same order",
+    ],
     "stop": ["rank 0 to the end of training after 5 steps, because its `trainer.should_stop` is set"],
     "stop, with updates in flight": [
         "rank 0 to the end of training after 5 steps",
@@ -27,6 +37,16 @@ SAYS = {
     "gathering": [
         "rank 0 to an exchange of gathered values after 4 steps and rank 1 to an exchange of 6 parameters",
         "number of batches",
+    ],
+    "once more, log": [
+        "rank 0 to an exchange of logged values after 4 steps and rank 1 to an exchange of 6 parameters",
+    ],
+    "once more, gathering in test": [
+        "rank 0 to an exchange of gathered values in `test` and rank 1 to the end in `test`"
+    ],
+    "log_dir in validate": ["rank 0 to a broadcast in `validate` and rank 1 to the end in `validate`"],
+    "gathering in predict": [
+        "rank 0 to an exchange of gathered values in `predict` and rank 1 to the end in `predict`"
     ],
     "rows, looked up alone": ["rank 0 to a look-up of embedding rows outside a step after 12 steps and rank 1 to "],
     "more parameters": [

@@ -99,7 +99,7 @@ def test_parts_lie_where_the_table_says(value_format: str) -> None:
         (3, 1, "fourth byte is 0x1"),
         (4, 11, "claims 11 entries, its layout holds at most 10"),
         (4, 3, "positions are corrupt: 4 positions are marked, but the header says 3"),
-        (8, 0, "other tensor sizes or densities: use the same model and settings"),
+        (8, 0, "other tensor sizes or densities, or in another step: use the same model and settings"),
     ],
 )
 def test_what_the_errors_say(offset: int, value: int, message: str) -> None:

@@ -30,6 +30,12 @@ class FailureNotice(InternalCallback):
     no more. ``DCTStrategy`` adds this callback, before all others.
     """
 
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Begin an epoch after as many steps as the others: a rank that lacks a batch would be ahead from now on."""
+        strategy: Any = trainer.strategy
+        if strategy.synchronizer is not None:
+            strategy.come_to(f"epoch {trainer.current_epoch}", detail=strategy.synchronizer.synchronisations)
+
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Wait for the others, which must come to the end too.
 

@@ -30,6 +30,7 @@ from lightning_dct.compress.marking import Marked, RowLayout, Senders
 from lightning_dct.compress.threshold import Aims, Reached, Thresholds
 from lightning_dct.kernels import weights_by_senders
 from lightning_dct.kernels.bits import pack_marks
+from lightning_dct.wire.payload import FINGERPRINT
 from lightning_dct.wire.payloads_on_device import Bitmaps, SideBySide, Verdict, headers_of, numbers, slots_of
 from lightning_dct.wire.values import decode_values, encode_values, values_num_bytes
 
@@ -41,6 +42,7 @@ class OnDevice:
         layouts: The payloads'.
         bounds: Of each tensor, counted through all payloads.
         row: Where the tensors lie in a row of entries.
+        fingerprints: The places of two bytes of each payload's.
         bitmaps: Reads the payloads if all their positions are bitmaps; else None, and ``side_by_side`` does.
     """
 
@@ -53,6 +55,9 @@ class OnDevice:
         ends = list(accumulate(plan.sizes))
         self.bounds = [(stop - size, stop) for size, stop in zip(plan.sizes, ends, strict=True)]
         self.headers = headers_of(self.layouts).to(device)
+        starts = [0, *accumulate(layout.num_bytes for layout in self.layouts[:-1])]
+        places = [start + FINGERPRINT + place for start in starts for place in range(2)]
+        self.fingerprints = torch.tensor(places).to(device)
         are_bitmaps = any(plan.sizes) and all(layout.position_code.is_bitmap for layout in self.layouts)
         self.bitmaps = Bitmaps(self.layouts, device) if are_bitmaps else None
         self.side_by_side = None if are_bitmaps else SideBySide(self.layouts, device)

@@ -25,7 +25,7 @@ from lightning_dct.compress.adding import add_to_bucket, is_finite, name_broken_
 from lightning_dct.compress.awaited import must_not_wait
 from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Compressed, Received, SentPayload
 from lightning_dct.compress.memory import Memory
-from lightning_dct.compress.on_device import Sums, add_payloads, send_selected
+from lightning_dct.compress.on_device import OnDevice, Sums, add_payloads, send_selected
 from lightning_dct.compress.threshold import (
     GUARD_RESELECT,
     Thresholds,
@@ -36,7 +36,7 @@ from lightning_dct.compress.threshold import (
 )
 from lightning_dct.kernels import cpu_kernel, weights_by_senders
 from lightning_dct.kernels.plain import Sent, keep_some
-from lightning_dct.wire.payload import pack, unpack_values
+from lightning_dct.wire.payload import FINGERPRINT, pack, unpack_values
 from lightning_dct.wire.payloads_on_device import Verdict
 from lightning_dct.wire.positions import PayloadError
 
@@ -115,6 +115,24 @@ def compress(memory: Memory, bucket: Bucket, plan: BucketPlan, deferred: set[int
         else:
             cpu_kernel(memory.kernel).decay(news, bases, first, as_read, lost)
     return Compressed(payload, values.numel(), dense_entries)
+
+
+def mark(payloads: Tensor, plan: BucketPlan, tag: int) -> Tensor:
+    """Mix a tag into the fingerprints of payloads in place, or take the same one out again; 0 changes nothing.
+
+    ``payloads`` (uint8, ``[..., bytes]``) are as the plan says. The tag has 15 bits.
+    """
+    if not tag:
+        return payloads
+    bits = torch.full((1,), tag, dtype=torch.int16, device=payloads.device).view(torch.uint8)
+    if plan.parts and must_not_wait(payloads.device):
+        places = OnDevice.of(plan, payloads.device).fingerprints
+        return payloads.index_copy_(-1, places, payloads[..., places] ^ bits.repeat(len(plan.parts)))
+    place = FINGERPRINT
+    for part in plan.parts or (plan,):
+        payloads[..., place : place + 2].bitwise_xor_(bits)
+        place += part.layout.num_bytes
+    return payloads
 
 
 def decompress(memory: Memory, received: Received, buffer: Tensor) -> Tensor:
@@ -258,9 +276,10 @@ def _check_received(senders: list[str], verdicts: Callable[[Sequence[int]], list
         name_broken_sender(sender)
     if wrong := [sender for sender, verdict in found if not verdict.is_valid]:
         raise PayloadError(
-            f"{', '.join(wrong)} of the process group: the payload is corrupt, or was made for another model or other"
-            " settings. Use the same model, settings and version of lightning_dct on every rank. A run on CPUs"
-            " reports in more detail what differs."
+            f"{', '.join(wrong)} of the process group: the payload is corrupt, or was made for another model, other"
+            " settings or in another step. Use the same model, settings and version of lightning_dct on every rank, and"
+            " let all ranks step the same optimizers in the same order. A run on CPUs reports in more detail what"
+            " differs."
         )
 
 

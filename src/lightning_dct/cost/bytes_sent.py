@@ -17,7 +17,7 @@ from lightning_dct.cost.workload import Workload
 from lightning_dct.exchange.compressed import link_traversals
 from lightning_dct.exchange.factory import NodeLayout, share_model
 from lightning_dct.exchange.sharding import Shard, cut
-from lightning_dct.traffic import FP32_BYTES, all_gather_bytes, all_reduce_bytes, bytes_between_nodes
+from lightning_dct.traffic import FP32_BYTES, TAG_BYTES, all_gather_bytes, all_reduce_bytes, bytes_between_nodes
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,8 @@ def compressed_step(exchange: str, config: DCTConfig, workload: Workload, layout
             if plan.is_dense:
                 itemsize = 2 if config.averages_in_bf16 and plan.dtype == torch.float32 else plan.dtype.itemsize
                 sent[rank] += _ring(all_reduce_bytes(sum(plan.sizes) * itemsize, world_size), layout)
+                if config.compress == "updates":
+                    sent[rank] += _ring(all_reduce_bytes(TAG_BYTES, world_size), layout)
             elif exchange == "all_gather":
                 sent[rank] += _ring(all_gather_bytes(plan.in_pieces.num_bytes, world_size), layout)
                 residuals[rank] += _residual_bytes(plan)

@@ -12,10 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from lightning_dct.compress.awaited import must_not_wait
 from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Compressed, OwnedPiece, Received
 from lightning_dct.compress.memory import Memory
-from lightning_dct.exchange.collectives import Link, Segments, all_reduce_mean, all_reduce_mean_sparse
+from lightning_dct.exchange.collectives import Link, Segments, all_reduce_max, all_reduce_mean, all_reduce_mean_sparse
 from lightning_dct.traffic import Traffic
+from lightning_dct.wire.payload import BE_ALIKE
+from lightning_dct.wire.positions import PayloadError
 
 # The exchange of one bucket. It starts a collective and yields its work, the caller waits for that and resumes it, and
 # so on. It returns what has been received: payloads, or of a bucket that is not compressed the mean.
@@ -124,12 +127,28 @@ def send_sparse(gradient: Tensor, everyone: Link) -> Flow:
 def send_dense(
     buffer: Tensor, plan: BucketPlan, deferred: set[int], memory: Memory, everyone: Link, dtype: torch.dtype
 ) -> Flow:
-    """Exchange a bucket without compressed tensors, and all of its residuals, in a dtype."""
+    """Exchange a bucket without compressed tensors, and all of its residuals, in a dtype; of updates with their tag."""
     memory.send_out(buffer, plan, deferred, owned=True)
     everyone.traffic.add(entries=buffer.numel(), entries_sent=buffer.numel())
-    sent = buffer.to(dtype)
-    yield all_reduce_mean(sent, everyone)
+    sent, tag = buffer.to(dtype), memory.tag if memory.of_updates else 0
+    work = all_reduce_mean(sent, everyone)
+    if tag:
+        ends = torch.full((2,), tag, dtype=torch.int32, device=sent.device)
+        ends[1:].neg_()
+        yield Segments([work, all_reduce_max(ends, everyone)])
+        if must_not_wait(sent.device):
+            memory.awaited.when_known(ends, _check_tags)
+        else:
+            _check_tags(ends.tolist())
+    else:
+        yield work
     return buffer if sent is buffer else buffer.copy_(sent)
+
+
+def _check_tags(ends: list[int]) -> None:
+    largest, least = ends[0], -ends[1]
+    if largest != least:
+        raise PayloadError(f"The ranks exchange whole updates of other tensors, or of another step: {BE_ALIKE}.")
 
 
 def count_entries(due: int, sent: Compressed, link: Link, memory: Memory) -> None:

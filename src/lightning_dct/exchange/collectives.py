@@ -102,6 +102,12 @@ def all_reduce_mean(buffer: Tensor, link: Link) -> dist.Work:
     return dist.all_reduce(buffer, group=link.group, async_op=True)
 
 
+def all_reduce_max(numbers: Tensor, link: Link) -> dist.Work:
+    """Start taking the largest of all ranks' numbers, in place."""
+    link.count(all_reduce_bytes(numbers.nbytes, link.size))
+    return dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=link.group, async_op=True)
+
+
 def all_reduce_mean_sparse(gradient: Tensor, link: Link) -> dist.Work:
     """Start averaging a sparse gradient over all ranks, in place and uncompressed.
 

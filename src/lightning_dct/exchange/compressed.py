@@ -28,7 +28,8 @@ This pays if links inside a node are much faster.
     inside a node       payloads of all shards                        all-gather, still compressed
     every rank          sum of all payloads / W
 
-In each of them all ranks sum the same payloads in the same order, so replicas stay bitwise identical.
+In each of them all ranks sum the same payloads in the same order, so replicas stay bitwise identical. A tag marks the
+payloads of a step on their way, so that ranks at different steps end with an error.
 """
 
 from collections.abc import Mapping
@@ -38,7 +39,7 @@ import torch
 
 from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, OwnedPiece, Received, SentPayload
 from lightning_dct.compress.memory import Memory
-from lightning_dct.compress.on_host import compress, decompress
+from lightning_dct.compress.on_host import compress, decompress, mark
 from lightning_dct.exchange.base import Exchange, Flow, count_entries, unused_tensors
 from lightning_dct.exchange.collectives import (
     Link,
@@ -74,10 +75,11 @@ class AllGather(Exchange):
             deferred = set(range(len(plan.sizes))) if deferred else deferred
         compressed = compress(memory, bucket, plan, deferred, lost)
         count_entries(sum(plan.sizes), compressed, self.everyone, memory)
-        work, payloads = all_gather_payload(compressed.payload, self.everyone)
+        tag = memory.tag
+        work, payloads = all_gather_payload(mark(compressed.payload, plan, tag), self.everyone)
         yield work
         factor = 1.0 / ((bucket.scale or 1.0) * self.everyone.size)
-        return Received(payloads, plan, factor, own=self.everyone.rank)
+        return Received(mark(payloads, plan, tag), plan, factor, own=self.everyone.rank)
 
 
 class Sharded(Exchange):
@@ -98,10 +100,12 @@ class Sharded(Exchange):
         sizes = [shard.plan.num_bytes for shard in shards]
         compressed = compress(memory, bucket, joined, divided.of(deferred), lost)
         count_entries(sum(plan.sizes), compressed, self.everyone, memory)
-        own, ranks = shards[self.everyone.rank], self.everyone.size
-        work, received = all_to_all(compressed.payload, sizes, ranks * [own.plan.num_bytes], self.everyone)
+        own, ranks, tag = shards[self.everyone.rank], self.everyone.size, memory.tag
+        marked = mark(compressed.payload.clone(), joined, tag) if tag else compressed.payload
+        work, received = all_to_all(marked, sizes, ranks * [own.plan.num_bytes], self.everyone)
         yield work
 
+        mark(received.view(ranks, -1), own.packed, tag)
         sums = compressed.payload.new_empty(sum(own.plan.sizes), dtype=plan.residual_dtype)
         decompress(memory, Received(received.view(ranks, -1), own.packed, 1.0, own=None), sums)
         deferred = unused_tensors(sums, own.sums) if self._defer_unused else set()
@@ -159,7 +163,8 @@ class ByNode(Exchange):
         summed = Bucket([gradient], [residual], scale * self._inside.size, memory.of_updates)
         compressed = compress(memory, summed, own.packed, deferred)
         count_entries(gradient.numel(), compressed, self.everyone, memory)
-        work, gathered = all_gather_payload(compressed.payload, self._between)
+        tag = memory.tag
+        work, gathered = all_gather_payload(mark(compressed.payload, own.packed, tag), self._between)
         yield work
 
         nodes = self._between.size
@@ -168,5 +173,5 @@ class ByNode(Exchange):
         yield work
 
         by_shard = [payloads.view(nodes, -1) for payloads in spread.split(sizes)]
-        received = torch.cat(by_shard, dim=1)
+        received = mark(torch.cat(by_shard, dim=1), joined, tag)
         return Received(received, joined, 1.0 / (scale * self.everyone.size), own=self._between.rank)

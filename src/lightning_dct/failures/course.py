@@ -2,11 +2,14 @@ r"""What the ranks do together, in order: compared before they can wait for each
 
 A rank comes to *places*: exchanges, and whatever else takes several ranks, such as a barrier. It numbers those that it
 shares with another rank, and at the same number both must do the same. Mostly they do, and say nothing. A rank *asks*
-the others if it does what it has not done before, or if ranks with uneven batches would do it at different places. It
-waits until all have come to that place:
+the others if it does what it has not done before in this order, or if ranks with uneven batches would do it at
+different places. It waits until all have come to that place:
 
     rank 0    9: exchange --- 10: barrier, asks ---- waits ---------------- ends, with the places of both ranks
     rank 1    9: exchange --- 10: exchange, waits for rank 0 -- is asked -- ends
+
+A rank that stays at a place for ``LATE_S`` asks as well, without waiting: it may be in a collective that another rank
+does not come to, such as one more of what all have done before.
 
 The hub passes the questions and the answers on. There is a time limit at the end of training only.
 
@@ -19,18 +22,25 @@ its next stop point:
 """
 
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 # Places that a rank remembers. It can be ahead of another by no more than the exchanges it has in flight.
 MEMORY = 1024
+# Places before one that make it another.
+ORDER = 8
+# Seconds at a place after which a rank asks about it. A step may take longer, and then an answer says that all is well.
+LATE_S = 10.0
 SAME_BATCHES = (
-    "Give every rank the same number of batches, and let all ranks stop, validate and save after the same step"
+    "Give every rank the same number of batches, and let all ranks log, gather, stop, validate and save after the same"
+    " step"
 )
 SAME_PARAMETERS = (
     "Change `requires_grad` and the optimizers' `param_groups` on every rank alike, before the same optimizer step"
 )
+SAME_STEPS = "Step the same optimizers in the same order on every rank"
 EXCHANGE = "an exchange"
 IN_FORWARD = f"{EXCHANGE} in forward"
 
@@ -50,7 +60,11 @@ class Course:
         self._agreed: Counter[tuple[int, ...]] = Counter()
         self._done: deque[dict[str, Any]] = deque(maxlen=MEMORY)
         self._asked: list[dict[str, Any]] = []
-        self._usual: set[str] = set()
+        # When this rank has come to its last place, unless it has asked about it.
+        self._since: float | None = None
+        # What this rank has done last, and all that it has done in such an order.
+        self._recent: deque[str] = deque(ORDER * [""], maxlen=ORDER)
+        self._usual: set[tuple[str, ...]] = set()
         # Stop points that this rank has passed, signals of which it does not know yet where all act, and those it does.
         self._passed = 0
         self._signals: set[int] = set()
@@ -61,7 +75,8 @@ class Course:
         """Come to the next place, and wait for the others if this rank or one of them asks.
 
         Args:
-            what: What this rank does there. Exchanges begin with ``EXCHANGE``, and are asked about only once.
+            what: What this rank does there. Exchanges begin with ``EXCHANGE``, and are asked about only if they follow
+                others in a new order.
             said: The same in words.
             peers: The ranks that do the same, this one included.
             patience_s: How long this rank waits for the others if one of them asks; None for no limit.
@@ -76,21 +91,40 @@ class Course:
             mine = {"place": place, "what": what, "said": said, "peers": ranks, "rank": self._rank}
             mine["counts"] = list(self._counts.items())
             self._done.append(mine)
+            is_exchange, order = what.startswith(EXCHANGE), (*self._recent, what)
+            self._recent.append(what if is_exchange else "")
+            is_usual = order in self._usual
+            self._since = time.monotonic() if is_usual else None
             asked = [theirs for theirs in self._asked if _same_number(theirs, mine)]
             self._asked = [theirs for theirs in self._asked if theirs not in asked]
         for theirs in asked:
             if difference := self._answer(theirs, mine):
                 return difference
-        if what not in self._usual:
+        if not is_usual:
             # Also when asked: this rank may share other places with the others than the one that asks.
             self._send(mine)
         elif not asked:
             return ""
         with self._turn:
             self._turn.wait_for(lambda: self._agreed[ranks] >= place or self._released, patience_s)
-        if what.startswith(EXCHANGE):
-            self._usual.add(what)
+        if is_exchange and len(self._usual) < MEMORY:
+            self._usual.add(order)
         return ""
+
+    def ask_if_late(self) -> float:
+        """Ask about the last place if this rank has been there for long; the seconds after which to look again."""
+        with self._turn:
+            left = LATE_S if self._since is None else self._since + LATE_S - time.monotonic()
+            if left > 0.0:
+                return left
+            self._since, late = None, self._done[-1]
+        self._send(late)
+        return LATE_S
+
+    def counts(self) -> list[tuple[tuple[int, ...], int]]:
+        """How many places this rank has come to, by the ranks that share them."""
+        with self._turn:
+            return list(self._counts.items())
 
     def ask(self, theirs: dict[str, Any]) -> str:
         """Answer another rank, now or when this one comes to that place; return how they differ."""
@@ -140,6 +174,8 @@ class Course:
             places = " and ".join(f"rank {one['rank']} to {one['said']}" for one in both)
             alike = all(one["what"].startswith(EXCHANGE) and "values" not in one["what"] for one in both)
             remedy = SAME_PARAMETERS if alike and "parameters" in places else SAME_BATCHES
+            if places.count(" of optimizer ") == 2 and theirs["what"].split()[:3] != mine["what"].split()[:3]:
+                remedy = SAME_STEPS
             difference = f"The ranks have come apart: {places}. {remedy}"
         self._send({"agrees": theirs["place"], "peers": theirs["peers"], "apart": difference})
         return difference

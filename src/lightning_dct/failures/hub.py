@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_dct.failures.course import SAME_BATCHES
 from lightning_dct.failures.sockets import WELCOME, accept, listen, pair, read_lines, write_line
 
 # A death makes other ranks fail, and their reports may arrive first. So the hub waits before it decides.
@@ -63,6 +64,9 @@ class Hub:
         self._asked: dict[_Place, set[tuple[int, frozenset[frozenset[int]]]]] = {}
         self._agreeing: dict[_Place, set[int]] = {}
         self._agreed: dict[tuple[int, ...], int] = {}
+        # The first question about each of those places. And by rank that has left, how many places it has come to.
+        self._questions: dict[_Place, dict[str, Any]] = {}
+        self._came_to: dict[int, dict[tuple[int, ...], int]] = {}
         # Seconds of a step and of waiting in it, by rank.
         self.paces: dict[int, tuple[float, float]] = {}
         self.own, end = pair()
@@ -144,7 +148,10 @@ class Hub:
             self._decide_soon()
         elif "left" in message:
             self._left.add(caller.rank)
+            self._came_to[caller.rank] = {tuple(peers): count for peers, count in message["left"]}
             self._settle_signals()
+            for question in [one for (peers, _), one in self._questions.items() if caller.rank in peers]:
+                self._answer_for(caller.rank, question)
         elif "signal" in message:
             number = int(message["signal"])
             if number not in self._passed:
@@ -201,6 +208,7 @@ class Hub:
         if place <= self._agreed.get(peers, 0):
             return
         asked = self._asked.setdefault((peers, place), set())
+        self._questions.setdefault((peers, place), message)
         groups = [frozenset(group) for group, _ in message["counts"]]
         for other in set(peers) - {rank}:
             question = other, frozenset(group for group in groups if {rank, other} <= group)
@@ -208,6 +216,17 @@ class Hub:
                 asked.add(question)
                 self._send(self._members[other], {"ask": message})
         self._settle_place(peers, place, rank)
+        for other in self._came_to.keys() & set(peers):
+            self._answer_for(other, message)
+
+    def _answer_for(self, rank: int, question: dict[str, Any]) -> None:
+        """Answer for a rank that has left: either it has come to that place before, or it never will."""
+        peers, place = tuple(question["peers"]), int(question["place"])
+        if self._came_to[rank].get(peers, 0) >= place:
+            self._settle_place(peers, place, rank)
+        elif self._verdict is None and (peers, place) in self._asked:
+            places = f"rank {question['rank']} to {question['said']} and rank {rank} to its end"
+            self._announce([], f"The ranks have come apart: {places}. {SAME_BATCHES}")
 
     def _settle_place(self, peers: tuple[int, ...], place: int, rank: int) -> None:
         """Note that a rank does the same as one that asks, and tell all once all do."""
@@ -216,7 +235,7 @@ class Hub:
         agreeing = self._agreeing.setdefault((peers, place), set())
         agreeing.add(rank)
         if agreeing == set(peers):
-            del self._asked[peers, place], self._agreeing[peers, place]
+            del self._asked[peers, place], self._agreeing[peers, place], self._questions[peers, place]
             self._agreed[peers] = place
             for other in peers:
                 self._send(self._members[other], {"agreed": place, "peers": peers})

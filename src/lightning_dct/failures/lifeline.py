@@ -15,6 +15,7 @@ It also carries signals, on which all ranks act together (:mod:`lightning_dct.fa
 from __future__ import annotations
 
 import os
+import selectors
 import socket
 import sys
 import threading
@@ -148,7 +149,7 @@ class Lifeline:
         """Leave: this rank is done. No thread remains."""
         self._over.set()
         self._hub_may_end = True
-        self._send({"left": True})
+        self._send({"left": self._course.counts()})
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_WR)
         self._thread.join(VERDICT_S)
@@ -160,10 +161,13 @@ class Lifeline:
             write_line(self._connection, message)
 
     def _listen(self) -> None:
-        buffer = bytearray()
+        buffer, selector = bytearray(), selectors.DefaultSelector()
+        selector.register(self._connection, selectors.EVENT_READ)
         how = ""
         while not how:
             try:
+                if not selector.select(self._course.ask_if_late()):
+                    continue
                 received = self._connection.recv(1 << 16)
                 for message in read_lines(buffer, received):
                     self._handle(message)
@@ -176,6 +180,7 @@ class Lifeline:
         if not self._hub_may_end:
             self._decide(f"{self._hub_who} {how}", [0])
         self._decided.set()
+        selector.close()
         self._connection.close()
 
     def _handle(self, message: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from lightning_dct.exchange.base import Exchange, Pending, complete, send_dense,
 from lightning_dct.failures.course import EXCHANGE
 from lightning_dct.sync.synchronizer import Synchronizer
 from lightning_dct.traffic import FP32_BYTES, Clock, all_reduce_bytes
+from lightning_dct.wire.payload import tag_of
 
 
 class GradientSynchronizer(Synchronizer):
@@ -112,6 +113,7 @@ class GradientSynchronizer(Synchronizer):
         self.request_refresh_when_due()
         self._refreshing = self.refresh_requested
         self.memory.begin(1.0 if self._loss_scale is None else 1.0 / self._loss_scale(), self._refreshing)
+        self.memory.tag = tag_of(self.synchronisations, self.epoch)
 
     def _finish(self) -> None:
         """Complete all buckets and count the synchronisation."""

@@ -55,6 +55,7 @@ class Synchronizer:
         refresh_every: The number of those steps after which the synchronizer requests a refresh itself; infinite if a
             callback requests it.
         given_density: The share of entries that was set in mid-run; None if none was.
+        epoch: In which this rank is, as far as that is known; what is sent in another one is refused.
         lifeline: Compares what the ranks do; None if there is none.
         peers: The ranks of the job that do the same as this one.
     """
@@ -73,6 +74,7 @@ class Synchronizer:
         self.refresh_requested = False
         self.refresh_every = math.inf
         self.given_density: float | None = None
+        self.epoch = 0
         self.lifeline: Lifeline | None = None
         self.peers: Sequence[int] = ()
 

@@ -51,6 +51,7 @@ from lightning_dct.sync.shared_weights import SharedWeights, as_real
 from lightning_dct.sync.step_cosine import EVERY, is_measured
 from lightning_dct.sync.synchronizer import Synchronizer
 from lightning_dct.sync.update_flow import UpdateFlow
+from lightning_dct.wire.payload import tag_of
 
 COUNTED_STEPS = "counted steps"
 
@@ -225,10 +226,12 @@ class UpdateSynchronizer(Synchronizer):
             self.flow.apply(rounds, arrived)
         length = config.length_at(rounds.steps)
         if sending := rounds.due(length, takes_turns=bool(config.delay)):
-            self.come_to(rounds.what, f"{rounds.said}, in optimizer step {self.synchronisations}")
+            own = f", step {rounds.steps} of optimizer {self._number_of(optimizer)}" if len(self._rounds) > 1 else ""
+            self.come_to(rounds.what, f"{rounds.said}{own}, in optimizer step {self.synchronisations}")
             self._measure(rounds, length)
             self._forget_thresholds(sending)
             self.memory.begin(1.0, refresh=False)
+            self.memory.tag = tag_of(rounds.what, rounds.steps, self.epoch)
             for bucket in sending:
                 rounds.in_flight.append(self.flow.send(bucket, rounds, length))
                 behind = 0 if config.delay else sum([item.entries for item in rounds.in_flight[1:]])

@@ -14,7 +14,8 @@ offset  bytes  holds
 ======  =====  ==============================================================================
 
 A receiver checks all of it. So corrupt bytes, or ranks with another model or other settings, cause an error and never
-a write out of bounds.
+a write out of bounds. While a payload travels, a tag of its step is mixed into the fingerprint, and who is at another
+step reads a wrong one.
 """
 
 import struct
@@ -35,6 +36,12 @@ from lightning_dct.wire.values import BITS_PER_VALUE, SCALED_FORMATS, decode_ten
 MAGIC = 0xDC
 VERSION = 2
 HEADER = struct.Struct("<BBBBII")
+BE_ALIKE = (
+    "use the same model and settings on every rank, and step the same optimizers in the same order, for as many batches"
+    " an epoch"
+)
+FINGERPRINT = 8
+"""The place of the fingerprint in a header."""
 FORMAT_CODES = {"fp32": 0, "bf16": 1, "1bit": 3, "2bit": 5}
 
 
@@ -162,6 +169,11 @@ def read_scales(layout: PayloadLayout, payload: Tensor) -> Tensor:
     return payload[HEADER.size : HEADER.size + 4 * layout.num_scales].clone().view(torch.float32)
 
 
+def tag_of(*what: object) -> int:
+    """A tag of what ranks must have alike: 15 bits, not all zero."""
+    return 1 + zlib.crc32(repr(what).encode()) % 0x7FFF
+
+
 def write_header(magic: int, format_code: int, count: int, fingerprint: int) -> bytes:
     """The header of a payload with ``count`` entries: 12 bytes."""
     return HEADER.pack(magic, VERSION, format_code, 0, count, fingerprint)
@@ -187,9 +199,7 @@ def read_header(data: Tensor, magic: int, format_code: int, fingerprint: int, ca
             " same settings on every rank"
         )
     if made_for != fingerprint:
-        raise PayloadError(
-            "the payload was made for other tensor sizes or densities: use the same model and settings on every rank"
-        )
+        raise PayloadError(f"the payload was made for other tensor sizes or densities, or in another step: {BE_ALIKE}")
     if count > capacity:
         raise PayloadError(f"the payload claims {count} entries, its layout holds at most {capacity}")
     if reserved:
