@@ -4,6 +4,7 @@ import gc
 import math
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
@@ -30,6 +31,9 @@ from lightning_dct.callbacks.threshold_refresh import ThresholdRefresh
 from lightning_dct.clipping import install_clipping, remove_clipping
 from lightning_dct.compress.awaited import clock_of
 from lightning_dct.config import check_density
+from lightning_dct.embedding.lookup import end_backward
+from lightning_dct.embedding.row_gradients import when_backward_ends
+from lightning_dct.embedding.sharded import ShardedEmbeddingBags
 from lightning_dct.failures.course import EXCHANGE, IN_FORWARD
 from lightning_dct.failures.lifeline import Lifeline, check_lifelines
 from lightning_dct.failures.process_group import group_is_made
@@ -66,7 +70,8 @@ class ThresholdedStrategy(CheckpointedStrategy):
     def __init__(self, given: Given, lifelines: bool | int, **kwargs: Any) -> None:
         check_lifelines(lifelines)
         self._lifelines = lifelines
-        self._in_step = self._has_tables = False
+        self._in_step = False
+        self._tables: tuple[ShardedEmbeddingBags, ...] = ()
         self._step_guard = StepGuard()
         self.given, self.length = given, RunLength(math.inf)
         super().__init__(given.config, **kwargs)
@@ -126,7 +131,7 @@ class ThresholdedStrategy(CheckpointedStrategy):
             module.name, module.traffic = name, self.split_traffic
         self._splits = any(isinstance(module, SplitPoint) for module in self.activation_modules)
         tables = self.sharded_tables()
-        self._has_tables = bool(tables)
+        self._tables = tuple(tables.values())
         if tables and getattr(self.precision_plugin, "scaler", None) is not None:
             raise MisconfigurationException(
                 "Sharded embedding tables do not work with a loss scaler: their residuals would be rescaled in every"
@@ -224,11 +229,18 @@ class ThresholdedStrategy(CheckpointedStrategy):
             self.split_traffic.add(steps=1)
         return output
 
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Have every backward exchange gradients of table rows, also if this rank's loss does not depend on them."""
+        super().pre_backward(closure_loss)
+        if self._tables and closure_loss.requires_grad:
+            finish = partial(end_backward, self._tables)
+            closure_loss.register_hook(lambda _: when_backward_ends(self._tables[0].collected, finish))
+
     def _takes_all_ranks(self) -> bool:
         """Whether the next training step exchanges something in forward: rows, buffers, or DDP's order of gradients."""
         model = self.model
-        if self._has_tables or not isinstance(model, DistributedDataParallel):
-            return self._has_tables
+        if self._tables or not isinstance(model, DistributedDataParallel):
+            return bool(self._tables)
         return model.will_sync_module_buffers() or not getattr(model, "_has_rebuilt_buckets", True)
 
     def come_to(
@@ -328,10 +340,10 @@ class ThresholdedStrategy(CheckpointedStrategy):
         """Close the exchange, and put the shared weights into the model; outside fit wait for the others before."""
         state = self._module.trainer.state
         # A rank without batches answers the look-ups of the others after this.
-        if not self._has_tables and (state.fn, state.status) in OUTSIDE_FIT:
+        if not self._tables and (state.fn, state.status) in OUTSIDE_FIT:
             self.come_to("the end")
         self._step_guard.stop()
-        for table in self.sharded_tables().values() if self._has_tables else ():
+        for table in self._tables:
             table.exchange_group.come_to = None
         if self.synchronizer is not None:
             self.synchronizer.exchange.close()

@@ -13,7 +13,8 @@
 What is below the threshold is sent later. The paper instead sends pooled embeddings and sets the small ones to zero.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -80,8 +81,11 @@ class Request(NamedTuple):
     message: Message  # the form of the messages about these rows, in both directions
 
 
-# The number of integers that a request announces to each rank: bytes of ids, look-ups, and evicted rows.
-ANNOUNCED = 3
+# What a rank announces to each other: what it has come to; of a request the bytes of ids, look-ups and evicted rows,
+# and of the end of a backward which of the last look-ups it has reached, as bits.
+ANNOUNCED = 4
+REQUEST, END = 0, 1
+MOST_LOOKUPS = 31
 
 
 class ChangesLookup:
@@ -99,15 +103,15 @@ class ChangesLookup:
         with module.traffic.timed():
             self._rows = DistinctRows(bags, module)
             payloads, evicted, numbers = self._make_requests()
-        announced = module.exchange_group.announce(numbers, module.traffic)
-        sizes = dict(enumerate(announced[:, 0].tolist()))
+        announced = _announce(module, numbers)
+        sizes = dict(enumerate(announced[:, 1].tolist()))
         requests = module.exchange_group.start(payloads, sizes, module.traffic).wait()
         with module.traffic.timed():
             self._requests = {
-                peer: self._read_request(peer, requests[peer], *announced[peer, 1:].tolist()) for peer in self._peers
+                peer: self._read_request(peer, requests[peer], *announced[peer, 2:].tolist()) for peer in self._peers
             }
             # The dense exchange has fp32 rows both ways, and the int64 id of every look-up.
-            own, others = (int(each[self._peers, 1].sum()) for each in (numbers, announced))
+            own, others = (int(each[self._peers, 2].sum()) for each in (numbers, announced))
             row_bytes = FP32_BYTES * module.embedding_dim
             module.traffic.add(steps=1, bytes_dense=own * (ID_BYTES + row_bytes) + others * row_bytes)
             module.note_requests([self._rows.wanted[self._rank], *(r.places for r in self._requests.values())])
@@ -121,7 +125,10 @@ class ChangesLookup:
         self._num_whole = module.exchange_group.announce(counts, module.traffic)[:, 0].tolist()
         sizes = {peer: sum(self._answer_sizes(peer)) for peer in self._peers}
         self._incoming: Incoming | None = module.exchange_group.start(answers, sizes, module.traffic)
+        self.gradient: Tensor | None = None  # of this rank's loss by its distinct rows, until it is sent
+        self._is_returned = False
         module.latest_lookup = self
+        module.lookups = [*module.lookups, self][-MOST_LOOKUPS:]
         self._send_evicted(evicted)
 
     def take_answers(self) -> None:
@@ -153,22 +160,37 @@ class ChangesLookup:
                 held, slots = self._held(rank)
                 torch.index_select(held.copies, 0, slots, out=part)
             pooled = rows.bags.pool(found.to(module.weight.dtype).index_select(0, rows.inverse))
-        return deliver(module.weight, pooled, self.send_gradient)
+        return deliver(module.weight, pooled, self.reach)
 
-    def send_gradient(self, pooled_gradient: Tensor) -> None:
-        """Start to send each owner the gradient of its rows, and receive this rank's when backward ends."""
-        module, rows, dim = self._module, self._rows, self._module.embedding_dim
+    def reach(self, pooled_gradient: Tensor) -> None:
+        """Note the gradient of pooled rows, which is sent when backward ends."""
+        module, rows = self._module, self._rows
+        if self not in module.lookups:
+            raise RuntimeError(
+                f"A backward has come to a look-up before the last {MOST_LOOKUPS}, or one that has ended."
+            )
         with module.traffic.timed():
             each = rows.bags.spread(pooled_gradient).to(module.remembered_dtype)
-            sizes = [wanted.size for wanted in rows.wanted]
-            gradient = each.new_zeros(sum(sizes), dim)
-            add_rows(gradient, rows.inverse, each)
+            if self.gradient is None:
+                self.gradient = each.new_zeros(sum(wanted.size for wanted in rows.wanted), module.embedding_dim)
+            add_rows(self.gradient, rows.inverse, each)
+        modules = module.evaluated_with or (module,)
+        when_backward_ends(modules[0].collected, partial(end_backward, modules))
+
+    def send_gradient(self) -> Callable[[], None]:
+        """Start to send each owner the gradient of its rows; the result receives that of this rank's."""
+        module, rows, dim = self._module, self._rows, self._module.embedding_dim
+        sizes = [wanted.size for wanted in rows.wanted]
+        gradient, self.gradient, self._is_returned = self.gradient, None, True
+        if gradient is None:  # this rank's loss does not depend on the look-up, another's does
+            gradient = module.weight.new_zeros(sum(sizes), dim, dtype=module.remembered_dtype)
+        with module.traffic.timed():
             parts = gradient.split(sizes)
             payloads = {peer: self._gradient_payload(peer, parts[peer]) for peer in self._peers}
         expected = {peer: request.message.layout.num_bytes for peer, request in self._requests.items()}
         incoming = module.exchange_group.start(payloads, expected, module.traffic)
 
-        def finish() -> None:
+        def receive() -> None:
             received = incoming.wait()
             module.collected.wait()
             with module.traffic.timed():
@@ -180,14 +202,13 @@ class ChangesLookup:
                     dense = gradient.new_zeros(touched.numel(), dim)
                     dense.view(-1).index_copy_(0, within * dim + positions % dim, values.to(dense.dtype))
                     module.collected.add(torch.from_numpy(request.places).to(gradient.device)[touched], dense)
-                module.collected.deliver(module.weight, module.placement.world_size, module.resolve)
 
-        when_backward_ends(finish)
+        return receive
 
     def _make_requests(self) -> tuple[dict[int, Tensor], dict[int, Tensor], Int64Array]:
         """The bytes of ids and the residuals of evicted rows, by owner, and the numbers to announce."""
         module, device = self._module, self._module.weight.device
-        numbers = np.zeros((module.placement.world_size, ANNOUNCED), dtype=np.int64)
+        numbers = np.zeros((module.placement.world_size, ANNOUNCED), dtype=np.int64)  # REQUEST in the first place
         payloads, evicted = {}, {}
         self._slots: dict[int, Tensor] = {}
         self._admitted: dict[int, Int64Array] = {}  # the same for the host
@@ -197,7 +218,7 @@ class ChangesLookup:
             admission, residuals = module.held[peer].admit(wanted)
             self._slots[peer], self._admitted[peer] = torch.from_numpy(admission.slots).to(device), admission.slots
             evicted[peer] = encode_whole(residuals, module.value_format)
-            numbers[peer] = payloads[peer].numel(), self._rows.lookups[peer], len(residuals)
+            numbers[peer, 1:] = payloads[peer].numel(), self._rows.lookups[peer], len(residuals)
         return payloads, evicted, numbers
 
     def _read_request(self, peer: int, data: Tensor, lookups: int, evicted: int) -> Request:
@@ -293,3 +314,33 @@ class ChangesLookup:
         with reading(f"Embedding rows from rank {peer} of the process group"):
             unpacked = unpack(message.layout, payload)
         return unpacked.positions, unpacked.values
+
+
+def end_backward(modules: Sequence[TableState]) -> None:
+    """Exchange the gradients of all look-ups that some rank's backward has reached; every rank calls it."""
+    for module in modules:
+        if not module.weight.requires_grad:
+            continue
+        bits = sum(1 << place for place, one in enumerate(reversed(module.lookups)) if one.gradient is not None)
+        numbers = np.tile(np.array([END, bits, 0, 0]), (module.placement.world_size, 1))
+        reached = int(np.bitwise_or.reduce(_announce(module, numbers)[:, 1]))
+        due = [one for place, one in enumerate(reversed(module.lookups)) if reached >> place & 1][::-1]
+        # What was sent in an earlier backward stays only if this one has come to it again.
+        module.lookups = [one for one in module.lookups if one in due or not one._is_returned]
+        for receive in [one.send_gradient() for one in due]:
+            receive()
+        if due:
+            with module.traffic.timed():
+                module.collected.deliver(module.weight, module.placement.world_size, module.resolve)
+
+
+def _announce(module: TableState, numbers: Int64Array) -> Int64Array:
+    """Announce numbers, and refuse ranks that have not come to the same (RuntimeError, on every rank)."""
+    announced = module.exchange_group.announce(numbers, module.traffic)
+    if (apart := announced[:, 0] != numbers[0, 0]).any():
+        raise RuntimeError(
+            f"Some ranks look up rows of {module.name!r} where others have ended a backward: rank {apart.argmax()} of"
+            " the process group and this one differ. In each training step all ranks must look up the tables equally"
+            " often. A rank without ids gives an empty batch."
+        )
+    return announced

@@ -1,5 +1,7 @@
 """Gradients of rows: taken from autograd at the pooled rows, collected from all ranks, and put into ``weight.grad``."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,9 +19,12 @@ def deliver(weight: Tensor, pooled: Tensor, send_gradient: Callable[[Tensor], No
     return _DeliverRows.apply(weight, pooled, send_gradient)
 
 
-def when_backward_ends(finish: Callable[[], None]) -> None:
-    """Call ``finish`` after the rest of this backward, in the way of DistributedDataParallel."""
-    torch.autograd.Variable._execution_engine.queue_callback(finish)
+def when_backward_ends(gradients: CollectedGradients, finish: Callable[[], None]) -> None:
+    """Call ``finish`` once for these gradients after the rest of this backward, as DistributedDataParallel does."""
+    this_backward = torch._C._current_graph_task_id()
+    if gradients.ended_by != this_backward:
+        gradients.ended_by = this_backward
+        torch.autograd.Variable._execution_engine.queue_callback(finish)
 
 
 class CollectedGradients:
@@ -27,6 +32,7 @@ class CollectedGradients:
 
     def __init__(self, parts: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
         self._parts = list(parts)
+        self.ended_by = -1  # the backward that will end with them, of autograd's numbers
         self._expected: list[Callable[[], Iterable[tuple[Tensor, Tensor]]]] = []
 
     @property

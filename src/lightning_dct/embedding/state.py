@@ -28,7 +28,7 @@ class UnmadeRows(nn.parameter.UninitializedParameter):
     """Rows before :meth:`TableState.materialize`, which can be frozen already."""
 
     _allowed_methods: ClassVar[Any] = [
-        *vars(nn.parameter.UninitializedTensorMixin)["_allowed_methods"],
+        *vars(nn.parameter.UninitializedTensorMixin)["_allowed_methods"],  # type: ignore[attr-defined]
         Tensor.requires_grad_,
     ]
 
@@ -118,8 +118,9 @@ class TableState(CompressedModule):
         self.held = {peer: remembered(peer, True) for peer in self.peers}
         self.mirrors = {peer: remembered(self.exchange_group.rank, False) for peer in self.peers}
         self.collected = CollectedGradients()
-        # The last look-up, until its answers are taken.
+        # The last look-up, until its answers are taken; and those whose gradients may be sent.
         self.latest_lookup: Any = None
+        self.lookups: list[Any] = []
         self.refresh_requested = True
 
     @property
@@ -232,7 +233,7 @@ class TableState(CompressedModule):
             if self.latest_lookup is not None:
                 self.latest_lookup.take_answers()
             self.collected.wait()
-        return dict(self.__dict__)
+        return {**self.__dict__, "lookups": []}  # their backward ends at the original
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         """Move copies, residuals and collected gradients together with the rows."""

@@ -1,0 +1,79 @@
+"""Losses that do not depend on the tables, on some ranks and in some steps."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from distributed.harness import RankFailure
+from embedding.growing import Growing, spread
+from embedding.hybrid import Hybrid, fit, whole
+
+CASES = ["not reached", "not pooled", "one of two", "two backwards"]
+
+
+def unequal(kind: type[Hybrid], case: str, with_zeros: bool, settings: dict[str, Any]) -> dict[str, Tensor]:
+    """Train; on the last rank every other loss lacks some rows, or has their sum times zero."""
+    growing = kind is Growing
+    module = kind({"density": 0.2, **({"max_rows": 500} if growing else {})})
+
+    def look_up(ids: Tensor) -> Any:
+        return module.tables.request(spread(ids) if growing else ids)
+
+    def training_step(batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor | None:
+        ids, goals = batch
+        first, second = look_up(ids), look_up(ids.flip(0))
+        is_odd = module.global_rank == module.trainer.world_size - 1 and batch_idx % 2 == 1
+        if case == "not pooled" and is_odd and not with_zeros:
+            return module.top(torch.ones(3, module.top[0].in_features)).mean()
+        pooled, other = first.pooled(), second.pooled()
+        zero = 0.0 * (pooled.sum() + other.sum())
+        loss = (module.top((pooled + other).flatten(1)).squeeze(1) - goals).square().mean()
+        if is_odd:
+            if case in ("not reached", "not pooled"):
+                loss = module.top(torch.ones(3, module.top[0].in_features)).mean()
+            elif case == "one of two":
+                loss = other.square().mean()
+            loss = loss + zero if with_zeros else loss
+        if case == "two backwards":
+            optimizer = module.optimizers()
+            module.manual_backward(pooled.square().mean(), retain_graph=True)
+            away = pooled.detach() if is_odd and not with_zeros else pooled * (0.0 if is_odd else 1.0)
+            module.manual_backward((away + other).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            return None
+        return loss
+
+    module.training_step = training_step
+    module.automatic_optimization = case != "two backwards"
+    fit(module, 6, strategy={"compress": "updates", "local_steps": 1}, **settings)
+    return whole(module)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("world_size", "kind", "settings"), [(2, Hybrid, {"accumulate_grad_batches": 2}), (3, Growing, {})]
+)
+def test_a_loss_without_the_tables(ranks: Any, case: str, world_size: int, kind: Any, settings: dict[str, Any]) -> None:
+    """Oracle: the same run in which that rank adds the rows' sum times zero."""
+    settings = {} if case == "two backwards" else settings
+    found, expected = (ranks(world_size).run(unequal, kind, case, zeros, settings) for zeros in (False, True))
+    for one, other in zip(found, expected, strict=True):
+        assert one.keys() == other.keys()
+        assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+def skip_a_look_up() -> None:
+    module = Hybrid({})
+    step = module.training_step
+    module.training_step = lambda batch, index: (
+        module.top(torch.ones(3, 20)).mean() if index == module.global_rank == 1 else step(batch, index)
+    )
+    fit(module, 3, strategy={"compress": "updates"})
+
+
+def test_a_rank_that_skips_a_look_up_is_named(ranks: Any) -> None:
+    with pytest.raises(RankFailure, match="must look up the tables equally often"):
+        ranks(2).run(skip_a_look_up, timeout_s=100.0)
