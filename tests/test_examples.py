@@ -88,6 +88,16 @@ def test_fabric(ranks: Any, tmp_path: Path) -> None:
     assert len(list((tmp_path / "fabric.ckpt.module-0.dct").iterdir())) == 2
 
 
+def test_plain_loop(tmp_path: Path) -> None:
+    """As its first lines say. Oracles: the loss falls, and the ratio lies where the default's does."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    output = printed_by([*command, str(EXAMPLES / "plain_loop.py")], tmp_path)
+    epochs = re.findall(r"epoch \d: loss ([\d.]+), (\d+)x fewer bytes", output)
+    assert len(epochs) == 2
+    assert float(epochs[1][0]) < min(0.5, float(epochs[0][0]))
+    assert float(epochs[1][1]) > 20
+
+
 @pytest.mark.parametrize(("arguments", "world_size"), [((), 2), (("--sharded",), 4)])
 def test_huggingface(ranks: Any, tmp_path: Path, arguments: tuple[str, ...], world_size: int) -> None:
     """Oracle: the loss of a model that guesses, ln 256 = 5.55 nats a byte; input and output share one matrix."""
