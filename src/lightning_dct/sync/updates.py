@@ -25,10 +25,8 @@ local steps; Streaming DiLoCo (Douillard et al., arXiv 2501.18512) for tensors t
 overlap with training.
 """
 
-import math
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 from weakref import ref
 
 import torch.distributed as dist
@@ -37,76 +35,33 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dct.agreement import check_alike
-from lightning_dct.checksums import checksum_of
 from lightning_dct.compress.bucket_plan import local_of, real_numel
 from lightning_dct.config import DCTConfig
-from lightning_dct.exchange.base import Exchange
-from lightning_dct.exchange.collectives import Link
 from lightning_dct.failures.course import EXCHANGE
 from lightning_dct.law import FEWEST_COUNTED, RunSettings
-from lightning_dct.sync.buffers import Buffers
 from lightning_dct.sync.optimizer_trial import try_out
-from lightning_dct.sync.rounds import MOST_IN_FLIGHT, Rounds, buckets_of, load_rounds, save_rounds
-from lightning_dct.sync.shared_weights import SharedWeights, as_real
+from lightning_dct.sync.rounds import MOST_IN_FLIGHT, Rounds, buckets_of
+from lightning_dct.sync.shared_weights import as_real
 from lightning_dct.sync.step_cosine import EVERY, is_measured
-from lightning_dct.sync.synchronizer import Synchronizer
-from lightning_dct.sync.update_flow import UpdateFlow
+from lightning_dct.sync.update_state import UpdateState
 from lightning_dct.wire.payload import tag_of
 
-COUNTED_STEPS = "counted steps"
 
-
-class UpdateSynchronizer(Synchronizer):
+class UpdateSynchronizer(UpdateState):
     """Exchanges the updates of one rank's weights with the other ranks.
 
     Every optimizer has its own clock, which counts its steps, skipped ones included. A parameter takes part from the
-    first step of its optimizer at which it is trainable.
-
-    Args:
-        config: See :class:`Synchronizer`.
-        parameter_names: See there. These parameters have the same values on all ranks.
-        exchange: See there.
-        buffers: Gives the model's floating-point buffers by name, which are averaged uncompressed.
-        optimizers: Gives all optimizers, in the same order on every rank.
-        parameters: Gives all parameters of the model, including those that do not take part.
-        weights: The shared weights; by default those that are shown by exchanging pointers.
-        average_over: The ranks over which buffers are averaged, one link after the other; by default those of the
-            exchange. The ranks of a sharded replica have buffers of their own.
+    first step of its optimizer at which it is trainable. For the arguments see
+    :class:`~lightning_dct.sync.update_state.UpdateState`.
 
     Attributes:
-        buffers: This rank's buffers.
-        flow: Sends a bucket and applies what arrives.
         run_settings: Chooses settings as the run goes on; None if they stay.
         project: Brings the weights in the model back into their bounds; None if they have none.
     """
 
-    def __init__(
-        self,
-        config: DCTConfig,
-        parameter_names: Mapping[Tensor, str],
-        exchange: Exchange,
-        buffers: Callable[[], Mapping[str, Tensor]],
-        optimizers: Callable[[], Sequence[Optimizer]],
-        parameters: Callable[[], Collection[Tensor]],
-        weights: SharedWeights | None = None,
-        average_over: Sequence[Link] = (),
-    ) -> None:
-        super().__init__(config, parameter_names, exchange)
-        self.memory.what, self.memory.of_updates = "Updates", True
-        self.weights = weights or SharedWeights()
-        self.flow = UpdateFlow(self.plans, self.weights, exchange, self.memory)
-        self.buffers = Buffers(buffers, average_over or [exchange.everyone])
-        self._optimizers = optimizers
-        self._parameters = parameters
-        # Parameters that take part, or are known not to.
-        self._settled = self._excluded()
-        self._rounds: dict[int, Rounds] = {}
-        self._to_refresh: set[str] = set()
-        # A single rank has only its own weights.
-        self._alone = exchange.everyone.size == 1
-        self.run_settings: RunSettings | None = None
-        self.project: Callable[[], None] | None = None
-        self._reached = self._counted = 0
+    run_settings: RunSettings | None = None
+    project: Callable[[], None] | None = None
+    _reached = 0
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Take the settings of a run of this length, and register parameters that are stepped for the first time."""
@@ -330,98 +285,6 @@ class UpdateSynchronizer(Synchronizer):
         self.weights.hide()
         self.buffers.give_back()
 
-    @property
-    def sparse(self) -> set[Tensor]:
-        """The same, since their first step."""
-        return {parameter for rounds in self._rounds.values() for parameter in rounds.sparse}
-
-    def norms(self) -> dict[str, float]:
-        """Euclidean norm of this rank's residual of each parameter, of its own updates and of sums."""
-        norms = self.weights.norms()
-        for name, norm in self.memory.norms().items():
-            norms[name] = math.hypot(norms.get(name, 0.0), norm)
-        return norms
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's state: plain numbers, dicts and CPU tensors. Waits for updates in flight, but keeps them."""
-        for rounds in self._rounds.values():
-            self.flow.complete(rounds.in_flight)
-        state = super().state_dict()
-        clocks, in_flight = save_rounds(self._rounds, self.weights.parameters, self._to_refresh, self.flow.read)
-        # Whoever has put other weights into the model for this moment, such as averages, may take them back.
-        settled = {name: self.weights.settled(name) for name in self.weights.parameters}
-        own = {name: own for name, (own, _) in settled.items()} | self.buffers.own()
-        return {
-            **state,
-            "residuals": {},
-            "weights": {name: weights.detach().to("cpu", copy=True) for name, weights in own.items()},
-            "shared": {name: checksum_of(shared) for name, (_, shared) in settled.items()},
-            "exchange_clocks": {**clocks, COUNTED_STEPS: self._counted},
-            "in_flight": in_flight,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state; the model has the shared weights of the checkpoint.
-
-        If somebody has edited those of a parameter in the file, or a hook has written into them, they become this
-        rank's own weights too. Otherwise the next exchanges would undo that.
-
-        Raises:
-            ValueError: A saved tensor has another size than the parameter of its name.
-        """
-        super().load_state_dict(state)
-        parameters, buffers = self._parameters_by_name(), self.buffers.named()
-        edited = []
-        for name, weights in state.get("weights", {}).items():
-            if name in parameters and self._alone:
-                own = local_of(parameters[name]).data
-                edited += [name] if _is_edited(name, own, state) else []
-                own.copy_(own if name in edited else weights)
-            elif name in parameters:
-                self.weights.adopt(name, parameters[name])
-                shared = self.weights.shared(name)
-                edited += [name] if _is_edited(name, shared, state) else []
-                self.weights.set_own(name, shared if name in edited else weights)
-            elif name in buffers:
-                buffers[name].copy_(weights)
-        # Parameters that took no part yet when the state was saved, as before the trials of a search for a rate.
-        for name in self.weights.parameters.keys() - state.get("weights", {}).keys():
-            self.weights.set_own(name, self.weights.shared(name))
-        # Residuals of sums, from another exchange or another number of ranks.
-        residuals = self.residuals.state_dict()
-        self.residuals.load_state_dict({})
-        for name, left in residuals.items():
-            if name in self.weights.parameters or (self._alone and name in parameters):
-                own = as_real(local_of(parameters[name]).data if self._alone else self.weights.own(name))
-                own.add_(left.view(own.shape).to(own.device))
-        clocks = dict(state.get("exchange_clocks", {}))
-        self._counted = clocks.pop(COUNTED_STEPS, 0)
-        self._rounds, self._to_refresh = load_rounds(clocks, state.get("in_flight", {}), parameters)
-        for item in (item for rounds in self._rounds.values() for item in rounds.in_flight):
-            if item.names[0] in edited:  # saved ones have one parameter each
-                # It is subtracted when the mean has arrived.
-                self.weights.add_own(item.names, item.own, 1.0)  # type: ignore[arg-type]
-        if edited:
-            rank_zero_warn(
-                f"The checkpoint's weights of {', '.join(map(repr, edited))[:300]} differ from the weights that were"
-                " saved. Every rank continues from the checkpoint's weights. Unsent changes of these parameters are"
-                " lost."
-            )
-        self._settled = self._excluded()
-
-    def shared_state(self) -> dict[str, Any]:
-        """The same with clocks, shared weights, and the means in flight, which change them."""
-        clocks, in_flight = save_rounds(self._rounds, self.weights.parameters, self._to_refresh, self.flow.read)
-        means = {name: mean for name, mean in in_flight.items() if name.startswith("mean of ")}
-        shared = {f"shared weights of {name}": self.weights.shared(name) for name in self.weights.parameters}
-        return {**super().shared_state(), **clocks, COUNTED_STEPS: self._counted, **means, **shared}
-
-    def _excluded(self) -> set[Tensor]:
-        return set(self._parameters()) - self.parameter_names.keys()
-
-    def _parameters_by_name(self) -> dict[str, Tensor]:
-        return {name: parameter for parameter, name in self.parameter_names.items()}
-
     def _forget_thresholds(self, buckets: Iterable[Sequence[str]]) -> None:
         """Delete the thresholds of buckets about to be sent, if a refresh was requested since they were last sent."""
         if self.refresh_requested:
@@ -440,10 +303,3 @@ class UpdateSynchronizer(Synchronizer):
             f"An optimizer ({type(optimizer).__name__}) has made a step, but `configure_optimizers` did not return it."
             " Return it there too, so that all ranks know when it steps."
         )
-
-
-def _is_edited(name: str, shared: Tensor, state: Mapping[str, Any]) -> bool:
-    """Whether a parameter's shared weights are others than those that were saved with a state, in its dtype."""
-    known = state.get("shared", {})
-    is_known = name in known and state["weights"][name].dtype == shared.dtype
-    return is_known and checksum_of(shared) != known[name]
