@@ -235,7 +235,7 @@ def exchanged(config: DCTConfig, device: torch.device, rank: int) -> dict[str, s
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
     strategy.optimizers.append(optimizer)
     if config.compress == "updates":
-        synchronizer: Any = make_update_synchronizer(strategy, module, None, average_buffers=False)
+        synchronizer: Any = make_update_synchronizer(strategy, module, None, exchanges_buffers=False)
     else:
         wrapped = DistributedDataParallel(Summed(module), gradient_as_bucket_view=True)
         synchronizer = make_gradient_synchronizer(strategy, wrapped, None)
@@ -307,7 +307,7 @@ def step_time(way: str, device: torch.device, rank: int) -> Row:
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4)
     strategy = strategy_of(DCTConfig(warmup_steps=0), rank)
     strategy.optimizers.append(optimizer)
-    updates = make_update_synchronizer(strategy, network, None, average_buffers=False) if way == "dct" else None
+    updates = make_update_synchronizer(strategy, network, None, exchanges_buffers=False) if way == "dct" else None
 
     def step() -> None:
         optimizer.zero_grad()

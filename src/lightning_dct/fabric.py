@@ -43,6 +43,7 @@ from lightning_dct.strategy import DCTStrategy as TrainerStrategy
 from lightning_dct.sync.optimizer_trial import refuse
 from lightning_dct.sync.setup import (
     check_settings,
+    exchanges_buffers,
     make_gradient_synchronizer,
     make_update_synchronizer,
     parameter_names,
@@ -129,11 +130,14 @@ class DCTStrategy(DDPStrategy):
             synchronizer = make_gradient_synchronizer(self, module, self.precision)
             module.register_comm_hook(None, synchronizer.hook)
         else:
-            average_buffers = self._ddp_kwargs.get("broadcast_buffers", True)
             # The module must not live as long as its synchronizer, which lives as long as the module.
             proxy: Any = weakref.proxy(module)
             synchronizer = updates = make_update_synchronizer(
-                self, proxy, group, average_buffers, optimizers=lambda: [one() for one in optimizers]
+                self,
+                proxy,
+                group,
+                exchanges_buffers(self._ddp_kwargs),
+                optimizers=lambda: [one() for one in optimizers],
             )
             updates.run_settings = self._run_settings
             ours = weakref.ref(self)  # the guard may outlive a Fabric that nobody tears down

@@ -21,6 +21,7 @@ from lightning_dct.law import Given
 from lightning_dct.sync.gradients import GradientSynchronizer
 from lightning_dct.sync.setup import (
     check_settings,
+    exchanges_buffers,
     make_gradient_synchronizer,
     make_update_synchronizer,
 )
@@ -161,7 +162,7 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
 
     def _make_updates(self) -> UpdateSynchronizer:
         assert self.model is not None
-        group, buffers = self._ddp_kwargs.get("process_group"), self._ddp_kwargs.get("broadcast_buffers", True)
+        group, buffers = self._ddp_kwargs.get("process_group"), exchanges_buffers(self._ddp_kwargs)
         return make_update_synchronizer(self, self.model, group, buffers)
 
     def on_exception(self, exception: BaseException) -> None:

@@ -212,7 +212,7 @@ class ThresholdedStrategy(CheckpointedStrategy):
         if self.synchronizer is not None:
             self.synchronizer.epoch = self._module.trainer.current_epoch
         if self.updates is not None:
-            self.updates.weights.continue_training()
+            self.updates.continue_training()
             if share := share_done(self._module.trainer, self.length.batches):
                 self.updates.count(share)
 
@@ -322,7 +322,7 @@ class ThresholdedStrategy(CheckpointedStrategy):
         super().on_train_end()
         if self.updates is not None:
             # Callbacks that average weights have set each rank's own buffers.
-            self.updates.average_buffers()
+            self.updates.exchange_buffers()
         if self.synchronizer is not None:
             self.synchronizer.flush()
             steps, others = self.synchronizer.synchronisations, self.synchronizer.exchange.everyone.size - 1

@@ -68,6 +68,7 @@ class TrafficTotals:
         seconds_waiting: Time spent waiting for payloads: for the network, and for slower ranks.
         admitted_rows: Rows of growing tables that this rank has made.
         evicted_rows: Rows of growing tables that this rank has evicted.
+        bytes_of_buffers: Of the bytes sent, those of buffers and of their comparison.
     """
 
     steps: int = 0
@@ -81,6 +82,7 @@ class TrafficTotals:
     seconds_waiting: float = 0.0
     admitted_rows: int = 0
     evicted_rows: int = 0
+    bytes_of_buffers: int = 0
 
     def __sub__(self, earlier: TrafficTotals) -> TrafficTotals:
         return TrafficTotals(*(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)))

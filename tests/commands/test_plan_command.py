@@ -43,6 +43,13 @@ def test_what_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
     assert "by_node" not in printed
 
 
+def test_buffers_have_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two statistics of 8 numbers, averaged by 4 ranks, and a count of 8 bytes, once in 2 steps; DDP sends all."""
+    words = "--world-size 4 --link 1Gbit --module torch.nn:BatchNorm1d --arguments num_features=8 --local-steps 2"
+    assert "bytes of buffers, at most 72 52 52 " in plan(capsys, *words.split())
+    assert "buffers" not in plan(capsys, *ASKED)
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

@@ -22,6 +22,7 @@ from lightning_dct.compress.awaited import Awaited
 from lightning_dct.compress.bucket_plan import BucketPlan
 from lightning_dct.compress.on_device import OnDevice
 from lightning_dct.exchange import base, collectives
+from lightning_dct.sync.buffers import Buffers
 from lightning_dct.sync.shared_weights import SharedWeights
 from lightning_dct.sync.updates import UpdateSynchronizer
 from lightning_dct.wire.positions import PayloadError
@@ -198,7 +199,7 @@ def test_an_exchange_of_updates_waits_for_nothing(
     optimizer = torch.optim.SGD(parameters.values())
     made = EmulatedRanks(SIZES, world_size, exchange, ranks_per_node)._exchange(exchange, 0, ranks_per_node, config)
     names = {parameter: name for name, parameter in parameters.items()}
-    synchronizer = UpdateSynchronizer(config, names, made, dict, lambda: [optimizer], parameters.values)
+    synchronizer = UpdateSynchronizer(config, names, made, Buffers(), lambda: [optimizer], parameters.values)
     for first in (True, False, False, False, False):
         synchronizer.before_step(optimizer)
         with nullcontext() if first else nobody_waits():

@@ -23,6 +23,7 @@ from lightning_dct.compress import awaited, bucket_plan
 from lightning_dct.compress.adding import name_broken_sender
 from lightning_dct.exchange import collectives
 from lightning_dct.sync import rounds, updates
+from lightning_dct.sync.buffers import Buffers
 from lightning_dct.sync.updates import UpdateSynchronizer
 from lightning_dct.wire import payloads_on_device
 
@@ -64,7 +65,7 @@ class UpdatingRanks:
                     config,
                     {parameter: name for name, parameter in parameters.items()},
                     emulated._exchange(exchange, rank, ranks_per_node, config),
-                    dict,
+                    Buffers(),
                     lambda own=[optimizer]: own,
                     lambda own=parameters: own.values(),
                 )

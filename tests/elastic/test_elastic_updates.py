@@ -9,6 +9,7 @@ from lightning_dct.config import DCTConfig
 from lightning_dct.elastic.elastic_updates import ElasticUpdates, Header
 from lightning_dct.exchange.collectives import Link
 from lightning_dct.exchange.compressed import AllGather
+from lightning_dct.sync.buffers import PresentBuffers
 from lightning_dct.traffic import Traffic
 from sync.optimizers import Sign
 
@@ -51,7 +52,7 @@ def rank_of(
     present = Pretended()
     exchange = AllGather(Link(present, Traffic()))  # type: ignore[arg-type]
     exchange.link_traversals = 4.0
-    every = (dict), (lambda: [optimizer]), (lambda: [parameter])
+    every = PresentBuffers(dict, tuple), (lambda: [optimizer]), (lambda: [parameter])
     updates = ElasticUpdates(config, {parameter: "w"}, exchange, *every, rank=0)
     return updates, present, parameter, optimizer
 

@@ -241,6 +241,10 @@ def summary_rows(totals: TrafficTotals, not_sent: float | None = None) -> list[t
         ("bytes sent", f"{format_bytes(totals.bytes_sent)} {dense}{inside}"),
         ("compression ratio", f"{totals.compression_ratio:,.1f}x" if totals.bytes_sent else "nothing was sent"),
     ]
+    if totals.bytes_of_buffers:
+        much = 2 * totals.bytes_of_buffers > totals.bytes_sent
+        remedy = "; `broadcast_buffers=False` leaves each rank its own" if much else ""
+        rows.append(("of them buffers", f"{format_bytes(totals.bytes_of_buffers)} uncompressed{remedy}"))
     if totals.entries:
         rows.append(("entries sent", f"{100 * totals.density:.3g}% of {totals.entries:,} due{waiting}"))
     if totals.admitted_rows:

@@ -99,14 +99,8 @@ _STATE: dict[str, Rule] = {
 _OPTIONAL: dict[str, Rule] = {
     "accumulated": (_NAME, ("a gradient", _is_real_or_complex)),
     "identity": (_NAME, ("a number or a name", lambda value: isinstance(value, (int, str)))),
-    # With updates each rank has its own between two exchanges. A model may hold NaN, and then its weights do.
-    "weights": (
-        _NAME,
-        (
-            "a floating-point or complex tensor",
-            lambda value: _is_real_or_complex(value) and value.layout == torch.strided,
-        ),
-    ),
+    # With updates each rank has its own between two exchanges, and buffers of any dtype. They may hold NaN.
+    "weights": (_NAME, ("a dense tensor", lambda value: isinstance(value, Tensor) and value.layout == torch.strided)),
     # Checksums of the shared weights.
     "shared": (_NAME, _COUNT),
     "optimizers": ("a list", lambda value: isinstance(value, list)),

@@ -10,6 +10,7 @@ from lightning_dct.cost.timing import Speed
 from lightning_dct.cost.workload import Workload
 from lightning_dct.exchange.factory import INSIDE_IS_FASTER, ExchangeChoice, NodeLayout, choose_for_model
 from lightning_dct.tables import format_bytes, plain_table, rate_text
+from lightning_dct.traffic import all_reduce_bytes
 
 DENSE = "ddp"
 MOST_RANKS = 10_000
@@ -157,6 +158,11 @@ def _table(forecast: Forecast) -> list[list[str]]:
         ["ms together", *(f"{1e3 * row.seconds:,.1f}" for row in columns)],
         ["residuals on a rank", *(format_bytes(max(row.step.residual_bytes)) for row in columns)],
     ]
+    if any(buffers := forecast.workload.buffers):
+        each = all_reduce_bytes(buffers[0], len(forecast.layout.places)) + buffers[1]
+        updates = forecast.config.compress == "updates"
+        most = (each // row.local_steps if updates and row.name != DENSE else sum(buffers) for row in columns)
+        rows.append(["bytes of buffers, at most", *(f"{num_bytes:,}" for num_bytes in most)])
     if forecast.layout.ranks_per_node > 1:
         between = (max(sent.between for sent in row.step.sent) // row.local_steps for row in columns)
         rows.insert(2, ["of them to other nodes", *(f"{num_bytes:,}" for num_bytes in between)])
@@ -192,6 +198,11 @@ def _notes(forecast: Forecast) -> list[str]:
         )
     else:
         notes.append("Sizes are those that a run counts, headers and padding included, by the rank that sends most.")
+    if any(forecast.workload.buffers):
+        notes.append(
+            "Buffers come on top of bytes, ratio and times. `ddp` sends all of them in every step. Exchanges of updates"
+            " send those that differ between ranks, such as running statistics, and none that stay as they are."
+        )
     if len(forecast.workload.buckets) > 1:
         notes.append(
             f"{_many(len(forecast.workload.buckets), 'bucket')}, as DistributedDataParallel makes them from the second"

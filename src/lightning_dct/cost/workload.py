@@ -20,7 +20,7 @@ from lightning_dct.compress.bucket_plan import real_numel
 from lightning_dct.config import DCTConfig
 from lightning_dct.embedding.sharded import ShardedEmbeddingBags
 from lightning_dct.sync.rounds import buckets_of
-from lightning_dct.sync.setup import parameter_names
+from lightning_dct.sync.setup import buffers_of, parameter_names, statistics_of
 
 # DistributedDataParallel's limits: a small first bucket, which is sent early, then buckets of this size.
 BUCKET_LIMITS = [_DEFAULT_FIRST_BUCKET_BYTES, getattr(ddp, "_DEFAULT_BUCKET_CAP_MB", 25) * 1024 * 1024]
@@ -35,11 +35,13 @@ class Workload:
             sizes, dtypes and ``requires_grad`` matter.
         not_counted: Entries whose gradients are sent in another way or depend on the data, by the reason.
         sparse: Those with sparse gradients, of which a dense exchange sends the rows that a batch looks up.
+        buffers: Bytes of the running statistics of normalisation layers, and of all other buffers.
     """
 
     parameters: Mapping[str, Tensor]
     not_counted: Mapping[str, int]
     sparse: Collection[str] = ()
+    buffers: tuple[int, int] = (0, 0)
 
     @cached_property
     def buckets(self) -> tuple[tuple[str, ...], ...]:
@@ -114,7 +116,10 @@ def workload_of(module: nn.Module) -> Workload:
             f"`--module`: {type(module).__name__} has no parameter whose gradient is synchronised. Name a module that"
             " makes its parameters when it is constructed or in `configure_model`, and that trains some of them."
         )
-    return Workload(parameters, not_counted, rows_only)
+    buffers, statistics = buffers_of(module), statistics_of(module)
+    averaged = sum(buffers[name].nbytes for name in statistics & buffers.keys())
+    others = sum(buffer.nbytes for buffer in buffers.values()) - averaged
+    return Workload(parameters, not_counted, rows_only, (averaged, others))
 
 
 def load_module(path: str, keywords: Mapping[str, Any]) -> nn.Module:

@@ -49,7 +49,8 @@ from lightning_dct.law import RunLength
 from lightning_dct.lightning_private import checkpoint_of, restore_from
 from lightning_dct.saving import STATE_KEY
 from lightning_dct.strategy import DCTStrategy
-from lightning_dct.sync.setup import floating_buffers, parameter_names
+from lightning_dct.sync.buffers import PresentBuffers
+from lightning_dct.sync.setup import buffers_of, parameter_names, statistics_of
 from lightning_dct.tables import plain_table
 
 # How long a rank waits at the start of a run for the others that were asked for.
@@ -189,7 +190,7 @@ class DCTElasticStrategy(DCTStrategy):
         exchange = AllGather(Link(self.present, self.traffic))  # type: ignore[arg-type]
         # Planned for as many ranks as were asked for, so that all that are present send alike.
         exchange.link_traversals = float(self.world_size)
-        buffers = partial(floating_buffers, self._module)
+        buffers = PresentBuffers(partial(buffers_of, self._module), partial(statistics_of, self._module))
         every = (lambda: self.optimizers), (lambda: list(self._module.parameters()))
         return ElasticUpdates(self.config, names, exchange, buffers, *every, rank=self.global_rank)
 

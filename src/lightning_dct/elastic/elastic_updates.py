@@ -2,7 +2,7 @@
 
     present r      a_r = w_r - S,   c_r = the entries of a_r that reach a threshold         as in ``dct``
                    all-gather of a header: the step, the steps trained, the pace
-                   all-gather of c_r and the floating-point buffers, then the vote
+                   all-gather of c_r and the buffers that have changed on a rank, then the vote
     committed      m = f / W * sum of c_r,   S += m,   w_r += m - c_r                       W: those that have sent
 
 Nothing changes before the vote. So a rank that has failed before it is behind by this round and has lost nothing: at
@@ -17,6 +17,8 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Mapping
+from functools import reduce
+from operator import or_
 from statistics import median, mode
 from typing import Any, NamedTuple
 
@@ -28,7 +30,7 @@ from torch.optim import Optimizer
 from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Received
 from lightning_dct.compress.on_host import apply, compress, decompress_own
 from lightning_dct.elastic.present import PresentRanks
-from lightning_dct.sync.buffers import MeanBuffers
+from lightning_dct.sync.buffers import PresentBuffers
 from lightning_dct.sync.rounds import Rounds
 from lightning_dct.sync.shared_weights import IN_PLACE
 from lightning_dct.sync.step_cosine import cosine_of_all
@@ -60,6 +62,7 @@ class Header(NamedTuple):
             others what it has not sent.
         cosine: How alike it takes the ranks' steps to be; that of the first rank that is not behind counts.
         history: A checksum of the rounds that its shared weights have taken, and of their quorums.
+        buffers: A bit for each buffer that has changed since the last exchange.
     """
 
     rank: int
@@ -70,6 +73,7 @@ class Header(NamedTuple):
     ready: int = 0
     cosine: int = 0
     history: int = 0
+    buffers: int = 0
 
 
 class Tally(NamedTuple):
@@ -93,6 +97,7 @@ class ElasticUpdates(UpdateSynchronizer):
     """
 
     present: PresentRanks
+    buffers: PresentBuffers
 
     def __init__(self, *args: Any, rank: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -112,7 +117,6 @@ class ElasticUpdates(UpdateSynchronizer):
         self._commits: deque[tuple[int, int]] = deque(maxlen=REMEMBERED)
         self._history = 0
         self._unsure: tuple[int, int, list[tuple[list[str], BucketPlan, Tensor]]] | None = None
-        self.buffers: MeanBuffers = MeanBuffers(self.buffers.named)
 
     @property
     def step(self) -> int:
@@ -141,7 +145,7 @@ class ElasticUpdates(UpdateSynchronizer):
         """Meet the others and exchange updates with them; nothing happens if that fails."""
         self.due, began = False, time.monotonic()
         self.train_until, self._round = 0, self.present.round
-        self.weights.continue_training()
+        self.continue_training()
         with self.traffic.timed("exchange", "seconds_waiting"):
             met = self.present.meet()  # a rank that is behind has the others' shared weights afterwards
         if met:
@@ -154,7 +158,7 @@ class ElasticUpdates(UpdateSynchronizer):
 
     def apply_all(self, ready: int = 1) -> None:
         """Meet the others once more before leaving: a rank that has missed the last exchange takes it from them."""
-        self.weights.continue_training()
+        self.continue_training()
         self._round = self.present.round
         header = Header(self._rank, self.step, 0, 0, 0, ready=ready, history=self._history)
         for _ in range(FAREWELLS):
@@ -191,13 +195,13 @@ class ElasticUpdates(UpdateSynchronizer):
     def _exchange(self) -> None:
         rounds, present = self._the_rounds, self.present
         buckets = self._plans(rounds, rounds.steps)
-        uncompressed = self.buffers.to_bytes()
+        sampled = torch.empty(0)
         if rounds.cosine.has_begun(rounds.steps):
             sampled = rounds.cosine.sampled(rounds.steps, self._own_of(rounds))
-            uncompressed = torch.cat([uncompressed, sampled.view(torch.uint8)])
-        num_bytes = sum(plan.layout.num_bytes for _, plan in buckets) + uncompressed.numel()
+        # Those of all buffers, of which ranks then send those that have changed on one of them.
+        num_bytes = sum(plan.layout.num_bytes for _, plan in buckets) + self.buffers.num_bytes + sampled.nbytes
         nanoseconds = int(1e9 * median(self._times or (0.0,)))
-        shared = {"cosine": rounds.cosine.value, "history": self._history}
+        shared = {"cosine": rounds.cosine.value, "history": self._history, "buffers": self.buffers.changed()}
         header = Header(self._rank, rounds.steps, self._trained, num_bytes, nanoseconds, **shared)
         with self.traffic.timed("exchange", "seconds_waiting"):
             gathered = present.gather(torch.tensor(header, dtype=torch.int64))
@@ -233,8 +237,15 @@ class ElasticUpdates(UpdateSynchronizer):
             payloads = [self._compress(names, plan) for names, plan in buckets]
         else:
             payloads = []
-        size = next(iter(sizes))
-        sent = torch.cat([*payloads, uncompressed]) if sends else torch.zeros(size, dtype=torch.uint8)
+        senders = [place for place, header in enumerate(headers) if header.step == step and header.trained > 0]
+        changed = reduce(or_, [headers[place].buffers for place in senders], 0)
+        uncompressed = self.buffers.to_bytes(changed)
+        size = next(iter(sizes)) - self.buffers.num_bytes + uncompressed.numel()
+        if sends:
+            sent = torch.cat([*payloads, uncompressed, sampled.view(torch.uint8)])
+        else:
+            sent = torch.zeros(size, dtype=torch.uint8)
+        self.traffic.add(bytes_of_buffers=all_gather_bytes(uncompressed.numel(), present.size()))
         self.exchange.everyone.count(all_gather_bytes(size, present.size()))
         this_round, quorum = present.round, present.quorum
         with self.traffic.timed("exchange", "seconds_waiting"):
@@ -247,17 +258,18 @@ class ElasticUpdates(UpdateSynchronizer):
                 self._choose_settings(own.step)
             return
         self._commit()
-        senders = [place for place, header in enumerate(headers) if header.step == step and header.trained > 0]
         rounds.cosine.value = next(header.cosine for header in headers if header.step == step)
         if senders:
-            self._take(rounds, buckets, rows[senders], senders.index(present.rank()) if sends else None)
+            self._take(rounds, buckets, rows[senders], senders.index(present.rank()) if sends else None, changed)
         if own.step < step:
             self.resume_at = step
         self._note(headers, step)
         self._trained = 0
 
-    def _take(self, rounds: Rounds, buckets: list[tuple[list[str], BucketPlan]], rows: Tensor, own: int | None) -> None:
-        """Add what the senders have sent, ``[senders, bytes]``; ``own`` is this rank's row."""
+    def _take(
+        self, rounds: Rounds, buckets: list[tuple[list[str], BucketPlan]], rows: Tensor, own: int | None, changed: int
+    ) -> None:
+        """Add what the senders have sent, ``[senders, bytes]``; ``own`` is this rank's row, ``changed`` the buffers."""
         start = 0
         self.memory.lengthening = self._lengthening(rounds, len(rows))
         decay = self.config.residual_decay if rounds.steps <= self.config.warmup_steps else 1.0
@@ -270,7 +282,7 @@ class ElasticUpdates(UpdateSynchronizer):
                 apply(self.memory, received, bucket)
                 if own is not None and decay < 1.0:
                     torch._foreach_lerp_(list(bucket.news), list(bucket.bases), 1.0 - decay)
-            rest = self.buffers.take(rows[:, start:])
+            rest = self.buffers.take(rows[:, start:], changed)
             if rest.numel() and len(rows) > 1:
                 measured = cosine_of_all(rest.view(torch.float32))
                 rounds.cosine.value = (rounds.cosine.value + measured) // 2 if measured >= 0 else rounds.cosine.value
@@ -308,11 +320,11 @@ class ElasticUpdates(UpdateSynchronizer):
     def give(self) -> dict[str, Any]:
         """What a rank that is behind or joins needs beside the checkpoint."""
         known = {"commits": list(self._commits), "history": self._history}
-        return {"step": self.step, "buffers": dict(self.buffers.means), **known}
+        return {"step": self.step, "buffers": dict(self.buffers.agreed), **known}
 
     def catch_up(self, given: Mapping[str, Any]) -> None:
         """Take a peer's shared weights, and keep what this rank has moved and the peers have not added."""
-        self.weights.continue_training()
+        self.continue_training()
         commits = dict(given["commits"])
         kept = self._round in commits
         added = self._unsure
@@ -338,7 +350,7 @@ class ElasticUpdates(UpdateSynchronizer):
 
     def _note_peer(self, given: Mapping[str, Any]) -> None:
         self._commits, self._history = deque(given["commits"], maxlen=REMEMBERED), given["history"]
-        self.buffers.means = {name: buffer.clone() for name, buffer in given["buffers"].items()}
+        self.buffers.agreed = {name: buffer.clone() for name, buffer in given["buffers"].items()}
 
     # What the ranks have done.
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -106,6 +107,20 @@ def all_reduce_max(numbers: Tensor, link: Link) -> dist.Work:
     """Start taking the largest of all ranks' numbers, in place."""
     link.count(all_reduce_bytes(numbers.nbytes, link.size))
     return dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=link.group, async_op=True)
+
+
+def extremes(numbers: Tensor, link: Link) -> tuple[list[int], list[int]]:
+    """The smallest and the largest of all ranks' numbers, shape ``[n]``, int64."""
+    both = torch.cat([numbers, ~numbers])  # the largest complement is that of the smallest
+    all_reduce_max(both, link).wait()
+    most, least = both.chunk(2)
+    return (~least).tolist(), most.tolist()
+
+
+def broadcast_from_first(payload: Tensor, link: Link) -> None:
+    """Replace a tensor by that of the first rank, in place."""
+    link.count(payload.nbytes)  # in a chain every rank but the last passes it on
+    dist.broadcast(payload, group=link.group, group_src=0)
 
 
 def all_reduce_mean_sparse(gradient: Tensor, link: Link) -> dist.Work:

@@ -5,6 +5,7 @@ from datetime import timedelta
 from typing import Any, cast
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -153,11 +154,11 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
         return True  # FSDP gathers weights
 
     def _make_updates(self, model: pl.LightningModule) -> UpdateSynchronizer:
-        inside = Link(self.shard_mesh.get_group(), self.traffic, self.num_processes)
-        modules = sharded_modules(model)
-        count_inside(modules, inside)
-        group = self.device_mesh["replicate"].get_group()
-        return make_update_synchronizer(self, model, group, True, ShardWeights(modules), inside)
+        modules, group = sharded_modules(model), self.device_mesh["replicate"].get_group()
+        count_inside(modules, Link(self.shard_mesh.get_group(), self.traffic, self.num_processes))
+        # The ranks of a replica have buffers of their own.
+        everyone = Link(dist.distributed_c10d._get_default_group(), self.traffic, self.shards)
+        return make_update_synchronizer(self, model, group, True, ShardWeights(modules), everyone)
 
     def teardown(self) -> None:
         """Detach the exchange from the module."""

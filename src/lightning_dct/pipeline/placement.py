@@ -138,7 +138,7 @@ class Placement:
         convert(self.foreign, lambda tensor: torch.empty_like(tensor, device="cpu"))
         for piece in self.pieces:
             owner = piece.index % self.mesh.stages
-            start_alike(piece.modules, self.mesh.control, source=owner)
+            start_alike(chain(piece.modules.parameters(), piece.modules.buffers()), self.mesh.control, source=owner)
             if piece.split is not None:
                 piece.split.load_state_dict(self.mesh.share(piece.split.state_dict(), owner))
         self.spread = False
@@ -152,7 +152,7 @@ class Placement:
         dist.broadcast_object_list(box, src=0, group=self.mesh.everyone)
         for name, split in self.split_points.items():
             split.load_state_dict(box[0][name])
-        start_alike(self.model, self.mesh.everyone)
+        start_alike(chain(self.model.parameters(), self.model.buffers()), self.mesh.everyone)
 
     def _names(self, pieces: list[Piece]) -> tuple[str, ...]:
         return tuple(f"{self._prefix}{name}." for piece in pieces for name in piece.modules._modules)

@@ -1,91 +1,195 @@
-"""Averages a model's floating-point buffers over the ranks, uncompressed, and gives a rank its own back afterwards."""
+"""Gives all ranks the same buffers, uncompressed, as DistributedDataParallel does; and a rank its own back afterwards.
 
-from collections.abc import Callable, Mapping, Sequence
+every rank     a checksum of each buffer; nothing is sent of those that all ranks have alike
+differ         running statistics of normalisation layers: the mean; any other: that of the first rank
+"""
+
+import zlib
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import Tensor
 
-from lightning_dct.exchange.collectives import Link, all_reduce_mean
+from lightning_dct.agreement import gather_objects
+from lightning_dct.checksums import checksums_of
+from lightning_dct.exchange.collectives import Link, all_reduce_mean, broadcast_from_first, extremes
+from lightning_dct.kernels.bits import as_bytes
+from lightning_dct.sync.shared_weights import are_same_bits
 
 
 class Buffers:
-    """The floating-point buffers of one rank, such as the running statistics of a BatchNorm.
+    """The buffers of one rank, such as the running statistics of a BatchNorm, a table of positions, an average.
 
     Args:
         named: Gives the buffers by name.
-        average_over: The ranks over which they are averaged, one link after the other.
+        statistics: Gives the names of those that are averaged, which are floating-point.
+        link: The ranks; None if nothing is exchanged over one.
     """
 
-    def __init__(self, named: Callable[[], Mapping[str, Tensor]], average_over: Sequence[Link]) -> None:
-        self.named = named
-        self._average_over = average_over
-        # During an evaluation: this rank's own, and those it is shown.
+    def __init__(
+        self,
+        named: Callable[[], Mapping[str, Tensor]] = dict,
+        statistics: Callable[[], Collection[str]] = tuple,
+        link: Link | None = None,
+    ) -> None:
+        self.named, self.statistics = named, statistics
+        self._link = link
+        # The checksum of the names, shapes and dtypes that all ranks have, and how many there are.
+        self._layout: int | None = None
+        self._count = 0
+        # Since an evaluation: this rank's own, and those that were shown instead.
         self._own: dict[str, Tensor] = {}
         self._shown: dict[str, Tensor] = {}
 
-    def average(self) -> None:
-        """Give every rank the mean; a collective call."""
-        buffers = list(self.named().values())
-        # A mean in half precision would change a number that all ranks have alike, and may be infinite. So would one in
-        # fp32 where dividing by the number of ranks rounds.
-        divides = all(link.size & (link.size - 1) == 0 for link in self._average_over)
-        least = torch.float32 if divides else torch.float64
-        for dtype in dict.fromkeys(torch.promote_types(buffer.dtype, least) for buffer in buffers):
-            some = [buffer for buffer in buffers if torch.promote_types(buffer.dtype, least) == dtype]
-            together = torch.cat([buffer.reshape(-1).to(dtype) for buffer in some])
-            for link in self._average_over:
-                all_reduce_mean(together, link).wait()
-            for buffer, mean in zip(some, together.split([buffer.numel() for buffer in some]), strict=True):
-                buffer.copy_(mean.view(buffer.shape))
+    def exchange(self, averages: bool = True) -> None:
+        """Give every rank the same; a collective call. Without ``averages`` all are those of the first rank.
+
+        Raises:
+            ValueError: The ranks have different buffers, or of different sizes; on every rank.
+        """
+        buffers, link = self.named(), self._link
+        if link is None or link.size == 1:
+            return
+        before = link.traffic.totals.bytes_sent
+        differ = self._differing(buffers, link)
+        statistics = set(differ).intersection(self.statistics() if averages else ())
+        _average([buffers[name] for name in differ if name in statistics], link)
+        _take_first([buffers[name] for name in differ if name not in statistics], link)
+        link.traffic.add(bytes_of_buffers=link.traffic.totals.bytes_sent - before)
+
+    def _differing(self, buffers: Mapping[str, Tensor], link: Link) -> list[str]:
+        """The names of buffers that are not bit for bit the same on all ranks, which all of them agree on."""
+        described = {name: f"{list(one.shape)} {one.dtype}" for name, one in buffers.items()}
+        layout, device = zlib.crc32(repr(described).encode()), _device_of(buffers.values())
+        if self._layout is None:
+            self._agree(described, layout, link)
+        sums = checksums_of(buffers).values()
+        while buffers or self._count:
+            mine = [layout, *sums] if layout == self._layout else [layout] + self._count * [0]
+            least, most = extremes(torch.tensor(mine, device=device), link)
+            if least[0] == most[0] == self._layout:
+                pairs = zip(buffers, least[1:], most[1:], strict=True)
+                return [name for name, smallest, largest in pairs if smallest != largest]
+            self._agree(described, layout, link)  # they are new on some rank, as all ranks see
+        return []
+
+    def _agree(self, described: Mapping[str, str], layout: int, link: Link) -> None:
+        """Refuse buffers that are not of the same names, sizes and dtypes on all ranks."""
+        for rank, theirs in enumerate(everyone := gather_objects(described, link.group)):
+            first = everyone[0]
+            for name in first | theirs:
+                if (one := first.get(name, "missing")) != (other := theirs.get(name, "missing")):
+                    raise ValueError(
+                        f"The buffer {name!r} is {one} on the first rank and {other} on rank {rank} of its group."
+                        " Exchanges give all ranks the same buffers, as under `ddp`. Give it one size on all ranks, or"
+                        " keep it as a plain attribute, or set `broadcast_buffers=False`."
+                    )
+            if list(theirs) != list(first):
+                raise ValueError("The ranks have their buffers in different orders. Register them in one order.")
+        self._layout, self._count = layout, len(described)
 
     def own(self) -> dict[str, Tensor]:
-        """This rank's own, also while an evaluation is shown others."""
-        return {**self.named(), **self._own}
+        """This rank's own, also while an evaluation is shown others, or what was written into these."""
+        return {name: self._own[name] if self._is_shown(name, one) else one for name, one in self.named().items()}
 
-    def show(self, average: Callable[[], None]) -> None:
-        """Show an evaluation what ``average`` makes of this rank's own, until :meth:`give_back`."""
+    def show(self, exchange: Callable[[], None]) -> None:
+        """Show an evaluation what ``exchange`` makes of this rank's own, until :meth:`give_back`."""
+        self.continue_training()
         self._own = {name: buffer.clone() for name, buffer in self.named().items()}
-        average()
+        exchange()
         self._shown = {name: buffer.clone() for name, buffer in self.named().items()}
 
     def give_back(self) -> None:
-        """Continue with this rank's own, or with what was written into them meanwhile."""
+        """Continue with this rank's own, or with what was written over those that were shown and not taken back."""
         for name, buffer in self.named().items():
-            if name in self._own and torch.equal(buffer, self._shown[name]):
-                buffer.copy_(self._own[name])
+            if self._is_shown(name, buffer):
+                buffer.copy_(self._own.pop(name))
+
+    def continue_training(self) -> None:
+        """Give back what was shown. From now on buffers change."""
+        self.give_back()
         self._own, self._shown = {}, {}
 
+    def _is_shown(self, name: str, buffer: Tensor) -> bool:
+        return name in self._own and are_same_bits(buffer, self._shown.get(name, buffer))
 
-class MeanBuffers(Buffers):
-    """The buffers of a rank that sends them with its updates: evaluations show the mean of the last exchange.
+
+class PresentBuffers(Buffers):
+    """The buffers of a rank that sends them with its updates to those that are present.
 
     Attributes:
-        means: By name; empty before the first exchange.
+        agreed: By name, as of the last exchange; empty before the first.
     """
 
-    def __init__(self, named: Callable[[], Mapping[str, Tensor]]) -> None:
-        super().__init__(named, ())
-        self.means: dict[str, Tensor] = {}
+    def __init__(self, named: Callable[[], Mapping[str, Tensor]], statistics: Callable[[], Collection[str]]) -> None:
+        super().__init__(named, statistics)
+        self.agreed: dict[str, Tensor] = {}
 
-    def average(self) -> None:
-        """Take the mean of the last exchange. It is no collective call: ranks that are not present would be missed."""
+    def exchange(self, averages: bool = True) -> None:
+        """Take those of the last exchange. It is no collective call: ranks that are not present would be missed."""
         for name, buffer in self.named().items():
-            if name in self.means:
-                buffer.copy_(self.means[name])
+            if name in self.agreed:
+                buffer.copy_(self.agreed[name])
 
-    def to_bytes(self) -> Tensor:
-        """All buffers, one after the other: shape ``[bytes]``, uint8."""
-        parts = [buffer.detach().cpu().reshape(-1).view(torch.uint8) for buffer in self.named().values()]
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all of them."""
+        return sum(buffer.nbytes for buffer in self.named().values())
+
+    def changed(self) -> int:
+        """A bit for each that is not as of the last exchange, or for several if there are many."""
+        found = enumerate(self.named().items())
+        bits = {
+            number % _BITS
+            for number, (name, one) in found
+            if name not in self.agreed or not are_same_bits(one, self.agreed[name])
+        }
+        return sum(1 << bit for bit in bits)
+
+    def to_bytes(self, changed: int) -> Tensor:
+        """Those with a bit, one after the other: shape ``[bytes]``, uint8."""
+        parts = [as_bytes(buffer.detach().cpu()) for _, buffer in self._with_bits(changed)]
         return torch.cat([torch.empty(0, dtype=torch.uint8), *parts])
 
-    def take(self, rows: Tensor) -> Tensor:
-        """Take the mean of what ranks have sent, shape ``[ranks, bytes]``, and return the bytes behind the buffers."""
-        start = 0
-        for name, buffer in self.named().items():
-            stop = start + buffer.numel() * buffer.element_size()
+    def take(self, rows: Tensor, changed: int) -> Tensor:
+        """Take what ranks have sent, shape ``[ranks, bytes]``, and return the bytes behind the buffers."""
+        start, statistics = 0, self.statistics()
+        for name, buffer in self._with_bits(changed):
+            stop = start + buffer.nbytes
             each = rows[:, start:stop].clone(memory_format=torch.contiguous_format).view(buffer.dtype)
             start = stop
-            mean = each.to(torch.float64).mean(0).to(buffer.dtype).view(buffer.shape)
-            self.means[name] = mean
-            buffer.copy_(mean)
+            one = each.to(torch.float64).mean(0).to(buffer.dtype) if name in statistics else each[0]
+            self.agreed[name] = one.view(buffer.shape).clone()
+            buffer.copy_(self.agreed[name])
         return rows[:, start:].clone(memory_format=torch.contiguous_format)
+
+    def _with_bits(self, changed: int) -> list[tuple[str, Tensor]]:
+        return [item for number, item in enumerate(self.named().items()) if changed >> (number % _BITS) & 1]
+
+
+# Of an int64 that is not negative.
+_BITS = 62
+
+
+def _average(buffers: list[Tensor], link: Link) -> None:
+    # A mean in half precision may be infinite. One in fp32 would change what all ranks have alike where dividing by the
+    # number of ranks rounds.
+    least = torch.float32 if link.size & (link.size - 1) == 0 else torch.float64
+    for dtype in dict.fromkeys(torch.promote_types(buffer.dtype, least) for buffer in buffers):
+        some = [buffer for buffer in buffers if torch.promote_types(buffer.dtype, least) == dtype]
+        together = torch.cat([buffer.reshape(-1).to(_device_of(buffers), dtype) for buffer in some])
+        all_reduce_mean(together, link).wait()
+        for buffer, mean in zip(some, together.split([buffer.numel() for buffer in some]), strict=True):
+            buffer.copy_(mean.view(buffer.shape))
+
+
+def _take_first(buffers: list[Tensor], link: Link) -> None:
+    if buffers:
+        together = torch.cat([as_bytes(buffer).to(_device_of(buffers)) for buffer in buffers])
+        broadcast_from_first(together, link)
+        for buffer, part in zip(buffers, together.split([buffer.nbytes for buffer in buffers]), strict=True):
+            buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
+
+
+def _device_of(buffers: Collection[Tensor]) -> torch.device:
+    return next((buffer.device for buffer in buffers if not buffer.is_cpu), torch.device("cpu"))

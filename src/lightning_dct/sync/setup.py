@@ -8,10 +8,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from lightning_dct.activations.module import module_settings, plain_name
 from lightning_dct.agreement import check_agreement
@@ -19,6 +22,7 @@ from lightning_dct.compress.bucket_plan import local_of
 from lightning_dct.config import DCTConfig
 from lightning_dct.exchange.collectives import Link
 from lightning_dct.exchange.factory import make_exchange
+from lightning_dct.sync.buffers import Buffers
 from lightning_dct.sync.gradients import GradientSynchronizer
 from lightning_dct.sync.shared_weights import SharedWeights, as_real
 from lightning_dct.sync.synchronizer import Synchronizer
@@ -30,10 +34,16 @@ def parameter_names(module: Module) -> dict[Tensor, str]:
     return {parameter: plain_name(name) for name, parameter in module.named_parameters()}
 
 
-def floating_buffers(module: Module, ignored: Collection[str] = ()) -> dict[str, Tensor]:
-    """The buffers that exchanges average, by name."""
-    found = module.named_buffers()
-    return {plain_name(name): b for name, b in found if name not in ignored and b.is_floating_point() and b.numel()}
+def buffers_of(module: Module, ignored: Collection[str] = ()) -> dict[str, Tensor]:
+    """The buffers that exchanges give to all ranks, by name."""
+    found = {plain_name(name): one for name, one in module.named_buffers() if name not in ignored and not is_lazy(one)}
+    return {name: one for name, one in found.items() if one.numel() and one.layout == torch.strided}
+
+
+def statistics_of(module: Module) -> set[str]:
+    """The names of the running statistics of normalisation layers."""
+    layers = [(name, one) for name, one in module.named_modules() if isinstance(one, _NormBase)]
+    return {plain_name(f"{name}.{kind}".lstrip(".")) for name, _ in layers for kind in ("running_mean", "running_var")}
 
 
 def check_settings(
@@ -81,15 +91,16 @@ def make_update_synchronizer(
     strategy: Any,
     module: Module,
     group: dist.ProcessGroup | None,
-    average_buffers: bool,
+    exchanges_buffers: bool,
     weights: SharedWeights | None = None,
-    inside: Link | None = None,
+    ranks_of_buffers: Link | None = None,
     optimizers: Callable[[], Sequence[Any]] | None = None,
 ) -> UpdateSynchronizer:
     """The synchronizer of a model that is not wrapped; all ranks call this together, and get the first one's weights.
 
-    ``average_buffers`` averages floating-point buffers. ``optimizers`` are by default those of the strategy. The other
-    arguments are those of :class:`~lightning_dct.sync.updates.UpdateSynchronizer`.
+    ``ranks_of_buffers`` are those that have the same buffers, by default those of the group. ``optimizers`` are by
+    default those of the strategy. The other arguments are as for
+    :class:`~lightning_dct.sync.updates.UpdateSynchronizer`.
 
     Raises:
         ValueError: The exchange or the kernel does not work here.
@@ -98,13 +109,15 @@ def make_update_synchronizer(
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     names = _synchronised_names(module, ignored)
     exchange = make_exchange(strategy, names, group)
-    start_alike(module, group, ignored)
-    buffers = partial(floating_buffers, module, ignored) if average_buffers else dict
+    start_alike([tensor for name, tensor in module.named_parameters() if name not in ignored], group)
+    # Not over the exchange's own group: training waits for buffers, and not for updates in flight.
+    everyone = ranks_of_buffers or Link(group, strategy.traffic, exchange.everyone.ranks_per_node)
+    buffers = Buffers()
+    if exchanges_buffers:
+        buffers = Buffers(partial(buffers_of, module, ignored), partial(statistics_of, module), everyone)
+    buffers.exchange(averages=False)
     every = optimizers or (lambda: strategy.optimizers), (lambda: list(module.parameters()))
-    # Not over the exchange's own group: training waits for the mean of the buffers, and not for updates in flight.
-    everyone = Link(group, strategy.traffic, exchange.everyone.ranks_per_node)
-    average_over = [everyone] if inside is None else [inside, everyone]
-    made = UpdateSynchronizer(strategy.config, names, exchange, buffers, *every, weights, average_over)
+    made = UpdateSynchronizer(strategy.config, names, exchange, buffers, *every, weights)
     project = getattr(strategy, "project", None)
     made.project = None if project is None else partial(project, module)
     compare_places(made, strategy, group)
@@ -117,14 +130,18 @@ def compare_places(synchronizer: Synchronizer, strategy: Any, group: dist.Proces
     synchronizer.peers = dist.get_process_group_ranks(group)
 
 
-def start_alike(module: Module, group: dist.ProcessGroup, ignored: Collection[str] = (), source: int = 0) -> None:
-    """Give all ranks of a group the weights and buffers of one, except ignored ones; a collective call."""
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if name not in ignored:
-            own = as_real(local_of(tensor.detach()))
-            same = own.contiguous()
-            dist.broadcast(same, group=group, group_src=source)
-            own.copy_(same)
+def start_alike(tensors: Iterable[Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
+    """Give all ranks of a group the tensors of one; a collective call."""
+    for tensor in tensors:
+        own = as_real(local_of(tensor.detach()))
+        same = own.contiguous()
+        dist.broadcast(same, group=group, group_src=source)
+        own.copy_(same)
+
+
+def exchanges_buffers(ddp_settings: Mapping[str, Any]) -> bool:
+    """Whether DistributedDataParallel would give all ranks the same buffers, by its settings."""
+    return not any(ddp_settings.get(name) is False for name in ("broadcast_buffers", "forward_sync_buffers"))
 
 
 def _synchronised_names(module: Module, ignored: Iterable[str]) -> dict[Tensor, str]:

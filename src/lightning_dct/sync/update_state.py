@@ -12,7 +12,6 @@ from lightning_dct.checksums import checksum_of
 from lightning_dct.compress.bucket_plan import local_of
 from lightning_dct.config import DCTConfig
 from lightning_dct.exchange.base import Exchange
-from lightning_dct.exchange.collectives import Link
 from lightning_dct.sync.buffers import Buffers
 from lightning_dct.sync.rounds import Rounds, load_rounds, save_rounds
 from lightning_dct.sync.shared_weights import SharedWeights, as_real
@@ -29,12 +28,10 @@ class UpdateState(Synchronizer):
         config: See :class:`Synchronizer`.
         parameter_names: See there. These parameters have the same values on all ranks.
         exchange: See there.
-        buffers: Gives the model's floating-point buffers by name, which are averaged uncompressed.
+        buffers: This rank's buffers, which are exchanged uncompressed.
         optimizers: Gives all optimizers, in the same order on every rank.
         parameters: Gives all parameters of the model, including those that do not take part.
         weights: The shared weights; by default those that are shown by exchanging pointers.
-        average_over: The ranks over which buffers are averaged, one link after the other; by default those of the
-            exchange. The ranks of a sharded replica have buffers of their own.
 
     Attributes:
         buffers: This rank's buffers.
@@ -46,17 +43,16 @@ class UpdateState(Synchronizer):
         config: DCTConfig,
         parameter_names: Mapping[Tensor, str],
         exchange: Exchange,
-        buffers: Callable[[], Mapping[str, Tensor]],
+        buffers: Buffers,
         optimizers: Callable[[], Sequence[Optimizer]],
         parameters: Callable[[], Collection[Tensor]],
         weights: SharedWeights | None = None,
-        average_over: Sequence[Link] = (),
     ) -> None:
         super().__init__(config, parameter_names, exchange)
         self.memory.what, self.memory.of_updates = "Updates", True
         self.weights = weights or SharedWeights()
         self.flow = UpdateFlow(self.plans, self.weights, exchange, self.memory)
-        self.buffers = Buffers(buffers, average_over or [exchange.everyone])
+        self.buffers = buffers
         self._optimizers = optimizers
         self._parameters = parameters
         # Parameters that take part, or are known not to.

@@ -69,7 +69,7 @@ class UpdateSynchronizer(UpdateState):
         if chosen is not None and chosen.reached(steps) != self._reached:
             self._reached = chosen.reached(steps)
             self._change(chosen.at(steps))
-        self.weights.continue_training()  # a checkpoint made and not saved has left the shared ones in the model
+        self.continue_training()  # a checkpoint made and not saved has left the shared ones in the model
         rounds = self.register(optimizer)
         if rounds.names and is_measured(rounds.steps + 1) and self._lengthens(rounds):
             rounds.cosine.begin(rounds.steps + 1, self._own_of(rounds))
@@ -195,20 +195,22 @@ class UpdateSynchronizer(UpdateState):
             self.traffic.add(refreshes=int(self.memory.selected))
             if not config.delay:
                 self.flow.apply(rounds, rounds.in_flight)
-            # Training does not use the running statistics of a BatchNorm, so warm-up does not average them more often.
+            # Training does not use the running statistics of a BatchNorm, so warm-up does not send them more often.
             if rounds.steps % config.round_length == 0:
-                self._average_with(rounds)
+                self._exchange_buffers_with(rounds)
         if self.project is not None:
             self.weights.project(self.project)
         self.memory.awaited.poll()
 
-    def _average_with(self, rounds: Rounds) -> None:
-        """Average buffers with an exchange of the first optimizer, or of another one while that rests."""
+    def _exchange_buffers_with(self, rounds: Rounds) -> None:
+        """Exchange buffers with those of the first optimizer, or of another one while that rests."""
         first = min([number for number, other in self._rounds.items() if other.names])
         if rounds is self._rounds[first] or rounds.since_buffers > self.config.round_length:
             for other in self._rounds.values():
                 other.since_buffers = 0
-            self.buffers.average()
+            if buffers := self.buffers.named():
+                self.come_to(f"{EXCHANGE} of {len(buffers)} buffers", f"an exchange of {len(buffers)} buffers")
+            self.buffers.exchange()
 
     def _count_step(self, optimizer: Optimizer) -> Rounds:
         """Count a step of an optimizer, and the bytes that DistributedDataParallel would have sent for it."""
@@ -249,7 +251,7 @@ class UpdateSynchronizer(UpdateState):
 
     def apply_all(self) -> None:
         """Wait for updates in flight and apply them, whether they are due or not; a collective call."""
-        self.weights.continue_training()
+        self.continue_training()
         for rounds in self._rounds.values():
             if rounds.in_flight:
                 self.flow.apply(rounds, rounds.in_flight)
@@ -257,15 +259,15 @@ class UpdateSynchronizer(UpdateState):
     def forget_optimizer(self, number: int) -> None:
         """Apply the updates in flight of an optimizer that steps no more, and forget its clock; a collective call."""
         if (rounds := self._rounds.get(number)) is not None:
-            self.weights.continue_training()
+            self.continue_training()
             self.flow.apply(rounds, rounds.in_flight)
             del self._rounds[number]
 
-    def average_buffers(self) -> None:
-        """Give every rank the mean of the floating-point buffers; a collective call."""
+    def exchange_buffers(self) -> None:
+        """Give every rank the same buffers; a collective call."""
         if self.buffers.named():
-            self.come_to("mean of buffers", f"the mean of its buffers after {self.synchronisations} optimizer steps")
-            self.buffers.average()
+            self.come_to("buffers", f"an exchange of buffers after {self.synchronisations} optimizer steps")
+        self.buffers.exchange()
 
     def check_alike(self) -> None:
         """Compare the parameters of all ranks; a collective call. See :func:`~lightning_dct.agreement.check_alike`."""
@@ -275,9 +277,14 @@ class UpdateSynchronizer(UpdateState):
             others = {name: local_of(p) for p, name in self.parameter_names.items() if name not in shared}
             check_alike(shared, others, self.peers)
 
+    def continue_training(self) -> None:
+        """Continue with this rank's own weights and buffers, which change from now on."""
+        self.weights.continue_training()
+        self.buffers.continue_training()
+
     def begin_evaluation(self) -> None:
-        """Put the shared weights and the mean of all ranks' buffers into the model; a collective call."""
-        self.buffers.show(self.average_buffers)
+        """Put the shared weights and the same buffers on all ranks into the model; a collective call."""
+        self.buffers.show(self.exchange_buffers)
         self.weights.show()
 
     def end_evaluation(self) -> None:
