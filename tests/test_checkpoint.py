@@ -146,7 +146,7 @@ LONE = torch.tensor([1.0])
             for value in (math.nan, math.inf, 0.0, -1.0, 10**400, "1")
         ),
         (r"thresholds has values without targets", {"thresholds": {"values": {"a": 1.0}, "targets": {}}}),
-        (r"weights\['a'\]", {"weights": {"a": torch.zeros(2, dtype=torch.int64)}}),
+        (r"weights\['a'\]", {"weights": {"a": torch.zeros(2).to_sparse()}}),
         (r"optimizers is not a list", {"optimizers": {}}),
         (r"exchange_clocks\['a'\]", {"exchange_clocks": {"a": -1}}),
         (r"in_flight\['a'\]", {"in_flight": {"a": 1}}),
@@ -161,7 +161,12 @@ def test_states_that_cannot_be_are_refused(field: str, parts: dict[str, Any]) ->
 def own_weights(value: float) -> dict[str, Any]:
     """What ranks that train between exchanges save besides; a user's model may hold NaN."""
     return {
-        "weights": {"a": torch.tensor([[value, math.nan]]), "b": torch.tensor(value + 1j), "c": torch.zeros(0, 2)},
+        "weights": {
+            "a": torch.tensor([[value, math.nan]]),
+            "b": torch.tensor(value + 1j),
+            "c": torch.zeros(0, 2),
+            "seen": torch.tensor(int(value)),
+        },
         "optimizers": [
             {
                 "state": {0: {"step": torch.tensor(3.0), "mean": torch.tensor([math.nan])}},
@@ -185,6 +190,7 @@ def test_own_weights_of_another_world_are_the_mean() -> None:
     assert merged["weights"]["a"].nan_to_num(7.0).tolist() == [[0.5, 7.0]]
     assert merged["weights"]["b"].dtype == torch.complex64
     assert merged["weights"]["b"].item() == 0.5 + 1j
+    assert merged["weights"]["seen"].tolist() == 10**8
     assert merged["weights"]["c"].shape == (0, 2)
     assert without_place(merged).keys() == merged.keys() - {"optimizers", "in_flight"}
     assert merged["exchange_clocks"] is states[0]["exchange_clocks"]

@@ -102,7 +102,7 @@ def test_state_round_trip() -> None:
     resumed.add(steps=99)
     resumed.load_state_dict(traffic.state_dict())
     assert resumed.totals == traffic.totals
-    assert traffic.state_dict() == {**SOME, "admitted_rows": 0, "evicted_rows": 0}
+    assert traffic.state_dict() == {**SOME, "admitted_rows": 0, "evicted_rows": 0, "bytes_of_buffers": 0}
 
 
 def test_a_copy_has_no_marks_of_a_gpu() -> None:
