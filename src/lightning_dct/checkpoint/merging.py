@@ -69,11 +69,9 @@ def _mean_over_replicas(states: Sequence[Mapping[str, Any]], part: str, replicas
                 raise CheckpointError(f"they disagree on the shape or the dtype of {part}[{name!r}]")
             wide = tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
             total[name] = total[name] + wide if name in total else wide
-    means = {name: (tensor / replicas).to(first[name].dtype) for name, tensor in total.items()}
-    # Buffers may be counts or flags.
-    return {
-        name: mean if mean.is_floating_point() or mean.is_complex() else first[name] for name, mean in means.items()
-    }
+    # Buffers may be counts or flags, of which there is no mean.
+    exact = {name: one for name, one in first.items() if not (one.is_floating_point() or one.is_complex())}
+    return {name: (tensor / replicas).to(first[name].dtype) for name, tensor in total.items()} | exact
 
 
 def _mean_residual(states: Sequence[Mapping[str, Any]], name: str, replicas: int) -> Tensor:
