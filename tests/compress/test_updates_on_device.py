@@ -33,10 +33,10 @@ CPU = torch.device("cpu")
 EXCHANGES = [(2, "all_gather", 1), (5, "all_gather", 1), (3, "sharded", 1), (4, "by_node", 2)]
 # By exchange and density: operations of a bucket, and of a step beside those of its buckets: the guard works once.
 MOST = {
-    ("all_gather", 0.3): (79, 20),
-    ("all_gather", 0.05): (108, 20),
-    ("sharded", 0.3): (243, 17),
-    ("sharded", 0.05): (340, 17),
+    ("all_gather", 0.3): (83, 20),
+    ("all_gather", 0.05): (112, 20),
+    ("sharded", 0.3): (249, 17),
+    ("sharded", 0.05): (346, 17),
 }
 DENSITIES = [0.3, 0.05]
 
@@ -261,11 +261,11 @@ def test_a_large_tensor_is_sent_as_its_pieces_would_be(
     assert sorted(runs[0].synchronizers[0].thresholds.by_label()) == ["a[0:400]", "a[400:800]", "a[800:1200]"]
 
 
-@pytest.mark.parametrize(("exchange", "world_size", "most"), [("all_gather", 2, 0.55), ("sharded", 8, 1.1)])
+@pytest.mark.parametrize(("exchange", "world_size", "most"), [("all_gather", 2, 0.55), ("sharded", 8, 1.25)])
 def test_memory_for_a_tensor_sent_in_pieces_is_that_of_a_piece(
     exchange: str, world_size: int, most: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside it, payloads, which the emulated network keeps, too, and an owner's sum."""
+    """Beside it, payloads, which the emulated network keeps, too, an owner's sum, and 16 bytes for a piece's tag."""
     monkeypatch.setattr(bucket_plan, "MOST_AT_ONCE", 1 << 12)
     monkeypatch.setattr(payloads_on_device, "AT_ONCE", 1 << 12)
     found = []
