@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: demo test gpu lint format docs release-check clean
+.PHONY: demo test test-all gpu lint format docs release-check clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/installed
@@ -13,9 +13,15 @@ demo: $(VENV)/installed
 	$(BIN)/python experiments/compare.py experiment=lm trainer.max_steps=300 trainer.val_check_interval=300 \
 		logger=none --output outputs/demo --strategy ddp --strategy dct
 
+PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
+
+# What developers run: all but the tests that are marked slow, and 15 examples of each property.
+test: $(VENV)/compiled
+	$(PYTEST) -n 3 -m 'not slow'
+
 # Four at a time on two cores, because tests of ranks that are killed mostly wait.
-test: $(VENV)/installed
-	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
+test-all: $(VENV)/compiled
+	$(PYTEST) -n 4 --hypothesis-profile=all
 
 # On a machine with one NVIDIA GPU or more.
 gpu: $(VENV)/installed
@@ -54,6 +60,11 @@ $(VENV)/torch:
 		$(PIP) install --quiet 'torch==$(TORCH)+cpu' 2> /dev/null \
 		|| $(PIP) install --quiet --index-url https://download.pytorch.org/whl/cpu 'torch==$(TORCH)'; \
 	fi
+
+# Once, and not by each worker of pytest.
+$(VENV)/compiled: $(VENV)/installed $(wildcard src/lightning_dct/kernels/numba_*.py)
+	cd tests && ../$(BIN)/python -c 'import distributed.preloaded, golden.golden; golden.golden.all_bytes()'
+	touch $@
 
 clean:
 	rm -rf $(VENV) outputs site multirun .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist

@@ -2,6 +2,7 @@ import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,23 +18,47 @@ torch.set_num_threads(1)
 os.environ["WANDB__SERVICE_WAIT"] = "600"
 # Every fit ends with a garbage collection. What is imported is large, and no garbage.
 gc.disable()
-# The same examples in every run, however slow the machine.
-settings.register_profile("tests", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("tests")
+# The same examples in every run, however slow the machine; `--hypothesis-profile=all`, as `make test-all` has it, takes
+# as many as each test asks for.
+EXAMPLES: dict[str, Any] = {"deadline": None, "derandomize": True, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("quick", max_examples=15, **EXAMPLES)
+settings.register_profile("all", max_examples=1000, **EXAMPLES)
+settings.load_profile("quick")
 
-# Files that take longest come first: begun last, one of them would leave all workers but one with nothing to do.
-LONGEST = {
-    "test_lost_ranks.py",
-    "test_readme.py",
+# What `make test` leaves to `make test-all`: ranks that are killed, start again or come and go, launchers, examples,
+# experiments and hosts with processes of their own, trainings on four ranks, many ways to write a module or a loop.
+# Single tests have the marker.
+SLOW = (
+    "elastic/test_experiment.py",
+    "elastic/test_lost_ranks.py",
+    "distributed/test_idioms.py",
+    "distributed/test_launchers.py",
+    "distributed/test_unusual_loops.py",
+    "embedding/test_launchers.py",
+    "experiments/test_benchmark.py",
+    "experiments/test_error_averaging.py",
+    "experiments/test_hosts.py",
+    "experiments/test_jobs.py",
+    "experiments/test_rivals.py",
+    "experiments/test_splits.py",
+    "experiments/test_train.py",
+    "experiments/test_translation.py",
+    "experiments/test_zoo.py",
+    "failures/test_process_group.py",
+    "fsdp/test_bytes.py",
+    "fsdp/test_checkpoints.py",
+    "fsdp/test_training.py",
+    "pipeline/test_idioms.py",
+    "reliability/",
+    "sync/test_lengths.py",
+    "sync/test_step_cosine.py",
     "test_examples.py",
-    "test_restarts.py",
-    "test_launchers.py",
-    "test_refusals.py",
-    "test_hosts.py",
-    "test_jobs.py",
-    "test_benchmark.py",
-    "test_kill_and_resume.py",
-}
+    "test_gpu_check.py",
+)
+# Nor has `make test` cases of more than two real ranks: of tests that say in one of these how many there are.
+WORLD_SIZES = ("world_size", "saved", "loaded", "resumed", "world")
+# These begin first: begun last, one of them would leave all workers but one with nothing to do.
+LONGEST = ("elastic/test_lost_ranks.py", "reliability/", "experiments/", "test_examples.py", "test_readme.py")
 
 
 def pytest_collection_finish() -> None:
@@ -46,8 +71,19 @@ def pytest_sessionfinish() -> None:
     gc.unfreeze()
 
 
+def most_ranks(item: Any) -> int:
+    if "ranks" not in item.fixturenames or not hasattr(item, "callspec"):
+        return 0
+    return max((item.callspec.params.get(name, 0) for name in WORLD_SIZES), default=0)
+
+
+# Before pytest deselects by markers.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.name not in LONGEST)
+    for item in items:
+        if item.nodeid.removeprefix("tests/").startswith(SLOW) or most_ranks(item) > 2:
+            item.add_marker("slow")
+    items.sort(key=lambda item: not item.nodeid.removeprefix("tests/").startswith(LONGEST))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -16,8 +16,8 @@ floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
 def examples(count: int) -> settings:
-    """So many, the same in every run: see conftest.py."""
-    return settings(max_examples=count)
+    """So many, the same in every run, or fewer where the profile has fewer: see conftest.py."""
+    return settings(max_examples=min(count, settings.default.max_examples))
 
 
 @st.composite

@@ -113,6 +113,7 @@ def with_one_seed(words: list[str]) -> list[str]:
     return [*words[: first + 1], *itertools.dropwhile(str.isdigit, words[first + 1 :])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
 def test_command(words, tmp_path, ranks, monkeypatch):
     match words:

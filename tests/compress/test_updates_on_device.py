@@ -224,6 +224,7 @@ def test_memory_of_an_exchange_is_that_of_the_buckets_in_flight(
 
 
 @pytest.mark.parametrize(("exchange", "most"), [("all_gather", 24), ("sharded", 46)])
+@pytest.mark.slow
 def test_memory_for_a_large_tensor_does_not_grow_with_the_ranks(
     exchange: str, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,6 +263,7 @@ def test_a_large_tensor_is_sent_as_its_pieces_would_be(
 
 
 @pytest.mark.parametrize(("exchange", "world_size", "most"), [("all_gather", 2, 0.55), ("sharded", 8, 1.25)])
+@pytest.mark.slow
 def test_memory_for_a_tensor_sent_in_pieces_is_that_of_a_piece(
     exchange: str, world_size: int, most: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,11 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
-from torch.utils.data import ConcatDataset, DataLoader
 
+from distributed.resuming import twice_ten_batches
 from distributed.training import (
     Applied,
     Module,
-    Noise,
     Run,
     Watch,
     assert_conserved,
@@ -26,7 +26,6 @@ from distributed.training import (
     held_back,
     local_gradients,
     perceptron,
-    rank,
     trainer_for,
 )
 from lightning_dct import DCTStrategy
@@ -34,89 +33,29 @@ from lightning_dct import DCTStrategy
 SETTINGS: dict[str, Any] = {"density": 0.05, "refresh_every": 4}
 
 
-class SaveAndStop(Callback):
-    """Saves after so many batches and ends the run there, unless it is not to stop."""
-
-    def __init__(self, path: Path, after: int, stop: bool = True) -> None:
-        self.path, self.after, self.stop = path, after, stop
-
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        if trainer.fit_loop.total_batch_idx + 1 == self.after:
-            trainer.save_checkpoint(self.path)
-            trainer.should_stop = self.stop
-
-
 def saver(folder: Path, **settings: Any) -> ModelCheckpoint:
     return ModelCheckpoint(folder, "{step}", **{"save_top_k": -1, "every_n_train_steps": 10, **settings})
-
-
-def twice_ten_batches() -> DataLoader:
-    """Lightning begins a plain loader anew where it resumes: here the second ten batches are the first ten again."""
-    batches = Noise(10, 40, 8, rank=rank())
-    return DataLoader(ConcatDataset([batches, batches]), batch_size=None)
-
-
-def strategy_of(settings: dict[str, Any]) -> DCTStrategy:
-    """Of gradients, unless the settings say otherwise."""
-    return DCTStrategy(**{"compress": "gradients", **SETTINGS, **settings})
-
-
-def train(ckpt_path: Path | None, strategy: dict[str, Any], trainer: dict[str, Any]) -> Run:
-    return fit(
-        strategy_of(strategy),
-        Module(None, torch.optim.Adam, lr=0.01),
-        twice_ten_batches(),
-        ckpt_path=None if ckpt_path is None else str(ckpt_path),
-        **trainer,
-    )
-
-
-@pytest.mark.parametrize(
-    ("strategy", "trainer"),
-    [
-        ({"value_format": "1bit"}, {}),
-        ({"value_format": "bf16", "bucket_cap_mb": 0.0005}, {"accumulate_grad_batches": 2}),
-        ({"value_format": "2bit"}, {"precision": "bf16-true"}),
-        ({"exchange": "sharded", "density": 0.2, "bucket_cap_mb": 0.0005}, {}),
-    ],
-)
-def test_resumed_run_equals_the_uninterrupted_one(
-    ranks: Any, tmp_path: Path, strategy: dict[str, Any], trainer: dict[str, Any]
-) -> None:
-    """Oracle: 20 batches without a break, every bit of weights, residuals, thresholds and byte counts."""
-    whole = ranks(2).run(train, None, strategy, trainer)
-    begun = ranks(2).run(train_half, tmp_path / "half.ckpt", strategy, trainer)
-    resumed = ranks(2).run(train, tmp_path / "half.ckpt", strategy, trainer)
-    for expected, first_half, run in zip(whole, begun, resumed, strict=True):
-        assert first_half == expected.hashes[:10]
-        assert run.hashes == expected.hashes[10:]
-        assert_weights_equal(expected.residuals, run.residuals)
-        assert run.state["thresholds"] == expected.state["thresholds"]
-        assert run.state["owned"].keys() == expected.state["owned"].keys()
-        for name, pieces in run.state["owned"].items():
-            assert_weights_equal(expected.state["owned"][name], pieces)
-        assert run.synchronisations == expected.synchronisations
-        if "bucket_cap_mb" not in strategy:  # DistributedDataParallel begins with other buckets after each start
-            assert run.totals.bytes_sent == expected.totals.bytes_sent
-        assert run.totals.refreshes == expected.totals.refreshes
-    assert any(float(residual.norm()) > 0 for residual in resumed[0].residuals.values())
-
-
-def train_half(path: Path, strategy: dict[str, Any], settings: dict[str, Any]) -> list[str]:
-    watch = Watch()
-    trainer = trainer_for(
-        strategy_of(strategy),
-        callbacks=[watch, SaveAndStop(path, 10)],
-        **settings,
-    )
-    trainer.fit(Module(None, torch.optim.Adam, lr=0.01), twice_ten_batches())
-    return watch.hashes
 
 
 def rotate(folder: Path, settings: dict[str, Any]) -> tuple[str, str]:
     checkpoint = saver(folder, every_n_train_steps=5, **settings)
     fit(DCTStrategy(compress="gradients", **SETTINGS), Module(), 20, enable_checkpointing=True, callbacks=[checkpoint])
     return checkpoint.best_model_path, checkpoint.last_model_path
+
+
+@pytest.fixture(scope="module")
+def trained(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two ranks that has saved after steps 5, 10, 15 and 20."""
+    folder = tmp_path_factory.mktemp("trained")
+    ranks(2).run(rotate, folder, {})
+    return folder
+
+
+@pytest.fixture
+def path(trained: Path, tmp_path: Path) -> Path:
+    """The last checkpoint of that run, for one test."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    return tmp_path / "step=20.ckpt"
 
 
 def names_in(folder: Path) -> dict[str, list[str]]:
@@ -131,11 +70,10 @@ def files_of(step: int, world_size: int = 2) -> list[str]:
     return [f"{step:012d}-rank-{rank}-of-{world_size}.pt" for rank in range(world_size)]
 
 
-def test_every_checkpoint_has_one_file_a_rank_beside_it(ranks: Any, tmp_path: Path) -> None:
+def test_every_checkpoint_has_one_file_a_rank_beside_it(ranks: Any, trained: Path, tmp_path: Path) -> None:
     """Oracle: the names that checkpoint.py documents; they are there for each checkpoint and go with it."""
-    ranks(2).run(rotate, tmp_path / "all", {})
     expected = {f"step={step}.ckpt.dct": files_of(step) for step in (5, 10, 15, 20)}
-    assert names_in(tmp_path / "all") == dict(sorted({**expected, **{name[:-4]: [] for name in expected}}.items()))
+    assert names_in(trained) == dict(sorted({**expected, **{name[:-4]: [] for name in expected}}.items()))
     ranks(2).run(rotate, tmp_path / "last", {"save_top_k": 1, "save_last": True})
     last = {"last.ckpt": [], "last.ckpt.dct": files_of(20), "step=20.ckpt": [], "step=20.ckpt.dct": files_of(20)}
     assert names_in(tmp_path / "last") == last
@@ -164,43 +102,40 @@ def resume_message(path: Path) -> str:
     return str(caught.value)
 
 
-def test_missing_state_is_named(ranks: Any, tmp_path: Path) -> None:
+def test_missing_state_is_named(ranks: Any, path: Path) -> None:
     """Oracle: FileNotFoundError on every rank, with the folder in it."""
-    ranks(2).run(rotate, tmp_path, {"save_top_k": 1})
-    (tmp_path / "step=20.ckpt.dct").rename(tmp_path / "elsewhere")
-    for message in ranks(2).run(resume_message, tmp_path / "step=20.ckpt"):
-        assert f"Put the folder '{tmp_path / 'step=20.ckpt.dct'}' beside the checkpoint" in message
+    Path(f"{path}.dct").rename(path.parent / "elsewhere")
+    for message in ranks(2).run(resume_message, path):
+        assert f"Put the folder '{path}.dct' beside the checkpoint" in message
 
 
 def rotate_ddp(folder: Path) -> Run:
     return fit(DDPStrategy(), Module(), 20, enable_checkpointing=True, callbacks=[saver(folder)])
 
 
-def test_checkpoints_cross_between_ddp_and_dct(ranks: Any, tmp_path: Path) -> None:
+def test_checkpoints_cross_between_ddp_and_dct(ranks: Any, trained: Path, tmp_path: Path) -> None:
     """Oracle: both directions continue with step 21 from the weights that were saved."""
     saved = ranks(2).run(rotate_ddp, tmp_path / "ddp")
     ours = ranks(2).run(resume, tmp_path / "ddp" / "step=20.ckpt", True, 4)
     assert [len(run.hashes) for run in ours] == [4, 4]
     assert ours[0].synchronisations == 4
     assert_replicas_equal(ours)
-    ranks(2).run(rotate, tmp_path / "dct", {})
-    theirs = ranks(2).run(resume, tmp_path / "dct" / "step=20.ckpt", False, 4)
+    theirs = ranks(2).run(resume, trained / "step=20.ckpt", False, 4)
     assert [len(run.hashes) for run in theirs] == [4, 4]
     assert_replicas_equal(theirs)
     checkpoint = torch.load(tmp_path / "ddp" / "step=20.ckpt", weights_only=True)
     assert_weights_equal(checkpoint["state_dict"], saved[0].weights)
 
 
-def test_files_load_with_weights_only(ranks: Any, tmp_path: Path) -> None:
+def test_files_load_with_weights_only(trained: Path) -> None:
     """Oracle: torch's restricted unpickler takes Lightning's file and every rank's."""
-    ranks(2).run(rotate, tmp_path, {"save_top_k": 1})
-    checkpoint = torch.load(tmp_path / "step=20.ckpt", weights_only=True)
+    checkpoint = torch.load(trained / "step=20.ckpt", weights_only=True)
     note = checkpoint["lightning_dct"]
     expected = {"format_version": 4, "world_size": 2, "synchronisations": 20, "stages": 1}
     expected |= {"has_state": 1, "has_rows": 0}
     assert {**note, **expected} == note
     assert note.keys() - expected.keys() == {"save", "fingerprints", "checksum"}
-    for state in states_in(tmp_path / "step=20.ckpt.dct", 2):
+    for state in states_in(trained / "step=20.ckpt.dct", 2):
         assert state["synchronisations"] == 20
         assert set(state["residuals"]) == {f"model.{parameter}" for parameter, _ in perceptron().named_parameters()}
 
@@ -314,10 +249,8 @@ def load_bad(path: Path) -> str:
     return str(caught.value)
 
 
-def test_state_of_another_format_is_refused(ranks: Any, tmp_path: Path) -> None:
+def test_state_of_another_format_is_refused(ranks: Any, path: Path) -> None:
     """Oracle: an error that names the version and the remedy, on every rank."""
-    ranks(2).run(rotate, tmp_path, {"save_top_k": 1})
-    path = tmp_path / "step=20.ckpt"
     checkpoint = torch.load(path, weights_only=True)
     checkpoint["lightning_dct"]["format_version"] = 99
     torch.save(checkpoint, path)
@@ -340,12 +273,11 @@ def resume_densely(path: Path, settings: dict[str, Any]) -> Any:
     return given, applied.sums, run.residuals
 
 
-def test_residuals_go_out_when_resumed_at_density_one(ranks: Any, tmp_path: Path) -> None:
+def test_residuals_go_out_when_resumed_at_density_one(ranks: Any, trained: Path) -> None:
     """Oracle: what was saved plus the new gradients is what the optimizer gets; nothing is left."""
-    ranks(2).run(rotate, tmp_path, {"save_top_k": 1})
-    before = residuals_in(tmp_path / "step=20.ckpt.dct", 2)
+    before = residuals_in(trained / "step=20.ckpt.dct", 2)
     assert float(before[0]["model.first.weight"].norm()) > 0
-    results = ranks(2).run(resume_densely, tmp_path / "step=20.ckpt", {})
+    results = ranks(2).run(resume_densely, trained / "step=20.ckpt", {})
     with_saved = [
         ({name: gradient + saved[name].double() for name, gradient in given.items()}, applied, held)
         for (given, applied, held), saved in zip(results, before, strict=True)

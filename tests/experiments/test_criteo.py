@@ -222,6 +222,7 @@ def test_another_file_or_other_settings_have_another_folder(tmp_path: Path) -> N
     assert Folder(tmp_path, path, {"days": 7}).notes == {"shards": [], "bad": ""}
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_configured(ranks: Any, tmp_path: Path) -> None:
     (tmp_path / "train.txt").write_bytes(b"\n".join(make_lines(3000)))
     overrides = ("experiment=dlrm", "data=criteo", "logger=none", "data.path=train.txt", "trainer.max_steps=4")

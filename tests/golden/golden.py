@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from distributed.harness import Ranks
-from distributed.test_resume import SaveAndStop
+from distributed.resuming import SaveAndStop
 from distributed.training import rank, trainer_for
 from lightning_dct import DCTStrategy, ShardedEmbeddingBags
 from lightning_dct.wire.payload import PayloadLayout

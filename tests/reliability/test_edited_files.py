@@ -14,7 +14,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 
-from distributed.test_resume import SaveAndStop, twice_ten_batches
+from distributed.resuming import SaveAndStop, twice_ten_batches
 from distributed.training import Module, State, rank, trainer_for, weights_of
 from lightning_dct import CheckpointError, DCTStrategy
 from lightning_dct.checkpoint.format import state_path

@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from distributed.test_resume import SaveAndStop
+from distributed.resuming import SaveAndStop
 from distributed.training import (
     Module,
     Run,

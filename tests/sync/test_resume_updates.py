@@ -8,12 +8,11 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 
-from distributed.test_resume import SaveAndStop, train, train_half, twice_ten_batches
+from distributed.resuming import SaveAndStop, fit_half, twice_ten_batches
 from distributed.training import (
     Module,
     State,
     Watch,
-    assert_replicas_equal,
     assert_weights_close,
     assert_weights_equal,
     fit,
@@ -37,64 +36,23 @@ def module() -> Module:
     return Module(None, torch.optim.Adam, lr=0.01)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "trainer"),
-    [
-        ({"delay": 4, "exchange": "sharded", "local_steps": 5}, {}),
-        ({"value_format": "2bit"}, {"accumulate_grad_batches": 3}),
-        ({"local_steps": 64}, {"precision": "bf16-true"}),
-    ],
-)
-def test_resumed_run_equals_the_uninterrupted_one(
-    ranks: Any, tmp_path: Path, strategy: dict[str, Any], trainer: dict[str, Any]
-) -> None:
-    """Oracle: 20 batches without a break, every bit of both kinds of weights. It is saved in the middle of a round."""
-    strategy = {**SETTINGS, **strategy}
-    whole = ranks(2).run(train, None, strategy, trainer)
-    begun = ranks(2).run(train_half, tmp_path / "half.ckpt", strategy, trainer)
-    resumed = ranks(2).run(train, tmp_path / "half.ckpt", strategy, trainer)
-    for expected, first_half, run in zip(whole, begun, resumed, strict=True):
-        assert first_half == expected.hashes[:10]
-        assert run.hashes == expected.hashes[10:]
-        assert_weights_equal(expected.state["weights"], run.state["weights"])
-        assert run.state["thresholds"] == expected.state["thresholds"]
-        assert run.state["exchange_clocks"] == expected.state["exchange_clocks"]
-        for name, pieces in expected.state["owned"].items():
-            assert_weights_equal(pieces, run.state["owned"][name])
-        assert run.totals.bytes_sent == expected.totals.bytes_sent
-        assert run.totals.refreshes == expected.totals.refreshes
-    assert_replicas_equal(resumed)
-    assert not torch.equal(*(run.state["weights"]["model.first.weight"] for run in resumed))
-
-
 class Normalised(Module):
     """With running statistics, which each rank has of its own data until they are averaged."""
+
+    def val_dataloader(self) -> Any:
+        return loader(2, 40, 8)
 
     def validation_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return self.loss(batch)
 
 
-def train_normalised(path: Path, stops: bool, resumes: bool) -> tuple[list[str], dict[str, Any]]:
-    """Validate after ten steps, in the middle of a round; save just before that."""
-    strategy, watch = DCTStrategy(**{**SETTINGS, "local_steps": 8}), Watch()
+def train_normalised(save: Path | None, load: Path | None) -> Any:
+    """Validate after ten steps, in the middle of a round, which the resumed run does not repeat."""
     layers = perceptron(out_features=16), torch.nn.BatchNorm1d(16), perceptron(in_features=16)
-    callbacks = [watch, SaveAndStop(path, 10)] if stops else [watch]
-    trainer = trainer_for(strategy, callbacks=callbacks, val_check_interval=10)
     model = Normalised(torch.nn.Sequential(*layers), torch.optim.Adam, lr=0.01)
-    trainer.fit(model, twice_ten_batches(), loader(2, 40, 8), ckpt_path=path if resumes else None)
-    return watch.hashes, strategy.synchronizer.state_dict()["weights"]
-
-
-def test_a_validation_leaves_no_trace(ranks: Any, tmp_path: Path) -> None:
-    """Oracle: the run without a break, every bit. The resumed run does not repeat the validation after step 10."""
-    path = tmp_path / "x.ckpt"
-    whole = ranks(2).run(train_normalised, path, False, False)
-    ranks(2).run(train_normalised, path, True, False)
-    resumed = ranks(2).run(train_normalised, path, False, True)
-    for (expected, weights), (hashes, own) in zip(whole, resumed, strict=True):
-        assert hashes == expected[10:]
-        assert_weights_equal(weights, own)
-    assert not torch.equal(*(own["model.1.running_mean"] for _, own in resumed))
+    strategy = DCTStrategy(**{**SETTINGS, "local_steps": 8})
+    hashes, state = fit_half(save, load, strategy, model, val_check_interval=10)
+    return hashes, state["weights"]  # and not the bytes, because what a validation sends is not sent again
 
 
 class AtStart(Callback):
@@ -212,18 +170,6 @@ class OfAll(Module):
         return torch.optim.Adam(self.parameters(), lr=0.01)
 
 
-def train_freezing(ckpt_path: Path | None, save_to: Path | None) -> tuple[list[str], dict[str, Any]]:
-    callbacks = [Freezes(ckpt_path is not None), *([SaveAndStop(save_to, 10)] if save_to else [])]
-    path = None if ckpt_path is None else str(ckpt_path)
-    run = fit(DCTStrategy(**SETTINGS), OfAll(), twice_ten_batches(), ckpt_path=path, callbacks=callbacks)
-    return run.hashes, run.state["weights"]
-
-
-def test_what_is_frozen_by_then_is_sent_after_a_resume_too(ranks: Any, tmp_path: Path) -> None:
-    """Oracle: the run without a break, bitwise: what a rank has not sent of a frozen layer goes out all the same."""
-    whole = ranks(2).run(train_freezing, None, None)
-    ranks(2).run(train_freezing, None, tmp_path / "half.ckpt")
-    resumed = ranks(2).run(train_freezing, tmp_path / "half.ckpt", None)
-    for (hashes, weights), (later, resumed_weights) in zip(whole, resumed, strict=True):
-        assert later == hashes[10:]
-        assert_weights_equal(weights, resumed_weights)
+def train_freezing(save: Path | None, load: Path | None) -> Any:
+    """What a rank has not sent of a layer that is frozen by then goes out all the same."""
+    return fit_half(save, load, DCTStrategy(**SETTINGS), OfAll(), callbacks=(Freezes(load is not None),))

@@ -15,8 +15,8 @@ from lightning.pytorch.core.saving import load_hparams_from_yaml
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import ConcatDataset, DataLoader
 
-from distributed.test_resume import SaveAndStop, train, train_half
-from distributed.training import Module, Noise, Run, assert_replicas_equal, assert_weights_equal, fit, loader, rank
+from distributed.resuming import SaveAndStop, fit_half, without_times
+from distributed.training import Module, Noise, fit, loader, rank
 from lightning_dct import CompressionMonitor, DCTStrategy, law
 from lightning_dct.callbacks import run_advice
 from lightning_dct.config import DCTConfig
@@ -106,16 +106,9 @@ def test_a_run_of_unknown_length_sends_less_as_it_goes_on(ranks: Any) -> None:
     assert Given.of({}).for_run(2, 20).round_length == 1
 
 
-def test_it_resumes_as_if_it_had_not_stopped(ranks: Any, tmp_path: Path) -> None:
-    """Oracle: 20 batches without a break, every bit; it is saved after ten, between two changes of settings."""
-    strategy = {"compress": "updates", "warmup_steps": 3}
-    whole = ranks(2).run(train_unknown, train, None, strategy, {})
-    ranks(2).run(train_unknown, train_half, tmp_path / "half.ckpt", strategy, {})
-    resumed = ranks(2).run(train_unknown, train, tmp_path / "half.ckpt", strategy, {})
-    for expected, run in zip(whole, resumed, strict=True):
-        assert run.hashes == expected.hashes[10:]
-        assert_weights_equal(expected.state["weights"], run.state["weights"])
-    assert_replicas_equal(resumed)
+def train_counting(save: Path | None, load: Path | None) -> Any:
+    """Saved between two changes of settings."""
+    return train_unknown(fit_half, save, load, DCTStrategy(warmup_steps=3))
 
 
 class TwoNets(Module):
@@ -205,24 +198,14 @@ def test_a_run_that_may_end_early_is_of_unknown_length(ranks: Any, settings: dic
     assert f"The length of this run is not known ({why}" in told
 
 
-def two_nets(path: Path | None, half: Path | None) -> Run:
+def two_nets(save: Path | None, load: Path | None) -> Any:
     """64 batches, of which settings are chosen anew after 16, saved after 24."""
-    callbacks = [] if half is None else [SaveAndStop(half, 24, stop=False)]
+    callbacks = [] if save is None else [SaveAndStop(save, 24)]
     with patch.object(law, "steps_needed", needed):
         data = DataLoader(ConcatDataset([Noise(8, 40, 8, rank=rank())] * 8), batch_size=None)
-        return fit(
+        run = fit(
             DCTStrategy(warmup_steps=3), TwoNets(), data, max_steps=64, callbacks=callbacks,
-            ckpt_path=None if path is None else str(path),
+            ckpt_path=None if load is None else str(load),
         )  # fmt: skip
-
-
-def test_counted_settings_are_resumed(ranks: Any, tmp_path: Path) -> None:
-    """Oracle: the run that has not stopped, every bit of own and shared weights."""
-    whole = ranks(2).run(two_nets, None, tmp_path / "half.ckpt")
-    resumed = ranks(2).run(two_nets, tmp_path / "half.ckpt", None)
-    for expected, run in zip(whole, resumed, strict=True):
-        assert run.state["exchange_clocks"] == expected.state["exchange_clocks"]
-        assert expected.state["exchange_clocks"]["counted steps"] == 32
-        assert run.hashes[-1] == expected.hashes[-1]
-        assert_weights_equal(expected.state["weights"], run.state["weights"])
-    assert_replicas_equal(resumed)
+    assert save is not None or run.state["exchange_clocks"]["counted steps"] == 32
+    return run.hashes, without_times(run.state)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 
-from distributed.test_resume import SaveAndStop, twice_ten_batches
+from distributed.resuming import SaveAndStop, twice_ten_batches
 from distributed.training import Module, Run, Watch, assert_weights_equal, fit, perceptron, rank, trainer_for
 from lightning_dct import DCTElasticStrategy, DCTStrategy
 from lightning_dct.fabric import DCTStrategy as FabricStrategy
