@@ -1,4 +1,4 @@
-"""Dynamic Communication Thresholding for PyTorch Lightning: a hundredth of the gradient bytes.
+"""Dynamic Communication Thresholding for PyTorch Lightning: a tenth to a hundredth of the bytes.
 
 Importing this package registers the strategy names ``dct``, ``dct_spawn``, ``dct_fork``, ``dct_notebook`` and
 ``dct_find_unused_parameters_true``, ``dct_pipeline`` with three of these endings, ``dct_fsdp`` and ``dct_elastic``,

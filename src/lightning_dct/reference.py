@@ -275,17 +275,11 @@ def cosine_of(steps: list[Tensor]) -> int | None:
 
 
 def exchange_updates(
-    own: list[Tensor],
-    shared: Tensor,
-    memory: Memory,
-    settings: Settings,
-    share: float,
-    decay: float,
-    longer: float | None,
+    own: list[Tensor], shared: Tensor, memory: Memory, settings: Settings, share: float, decay: float, f: float | None
 ) -> tuple[Tensor, list[Tensor]]:
     """Exchange one tensor. Returns the mean, and what counts of what each rank has sent; the unsent decays in ``w``."""
     moved = [w - shared for w in own]  # a = w - S
-    mean, sent, counted = exchange(moved, memory, settings, share, longer, is_update=True)  # m
+    mean, sent, counted = exchange(moved, memory, settings, share, f, is_update=True)  # m
     for (sender, _, _), state in memory.items():
         state.residual = 0.0 if sender == "rank" else state.residual  # w keeps it
     for w, a, c in zip(own, moved, sent, strict=True):
@@ -304,8 +298,7 @@ def train(
     """Train ``weights[rank][tensor]`` in place. Returns the shared weights and the senders' states of each tensor.
 
     ``local_step(rank, step)`` is a step of a rank's own optimizer. With a delay, the next steps run during an exchange.
-    If the optimizer ``chooses_length``, its steps do not grow with their gradients. ``kept`` is what is left of a
-    weight after the decay of a step.
+    Steps of an optimizer that ``chooses_length`` do not grow with gradients. Decay leaves ``kept`` of a weight.
     """
     shared, memories = [w.clone() for w in weights[0]], [Memory(State) for _ in weights[0]]
     travelling: list[tuple[Tensor, list[Tensor]]] = []
@@ -327,8 +320,7 @@ def train(
         before = [sampled(own, step) for own in weights]
         for rank in range(len(weights)):
             local_step(rank, step - 1)
-        for w in shared:
-            w.mul_(kept)  # as each rank's optimizer does with its own
+        torch._foreach_mul_(shared, kept)  # as each rank's optimizer does with its own
         if step % 16 == 0 or step in (1, 2, 4, 8):
             cosine = cosine if measured is None else (cosine + measured) // 2
             measured = cosine_of([sampled(own, step) - b for own, b in zip(weights, before, strict=True)])

@@ -278,10 +278,10 @@ class DCTElasticStrategy(DCTStrategy):
 
     def set_density(self, density: float) -> None:
         """Refuse it: ranks come to a step at different times, or not at all (ValueError)."""
-        raise ValueError(
-            f"`strategy='dct_elastic'` cannot set density={density!r} in mid-run, because its ranks come to a step at"
-            " different times. Give `density` to the strategy, or use `strategy='dct'`."
+        said = (
+            f"`strategy='dct_elastic'` cannot set density={density!r} in mid-run: its ranks come to a step at different"
         )
+        raise ValueError(f"{said} times. Give `density` to the strategy, or use `strategy='dct'`.")
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's step; a rank that is behind or slow passes over it, with the last output and no gradients."""
