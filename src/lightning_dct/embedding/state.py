@@ -8,6 +8,7 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import Self
 
@@ -60,6 +61,8 @@ class TableState(CompressedModule):
     def __init__(self, refresh_every: int) -> None:
         super().__init__(refresh_every)
         self.weight = UnmadeRows()
+        # Rows of all tables that were loaded before this rank's rows were made.
+        self._loaded: Tensor | None = None
         # Whether `state_dict` leaves the rows out, while a strategy saves or loads, which has files for them.
         self.saved_in_shards = False
         # Of pruned rows; see `pruning`.
@@ -77,9 +80,17 @@ class TableState(CompressedModule):
         return not isinstance(self.weight, UnmadeRows)
 
     def materialize(self) -> None:
-        """Make this rank's rows, once; a collective call if there are several ranks."""
+        """Make this rank's rows, once; a collective call if there are several ranks.
+
+        Rows of whole tables that were loaded before become this rank's, as far as it owns them. So do those that a
+        process made by itself, before it became one of several.
+        """
         if self.is_materialized:
-            return
+            if not (dist.is_initialized() and self.placement.world_size == 1 < dist.get_world_size()):
+                return
+            made, self._loaded = self.weight, self.own_rows(np.arange(self.capacity()))
+            self.kept = None
+            self.weight = UnmadeRows(made.requires_grad, made.device, made.dtype)
         if not torch.sparse.check_sparse_tensor_invariants.is_enabled():
             # This is the default. Setting it keeps torch's sparse optimizers from warning.
             torch.sparse.check_sparse_tensor_invariants.disable()
@@ -91,7 +102,18 @@ class TableState(CompressedModule):
         self.remembered_dtype = torch.float64 if self.weight.dtype == torch.float64 else torch.float32
         with torch.no_grad():
             self.initialize_rows()
+            if self._loaded is not None:
+                self.weight.copy_(self._own_of(self._loaded))
         self.reset_memory()
+        if self._loaded is not None:
+            self._loaded = None
+            self.rows_replaced()
+
+    def _own_of(self, whole: Tensor) -> Tensor:
+        """This rank's rows of those of all tables, one after the other, ``[num_rows, ...]``."""
+        places = np.arange(self.capacity())
+        tables, rows = self.placement.rows_of(self.exchange_group.rank, places)
+        return whole[torch.from_numpy(np.cumsum([0, *self.table_rows])[tables] + rows)]
 
     def place(self, world_size: int) -> RowOwners:
         """Decide which rank owns which row."""
@@ -271,24 +293,33 @@ class TableState(CompressedModule):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
         key = f"{prefix}weight"
-        whole = state_dict.get(key)
-        if self.saved_in_shards and (whole is None or len(whole) != sum(self.table_rows)):
+        whole, missing, errors = state_dict.get(key), arguments[2], arguments[4]
+        is_whole = whole is not None and whole.shape == (sum(self.table_rows), self.embedding_dim)
+        if self.saved_in_shards and not is_whole:
             state_dict[key] = self.weight.detach()  # the rows are in files of their own
+        elif not self.is_materialized and is_whole:
+            self._loaded = state_dict.pop(key).detach().clone()
         elif self.is_materialized and whole is not None:
-            places = np.arange(self.capacity())
             masks = state_dict.get(f"{prefix}_extra_state", {}).get("kept")
-            if self.saved_in_shards:
-                # Saved by a single process without shards: all tables, one after the other.
-                tables, rows = self.placement.rows_of(self.exchange_group.rank, places)
-                order = np.cumsum([0, *self.table_rows])[tables] + rows
-                whole, masks = whole[order], None if masks is None else masks[order]
+            if is_whole:
+                whole, masks = self._own_of(whole), None if masks is None else self._own_of(masks)
             self.set_kept(None if masks is None else KeptPieces(masks.numpy()))
             if self.kept is not None:
                 packed = self.weight.detach().clone()
-                self.kept.pack(packed, places, whole.to(packed))
+                self.kept.pack(packed, np.arange(self.capacity()), whole.to(packed))
                 whole = packed
             state_dict[key] = whole
+        given = state_dict.get(key)
+        if given is not None and not (self.is_materialized and given.shape == self.weight.shape):
+            rows = f", or the {len(self.weight)} of this rank" if self.is_materialized else ""
+            errors.append(
+                f"`{key}` has shape {list(given.shape)}. Give the rows of all tables, one table after the other:"
+                f" {sum(self.table_rows)}{rows}, of {self.embedding_dim} entries each."
+            )
+            del state_dict[key]
         super()._load_from_state_dict(state_dict, prefix, *arguments)
+        if whole is not None and key not in state_dict and key in missing:
+            missing.remove(key)
         if self.is_materialized:
             self.rows_replaced()
 
