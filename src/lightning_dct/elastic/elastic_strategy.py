@@ -65,10 +65,6 @@ class DCTElasticStrategy(DCTStrategy):
     ``TORCHFT_LIGHTHOUSE``; ``examples/elastic/start.py`` does. ``trainer.world_size`` and samplers mean the ranks that
     were asked for.
 
-    Example::
-
-        trainer = Trainer(strategy=DCTElasticStrategy(local_steps=8), devices=4, accelerator="cpu")
-
     Args:
         patience: Seconds for which an exchange waits for a rank that is alive and has not come. It then goes on without
             that rank, which takes part in a later one.
