@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lightning_dct import ShardedEmbeddingBags
 from lightning_dct.embedding.owners import place_tables
-from lightning_dct.embedding.row_gradients import deliver, when_backward_ends
+from lightning_dct.embedding.row_gradients import deliver
 from lightning_dct.wire.rows import decode_rows, encode_rows, row_scales_num_bytes, row_values_num_bytes
 
 
@@ -99,7 +99,7 @@ class DenseLookup:
                     module.collected.add(places, module.decode(data, len(places)))
                 module.collected.deliver(module.weight, module.placement.world_size, module.resolve)
 
-        when_backward_ends(finish)
+        torch.autograd.Variable._execution_engine.queue_callback(finish)
 
 
 class TorchRecTables(nn.Module):

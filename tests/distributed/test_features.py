@@ -237,7 +237,7 @@ def wrapped_backwards() -> list[int]:
     for strategy, module in (
         (DCTStrategy(local_steps=2), Module()),
         (DCTStrategy(compress="gradients"), Module()),
-        (fsdp(replicas=1, compress="gradients"), Plain()),
+        (fsdp(local_steps=2), Plain()),
     ):
         with patch.object(Strategy, "backward", wraps=strategy.backward) as backward:
             train(strategy, module, BATCHES)

@@ -99,7 +99,7 @@ def test_under_sudo_commands_are_the_users_own(hosts: list[Host], monkeypatch: p
 
 
 def test_hybrid_dlrm_sends_what_it_counts(hosts: list[Host], tmp_path: Path) -> None:
-    """Oracle: the interfaces. What they send beyond is gloo's framing, about 1 kB a step and rank."""
+    """Oracle: the interfaces. What they send beyond is gloo's framing, less than 2 kB a step and rank."""
     overrides = [
         *("experiment=dlrm", "model.tables=sharded", "strategy=dct", "strategy.density=0.2", "logger=none"),
         *("+strategy.broadcast_buffers=false", "trainer.max_steps=25", "+trainer.limit_val_batches=0", "test=false"),
@@ -116,7 +116,7 @@ def test_hybrid_dlrm_sends_what_it_counts(hosts: list[Host], tmp_path: Path) -> 
     )
     assert completed.returncode == 0, completed.stdout + completed.stderr
     (more,) = re.findall(r"times what was counted: (-?[\d,]+) bytes more a step and host", completed.stdout)
-    assert 0 <= int(more.replace(",", "")) < 1500
+    assert 0 <= int(more.replace(",", "")) < 2000
     (result,) = tmp_path.glob("outputs/dlrm/*/result.json")
     figures = json.loads(result.read_text())
     assert figures["world_size"] == 2
