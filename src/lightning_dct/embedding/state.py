@@ -90,7 +90,7 @@ class TableState(CompressedModule):
                 return
             made, self._loaded = self.weight, self.own_rows(np.arange(self.capacity()))
             self.kept = None
-            self.weight = UnmadeRows(made.requires_grad, made.device, made.dtype)
+            self.weight = cast(Any, UnmadeRows)(made.requires_grad, made.device, made.dtype)
         if not torch.sparse.check_sparse_tensor_invariants.is_enabled():
             # This is the default. Setting it keeps torch's sparse optimizers from warning.
             torch.sparse.check_sparse_tensor_invariants.disable()
