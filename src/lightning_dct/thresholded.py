@@ -338,9 +338,9 @@ class ThresholdedStrategy(CheckpointedStrategy):
 
     def teardown(self) -> None:
         """Close the exchange, and put the shared weights into the model; outside fit wait for the others before."""
-        state = self._module.trainer.state
+        state = None if self.lightning_module is None else self._module.trainer.state
         # A rank without batches answers the look-ups of the others after this.
-        if not self._tables and (state.fn, state.status) in OUTSIDE_FIT:
+        if state is not None and not self._tables and (state.fn, state.status) in OUTSIDE_FIT:
             self.come_to("the end")
         self._step_guard.stop()
         for table in self._tables:
