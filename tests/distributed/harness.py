@@ -7,6 +7,7 @@ rank. When a rank fails, dies or takes too long, all of them are killed, the tes
 """
 
 import contextlib
+import gc
 import importlib
 import io
 import logging
@@ -194,6 +195,21 @@ def begin_rank(log: TextIO, rank: int, world_size: int, port: int) -> TextIO:
     return log
 
 
+def _destroy_groups() -> None:
+    """End the groups that the last task has left, such as a mesh's: each has threads that take a share of the cores.
+
+    All ranks have done that task, so all of them have connected. A mesh that equals an earlier one would get what
+    DTensor remembers of that, its groups among it.
+    """
+    left = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
+    for group in left:
+        dist.destroy_process_group(group)
+    if left and "torch.distributed.tensor" in sys.modules:
+        importlib.import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
+    if left:
+        gc.collect()
+
+
 def _serve(rank: int, world_size: int, port: int, pipe: Connection, log_path: Path) -> None:
     log = begin_rank(log_path.open("w"), rank, world_size, port)
     torch.set_num_threads(1)
@@ -205,6 +221,7 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection, log_path: Pa
     with contextlib.suppress(EOFError):  # the tests are over
         while True:
             module, name, arguments = pickle.loads(pipe.recv_bytes())
+            _destroy_groups()
             seed()
             try:
                 answer = True, getattr(importlib.import_module(module), name)(*arguments)
