@@ -1,5 +1,6 @@
 import gc
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
+from distributed.forking_python import ForkingPython
 from distributed.harness import Ranks, seed
 
 # Small tensors gain nothing from threads, and threads that wait for each other lose much where others work too.
@@ -113,3 +115,19 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], 
     yield of
     for some in started.values():
         some.stop()
+
+
+@pytest.fixture(scope="session")
+def python_that_forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    if not hasattr(os, "pidfd_open"):  # only Linux has it
+        yield sys.executable
+        return
+    python = ForkingPython(tmp_path_factory.mktemp("python"))
+    yield str(python.path)
+    python.stop()
+
+
+@pytest.fixture
+def quick_python(python_that_forks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python processes that are started by ``sys.executable``, and those that they start, are forked."""
+    monkeypatch.setattr(sys, "executable", python_that_forks)

@@ -88,6 +88,7 @@ def test_fabric(ranks: Any, tmp_path: Path) -> None:
     assert len(list((tmp_path / "fabric.ckpt.module-0.dct").iterdir())) == 2
 
 
+@pytest.mark.usefixtures("quick_python")
 def test_plain_loop(tmp_path: Path) -> None:
     """As its first lines say. Oracles: the loss falls, and the ratio lies where the default's does."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -121,6 +122,7 @@ def test_notebook(tmp_path: Path) -> None:
     assert output.count("Traceback") == 1
 
 
+@pytest.mark.usefixtures("quick_python")
 def test_slurm(tmp_path: Path) -> None:
     """``train.sbatch`` with an ``srun`` that starts its two tasks here, as two nodes. Oracles: one table; two files."""
     folder, bin_folder = copied("slurm", tmp_path)
@@ -136,6 +138,7 @@ def test_slurm(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not find_spec("torchft"), reason="needs the extra `elastic`")
+@pytest.mark.usefixtures("quick_python")
 def test_elastic(tmp_path: Path) -> None:
     """A lighthouse and four ranks; the second fails at first. Oracles: it is started again; all end; one saves."""
     folder, _ = copied("elastic", tmp_path)

@@ -36,7 +36,8 @@ class Script:
         self._output, theirs = CONTEXT.Pipe(duplex=False)
         # Lightning would choose one that the kernel gives to whoever asks first.
         port = {"MASTER_PORT": str(free_port())}
-        self._process = started(_run_script, folder, arguments, environment_of_users() | port | variables, theirs)
+        environment = environment_of_users() | port | variables
+        self._process = started(_run_script, folder, arguments, environment, theirs, sys.executable)
         theirs.close()
 
     def is_running(self) -> bool:
@@ -58,8 +59,11 @@ class Script:
         return self._process.exitcode, printed.decode(errors="replace")
 
 
-def _run_script(folder: Path, arguments: tuple[str, ...], environment: dict[str, str], output: Connection) -> None:
+def _run_script(
+    folder: Path, arguments: tuple[str, ...], environment: dict[str, str], output: Connection, python: str
+) -> None:
     os.setsid()
+    sys.executable = python
     for descriptor in (1, 2):
         os.dup2(output.fileno(), descriptor)
     output.close()

@@ -7,6 +7,7 @@ import pytest
 from distributed.harness import free_port
 from distributed.scripts import Script
 
+pytestmark = pytest.mark.usefixtures("quick_python")
 SCRIPT = """
     import sys
     import torch

@@ -15,6 +15,7 @@ START = TRAIN.parents[1] / "examples" / "elastic" / "start.py"
 pytestmark = pytest.mark.skipif(find_spec("torchft") is None, reason="torchft has wheels for some platforms only")
 
 
+@pytest.mark.usefixtures("quick_python")
 def test_an_experiment_trains_on_elastic_ranks(tmp_path: Path) -> None:
     """Oracle: both ranks meet in exchanges, and one result is written."""
     sizes = ("data=documentation", "data.context_length=32", "model.width=32", "model.num_layers=1", "logger=none")

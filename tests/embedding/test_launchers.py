@@ -30,7 +30,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(("strategy", "made"), [("dct_fork", "early"), ("dct_spawn", "late")])
+@pytest.mark.usefixtures("quick_python")
+@pytest.mark.parametrize(("strategy", "made"), [("dct_spawn", "early"), ("dct_fork", "late")])
 def test_tables_are_refused_before_training(tmp_path: Path, strategy: str, made: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(f"import sys\nsys.path.insert(0, {str(Path(__file__).parents[1])!r})\n{SCRIPT}")

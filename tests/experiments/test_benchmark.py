@@ -42,7 +42,7 @@ def settings_of_the_process() -> Iterator[None]:
     signal.signal(signal.SIGTERM, handler)
 
 
-@pytest.mark.usefixtures("settings_of_the_process")
+@pytest.mark.usefixtures("settings_of_the_process", "quick_python")
 def test_steps_on_the_loopback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: what DDP sends is known from the model's size; all start from the same loss."""
     settings = ["--rounds", "1", "--steps", "2", "--quality-steps", "0", "--width", "16", "--batch-size", "8"]

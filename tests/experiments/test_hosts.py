@@ -98,6 +98,7 @@ def test_under_sudo_commands_are_the_users_own(hosts: list[Host], monkeypatch: p
     assert lines == ["65534\n"]
 
 
+@pytest.mark.usefixtures("quick_python")
 def test_hybrid_dlrm_sends_what_it_counts(hosts: list[Host], tmp_path: Path) -> None:
     """Oracle: the interfaces. What they send beyond is gloo's framing, less than 2 kB a step and rank."""
     overrides = [

@@ -50,6 +50,7 @@ def processes_that_name(text: str) -> list[bytes]:
     return [line for line in lines if text.encode() in line]
 
 
+@pytest.mark.usefixtures("quick_python")
 def test_a_sweep_starts_the_ranks_of_each_job_once(tmp_path: Path) -> None:
     """Two jobs, of which the first fails. Oracle: what each job has left, and what the whole has printed."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PL_")}

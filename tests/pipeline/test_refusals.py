@@ -222,6 +222,7 @@ def run_script(folder: Path, *arguments: str) -> tuple[int, str]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_python")
 def test_a_failing_rank_ends_the_job(tmp_path: Path) -> None:
     """Oracle: the launcher of `strategy="dct_pipeline"` ends with a failing exit status and the error."""
     status, output = run_script(tmp_path, "dct_pipeline", "fails")

@@ -6,10 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).with_name("soak_training.py")
 STEPS, KILL_AT = 9, 5
 
 
+@pytest.mark.usefixtures("quick_python")
 def test_killed_rank_under_torchrun(tmp_path: Path) -> None:
     """Oracle: all steps are made, resumed from the checkpoint before the kill; no gradient is lost, by plain sums."""
     rendezvous = ["--standalone", "--max-restarts", "1"]
