@@ -81,10 +81,7 @@ def test_notes_that_cannot_be_are_refused(field: str, value: Any) -> None:
         agreed_notes([{**NOTE, field: value}], "a.ckpt")
 
 
-@pytest.mark.parametrize(
-    "notes",
-    [[], [NOTE], [{**NOTE, "another": 1}, NOTE], [saved.make_note(4, 0, "a", stages=2)]],
-)
+@pytest.mark.parametrize("notes", [[], [NOTE], [{**NOTE, "another": 1}, NOTE], [saved.make_note(4, 0, "a", stages=2)]])
 def test_notes_that_can_be_are_taken(notes: list[Any]) -> None:
     assert agreed_notes(notes, "a.ckpt") == notes
 

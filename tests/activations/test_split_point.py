@@ -50,12 +50,7 @@ def test_the_largest_are_kept() -> None:
 )
 @examples(120)
 def test_one_process_sees_what_the_wire_gives(
-    shape: tuple[int, ...],
-    density: float,
-    formats: tuple[Any, Any],
-    dtype: torch.dtype,
-    training: bool,
-    seed: int,
+    shape: tuple[int, ...], density: float, formats: tuple[Any, Any], dtype: torch.dtype, training: bool, seed: int
 ) -> None:
     split = SplitPoint(density, forward_format=formats[0], backward_format=formats[1], seed=seed).train(training)
     wired = copy.deepcopy(split)

@@ -12,14 +12,7 @@ from lightning.pytorch.plugins import MixedPrecision
 
 from distributed.resuming import fit_half
 from distributed.test_loss_scaling import Overflowing
-from distributed.training import (
-    Applied,
-    Module,
-    Run,
-    Watch,
-    assert_replicas_equal,
-    fit,
-)
+from distributed.training import Applied, Module, Run, Watch, assert_replicas_equal, fit
 from lightning_dct import AccordionSchedule, DCTPipelineStrategy, DCTStrategy
 
 LOW, HIGH, THRESHOLD = 0.05, 0.5, 0.3

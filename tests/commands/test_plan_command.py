@@ -54,10 +54,7 @@ def test_buffers_have_a_row(capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "told"),
     [
         # What four ranks need by the law: 8,517 steps for one at 5%, 44,652 for four at 10%, 40,696 for eight at 30%.
-        (
-            (),
-            "A run of 10,000 optimizer steps: 1,000,000 parameters in 1 tensor, 5% of the entries, 1bit",
-        ),
+        ((), "A run of 10,000 optimizer steps: 1,000,000 parameters in 1 tensor, 5% of the entries, 1bit"),
         (("--steps", "40700"), "30% of the entries, 1bit values, updates every 8 steps;"),
         (("--steps", "100"), "30% of the entries, 1bit values, updates every step;"),
         (("--steps", "44700", "--density", "0.1"), "10% of the entries, 1bit values, updates every 4 steps;"),

@@ -15,12 +15,7 @@ from lightning_dct.exchange.factory import costs_of, plan_model
 SIZES = {"a": 14_003, "b": 50, "c": 700, "d": 120}
 BUCKETS = (("d", "c", "b"), ("a",))
 # Ranks, exchange, nodes.
-EXCHANGES = [
-    (3, "all_gather", 3),
-    (5, "sharded", 5),
-    (6, "by_node", 3),
-    (6, "by_node", 2),
-]
+EXCHANGES = [(3, "all_gather", 3), (5, "sharded", 5), (6, "by_node", 3), (6, "by_node", 2)]
 
 
 class InBuckets(Workload):

@@ -26,10 +26,7 @@ from distributed.training import (
 from lightning_dct import DCTStrategy
 from one_card import DEVICE
 
-OPTIMIZERS = {
-    "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
-    "adam": (torch.optim.Adam, {"lr": 0.01}),
-}
+OPTIMIZERS = {"momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}), "adam": (torch.optim.Adam, {"lr": 0.01})}
 
 
 class Lopsided(nn.Module):

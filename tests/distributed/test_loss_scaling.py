@@ -73,12 +73,7 @@ def train(value_format: str, overflows: bool, scale: float, settings: dict[str, 
     applied = Applied()
     with local_gradients() as given:
         run = fit(
-            strategy,
-            Overflowing(overflows),
-            BATCHES,
-            watch=Watch(look=look),
-            plugins=[plugin],
-            callbacks=[applied],
+            strategy, Overflowing(overflows), BATCHES, watch=Watch(look=look), plugins=[plugin], callbacks=[applied]
         )
     return run, (given, applied.sums, held_back(run.state, given))
 

@@ -78,13 +78,7 @@ def callbacks_after_two_fits(given: list[Any]) -> list[str]:
     return [type(callback).__name__ for callback in trainer.callbacks] + [refresh.every_n_steps]
 
 
-@pytest.mark.parametrize(
-    ("given", "every_n_steps"),
-    [
-        ([], 7),
-        ([ThresholdRefresh(4), CompressionMonitor()], 4),
-    ],
-)
+@pytest.mark.parametrize(("given", "every_n_steps"), [([], 7), ([ThresholdRefresh(4), CompressionMonitor()], 4)])
 def test_callbacks_are_attached_once_and_the_users_win(ranks: Any, given: list[Any], every_n_steps: int) -> None:
     """Oracle: one of each kind, before the checkpoint callback; the user's setting where there is one."""
     *names, found = ranks(2).run(callbacks_after_two_fits, given)[0]

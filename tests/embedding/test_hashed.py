@@ -9,11 +9,7 @@ from strategies_for_hypothesis import examples
 ids = st.integers(0, 50) | st.integers(0, 2**63 - 1) | st.sampled_from([2**58, 2**62 - 1, 2**62, 2**63 - 1])
 
 
-@given(
-    num_tables=st.integers(1, 40),
-    world_size=st.integers(1, 5),
-    data=st.data(),
-)
+@given(num_tables=st.integers(1, 40), world_size=st.integers(1, 5), data=st.data())
 @examples(80)
 def test_keys_lead_to_their_tables_and_ids_and_back(num_tables: int, world_size: int, data: st.DataObject) -> None:
     placement = place_by_hash(num_tables, world_size)

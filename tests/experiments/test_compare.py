@@ -45,10 +45,7 @@ def test_only_what_has_an_order_has_edges() -> None:
     both = combinations([RATES, betas])
     assert len(both) == 6
     results = {swept: made_up(loss=1.0 + abs(place - 2)) for place, swept in enumerate(both)}
-    assert choose([RATES, betas], results, 0)[1] == {
-        "model.learning_rate": "0.01",
-        "model.betas": "[0.9,0.999]",
-    }
+    assert choose([RATES, betas], results, 0)[1] == {"model.learning_rate": "0.01", "model.betas": "[0.9,0.999]"}
     assert combinations([]) == [()]
 
 

@@ -12,13 +12,7 @@ from torch.utils.data import DataLoader
 
 from distributed.harness import Ranks
 from lightning_dct.traffic import Traffic, all_reduce_bytes
-from rivals.hooks import (
-    CountedDDPStrategy,
-    _CountedHook,
-    _PowerSGDCount,
-    counted_hook,
-    counted_powersgd_hook,
-)
+from rivals.hooks import CountedDDPStrategy, _CountedHook, _PowerSGDCount, counted_hook, counted_powersgd_hook
 from rivals.top_k import TopKSynchronizer
 
 STEPS, DENSE_STEPS = 6, 3

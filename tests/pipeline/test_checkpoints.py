@@ -11,17 +11,7 @@ from torch import Tensor
 from distributed.resuming import SaveAndStop
 from distributed.training import trainer_for
 from lightning_dct import DCTStrategy
-from pipeline.split_models import (
-    BATCH_SIZE,
-    Losses,
-    Outcome,
-    SplitModule,
-    batches,
-    outcome,
-    strategy_for,
-    train,
-    worst,
-)
+from pipeline.split_models import BATCH_SIZE, Losses, Outcome, SplitModule, batches, outcome, strategy_for, train, worst
 
 SPLIT = {"density": 0.2, "forward_format": "int8", "refresh_every": 3}
 SUBSPACE = {"kind": "subspace", "rank": 7, "num_tokens": 2}

@@ -39,7 +39,7 @@ SAYS = {
         "number of batches",
     ],
     "once more, log": [
-        "rank 0 to an exchange of logged values after 4 steps and rank 1 to an exchange of 6 parameters",
+        "rank 0 to an exchange of logged values after 4 steps and rank 1 to an exchange of 6 parameters"
     ],
     "once more, gathering in test": [
         "rank 0 to an exchange of gathered values in `test` and rank 1 to the end in `test`"

@@ -28,10 +28,8 @@ def test_the_others_end_and_name_the_rank(way: str, tmp_path: Path) -> None:
         if other == rank:
             continue
         assert exit_status == 1, f"rank {other}: {exit_status}\n{output}"
-        reason = {
-            "kill": "has died",
-            "exit": "has died",
-            "disk": "has failed: OSError",
-        }.get(way.split()[0].strip(","), "has failed: RuntimeError: I have had enough")
+        reason = {"kill": "has died", "exit": "has died", "disk": "has failed: OSError"}.get(
+            way.split()[0].strip(","), "has failed: RuntimeError: I have had enough"
+        )
         assert f"lightning_dct, rank {other}: Rank {rank} (process " in output, output
         assert reason in output, output

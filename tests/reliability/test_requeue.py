@@ -55,11 +55,7 @@ def train(folder: Path, signals: dict[tuple[int, int], int], accumulate: int, ck
     module = Signalled(None, torch.optim.Adam, lr=0.01)
     module.signals = signals
     trainer = trainer_for(
-        strategy,
-        callbacks=[watch],
-        plugins=[Slurm()],
-        default_root_dir=folder,
-        accumulate_grad_batches=accumulate,
+        strategy, callbacks=[watch], plugins=[Slurm()], default_root_dir=folder, accumulate_grad_batches=accumulate
     )
     found = {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "SLURM_JOB_ID": JOB}
     with patch.dict(os.environ, found):

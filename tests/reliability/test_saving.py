@@ -238,8 +238,7 @@ def fail_and_go_on(folder: Path, make: str, accumulate: int, fail_after: int) ->
 
 
 @pytest.mark.parametrize(
-    ("make", "accumulate", "fail_after"),
-    [("on_exception", 3, 7), ("on_exception", 0, 7), ("with_link", 1, 5)],
+    ("make", "accumulate", "fail_after"), [("on_exception", 3, 7), ("on_exception", 0, 7), ("with_link", 1, 5)]
 )
 def test_saved_on_an_exception(ranks: Any, tmp_path: Path, make: str, accumulate: int, fail_after: int) -> None:
     """Oracle: the run without an exception, to the last bit, also in the middle of accumulated gradients."""

@@ -8,15 +8,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 
 from distributed.random_runs import CASES, assert_remembered, assert_weights, draw, run_case, train_updates
-from distributed.training import (
-    Module,
-    Run,
-    Watch,
-    assert_learns,
-    assert_replicas_equal,
-    assert_weights_close,
-    fit,
-)
+from distributed.training import Module, Run, Watch, assert_learns, assert_replicas_equal, assert_weights_close, fit
 from lightning_dct import DCTStrategy
 from lightning_dct.sync import rounds
 from one_card import DEVICE

@@ -11,16 +11,7 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from distributed.resuming import SaveAndStop
-from distributed.training import (
-    Module,
-    Run,
-    assert_replicas_equal,
-    fit,
-    loader,
-    perceptron,
-    trainer_for,
-    weights_of,
-)
+from distributed.training import Module, Run, assert_replicas_equal, fit, loader, perceptron, trainer_for, weights_of
 from lightning_dct import DCTConfig, DCTStrategy
 from lightning_dct.compress.adding import name_broken_sender
 from methods import ErrorAveraging
@@ -39,12 +30,7 @@ from methods import ErrorAveraging
                 ValueError,
                 r"residuals; got [a-z_]+=[0-9.]+\. Leave that out, or use `compress='updates'`",
             )
-            for one in (
-                {"local_steps": 4},
-                {"delay": 1},
-                {"warmup_steps": 5},
-                {"residual_decay": 0.5},
-            )
+            for one in ({"local_steps": 4}, {"delay": 1}, {"warmup_steps": 5}, {"residual_decay": 0.5})
         ),
         ({"compress": "weights"}, ValueError, "`compress` must be one of 'updates', 'gradients'"),
     ],

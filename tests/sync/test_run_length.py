@@ -148,11 +148,7 @@ def chosen_for(steps: float) -> tuple[int, float]:
 
 @pytest.mark.parametrize(
     ("steps", "trainer", "makes", "counted_after"),
-    [
-        ((1, 1), {"max_steps": 64}, 32, 16),
-        ((4, 4), {}, 16, 32),
-        ((1, 2), {}, 32, 16),
-    ],
+    [((1, 1), {"max_steps": 64}, 32, 16), ((4, 4), {}, 16, 32), ((1, 2), {}, 32, 16)],
     ids=["two optimizers", "accumulation by hand", "one of them every other time"],
 )
 def test_steps_by_hand_are_counted(
