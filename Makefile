@@ -10,8 +10,7 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 
 demo: $(VENV)/installed
 	rm -rf outputs/demo
-	$(BIN)/python experiments/compare.py experiment=lm trainer.max_steps=300 trainer.val_check_interval=300 \
-		logger=none --output outputs/demo --strategy ddp --strategy dct
+	$(BIN)/python experiments/demo.py --output outputs/demo
 
 PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 

@@ -77,10 +77,11 @@ def collect_result(trainer: Trainer, module: LightningModule, metrics: dict[str,
 
     ``choices`` has the file of each configuration group, ``metrics`` the figures of validation (``val/...``) and test
     (``test/...``) after the last step, and ``best_known`` those of a perfect model. Bytes are those of this rank;
-    ``split_ratio`` is the ratio inside a split model, ids included, of all ranks. The time of a step is a mean, and
-    ``history`` has the metrics of each validation. ``tensor_bytes`` are those of all tensors that are alive after the
-    last step, ``interface_bytes_per_step`` those that this host's interface has sent, on hosts of network namespaces,
-    and ``their_ratio`` is the ratio of bytes as a method's authors count it. A figure that the run does not have is
+    ``split_ratio`` is the ratio inside a split model, ids included, of all ranks. The time of a step is a mean, as are
+    the parts of it in which this rank compresses and in which it waits for others, and ``history`` has the metrics of
+    each validation. ``tensor_bytes`` are those of all tensors that are alive after the last step,
+    ``interface_bytes_per_step`` those that this host's interface has sent, on hosts of network namespaces, and
+    ``their_ratio`` is the ratio of bytes as a method's authors count it. A figure that the run does not have is
     None, or NaN.
     """
     measured, best_known = split_best_known(metrics)
@@ -107,6 +108,8 @@ def collect_result(trainer: Trainer, module: LightningModule, metrics: dict[str,
         "split_bytes_per_step": split.bytes_sent / split.steps if split.steps else None,
         "split_bytes_dense_per_step": split.bytes_dense / split.steps if split.steps else None,
         "milliseconds_per_step": timers[0].mean_milliseconds if timers else None,
+        "milliseconds_compressing": 1e3 * (totals.seconds + split.seconds) / totals.steps if totals.steps else None,
+        "milliseconds_waiting": 1e3 * totals.seconds_waiting / totals.steps if totals.steps else None,
         "tensor_bytes": timers[0].tensor_bytes if timers else None,
         "interface_bytes_per_step": ledgers[0].bytes_per_step if ledgers else None,
         "their_ratio": getattr(trainer.strategy, "their_ratio", None),

@@ -8,8 +8,17 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 
-def made_up(overrides: list[str] | None = None, seed: int = 0, sent: float = 1000.0, **metrics: float | None) -> dict:
-    """A ``result.json`` with the metrics for both parts, those of the test part a thousandth higher."""
+def made_up(
+    overrides: list[str] | None = None,
+    seed: int = 0,
+    sent: float = 1000.0,
+    rows: float | None = None,
+    **metrics: float | None,
+) -> dict:
+    """A ``result.json`` with the metrics for both parts, those of the test part a thousandth higher.
+
+    ``sent`` are the bytes of a step, ``rows`` those inside a split model.
+    """
     parts = {"val": 0.0, "test": 0.001}
     return {
         "choices": {"strategy": "dct"},
@@ -27,12 +36,15 @@ def made_up(overrides: list[str] | None = None, seed: int = 0, sent: float = 100
         "bytes_sent_per_step": sent,
         "bytes_dense_per_step": 8000.0,
         "split_ratio": None,
-        "split_bytes_per_step": None,
-        "split_bytes_dense_per_step": None,
+        "split_bytes_per_step": rows,
+        "split_bytes_dense_per_step": rows and 40 * rows,
         "milliseconds_per_step": 10.0,
+        "milliseconds_compressing": 2.0,
+        "milliseconds_waiting": 1.0,
         "tensor_bytes": 16000,
         "interface_bytes_per_step": None,
         "their_ratio": None,
+        "history": [{"step": 4, "seconds": 0.04, "metrics": {f"val/{name}": value for name, value in metrics.items()}}],
         "trainable_parameters": 1000,
     }
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_dct.kernels.bits import as_bytes
 
-# Of tensors from so many bytes on, sums of so many words of 64 bits are taken first.
+# Tensors of at least so many bytes are first reduced to sums of so many 64-bit words.
 LARGE = 1 << 16
 WORDS = 16
 
@@ -56,7 +56,7 @@ def checksums_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _shortened(data: Tensor) -> Tensor:
-    """Bytes, or of many of them the sums of words, and the bytes behind those."""
+    """The bytes themselves, or, if there are many, sums of their words and the bytes left over."""
     if data.numel() < LARGE:
         return data
     aligned = data if data.storage_offset() % 8 == 0 else data.clone()

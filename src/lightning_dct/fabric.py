@@ -1,4 +1,4 @@
-"""The same for Lightning Fabric: ``import lightning_dct.fabric; Fabric(strategy="dct")``."""
+"""``DCTStrategy`` for Lightning Fabric: ``import lightning_dct.fabric; Fabric(strategy="dct")``."""
 
 import math
 import secrets
@@ -108,7 +108,7 @@ class DCTStrategy(DDPStrategy):
         # the strategy is pickled before.
         self._synchronized: weakref.WeakKeyDictionary[Module, _Synchronized] = weakref.WeakKeyDictionary()
         self._optimizers: list[weakref.ref[Optimizer]] = []
-        # An optimizer trains parameters, and the synchronizer of their module must see that, whoever has the module.
+        # The synchronizer of a module must see the steps of every optimizer that trains its parameters.
         self._trained: weakref.WeakKeyDictionary[Optimizer, list[Module]] = weakref.WeakKeyDictionary()
         self._modules_setup = 0
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -140,7 +140,7 @@ class DCTStrategy(DDPStrategy):
                 optimizers=lambda: [one() for one in optimizers],
             )
             updates.run_settings = self._run_settings
-            ours = weakref.ref(self)  # the guard may outlive a Fabric that nobody tears down
+            ours = weakref.ref(self)  # the guard may outlive a Fabric that is never torn down
             self._step_guard.watch(lambda: () if (one := ours()) is None else one._updates)
         # The synchronizer itself requests refreshes: if a strategy overrides `backward`, Fabric forbids
         # `loss.backward()`.
@@ -155,8 +155,7 @@ class DCTStrategy(DDPStrategy):
     def set_density(self, density: float) -> None:
         """Send this share of each tensor's entries from the next exchange on, of all modules that are set up.
 
-        All ranks call this together, between two optimizer steps, and decide alike. The number of steps does not choose
-        the density any more. ``fabric.save`` keeps it.
+        All ranks call this together, between two optimizer steps, and decide alike. ``fabric.save`` keeps the density.
 
         Raises:
             TypeError: It is no number.
@@ -213,7 +212,7 @@ class DCTStrategy(DDPStrategy):
         if self._is_evaluating:  # as where a function that evaluates calls another
             yield
             return
-        # With the modules, which so stay.
+        # Keeps the modules alive meanwhile.
         own = {its.number: (module, its.synchronizer) for module, its in self._synchronized.items()}
         # Ranks delete a module that the user has dropped at different times, and its buffers need all ranks.
         everywhere = set.intersection(*gather_objects(set(own)))

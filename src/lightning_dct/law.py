@@ -1,4 +1,4 @@
-"""How much of the loss a run of updates gives up, and the settings that send the fewest bytes within a bound.
+"""Predicts how much loss a run of updates gives up, and chooses the settings with the fewest bytes within a bound.
 
     loss in % = (0.3 m (H / d)^0.5  +  0.05 W^1.25 (H - 1)^0.8) / (S / 1000)^0.67
     loss in % =  0.035 (m / d) g / (S / 1000)^0.67     if the mean is made as long as the steps
@@ -33,20 +33,20 @@ EXPONENT = 0.67
 BOUND = 1.0
 """The loss that a run may give up, in percent."""
 CAUTION = 2.0
-"""How many times as much as the law says a run may lose."""
+"""Safety factor: a run may lose this many times the loss that the law predicts."""
 ENTRIES = 1 << 20
-"""Of a tensor whose bytes settings are compared by."""
+"""Entries of the tensor whose bytes rank the settings."""
 SHORTEST = 1000
-"""A run of unknown length is taken to end after so many steps, or twice as many as it has made."""
+"""Steps that a run of unknown length is assumed to make, or twice as many as it has made."""
 COUNTED = "with manual optimization DCT counts each optimizer's steps"
 FEWEST_COUNTED = 8
-"""Steps of an optimizer from which on they tell how many it will make."""
+"""Steps of an optimizer after which its total can be extrapolated."""
 OFF = 0.25
-"""The part by which an expected number of steps may be wrong before settings are chosen again."""
+"""Relative error of the expected number of steps above which settings are chosen again."""
 
 
 def expected_loss(config: DCTConfig, ranks: int, steps: float) -> float:
-    """By how many percent a loss is expected to be above that of plain DDP, with updates."""
+    """Expected excess of the loss over that of plain DDP, in percent, with updates."""
     others = min(ranks - 1, 3)
     growth = max(1.0, min(ranks, 8) / 4) ** 2 * max(1.0, ranks / 8) ** 0.45
     lost = 0.035 * others * growth / config.density
@@ -58,7 +58,7 @@ def expected_loss(config: DCTConfig, ranks: int, steps: float) -> float:
 
 
 def steps_needed(config: DCTConfig, ranks: int) -> int:
-    """Optimizer steps from which on a run stays within the bound, with caution."""
+    """Optimizer steps that a run needs to stay within the bound, with the safety factor."""
     return math.ceil(1000 * (CAUTION * expected_loss(config, ranks, 1000) / BOUND) ** (1 / EXPONENT))
 
 
@@ -112,7 +112,7 @@ class RunLength(NamedTuple):
     Attributes:
         steps: Those of each optimizer, at most; infinite if nothing bounds them.
         unknown: Why there may be fewer; empty if there are so many.
-        batches: Those of the whole run; infinite if nothing bounds them, 0 if nobody needs to count steps.
+        batches: Those of the whole run; infinite if nothing bounds them, 0 if steps need no counting.
     """
 
     steps: float
@@ -142,11 +142,11 @@ class RunSettings:
         return math.isinf(self.steps) or bool(self.unknown)
 
     def count(self, steps: int) -> None:
-        """Expect so many steps of each optimizer, by those that it has made so far."""
+        """Set the expected steps of each optimizer, extrapolated from those made so far."""
         self.steps, self.unknown = steps, "" if self.unknown == COUNTED else self.unknown
 
     def is_off(self, counted: int) -> bool:
-        """Whether settings should be chosen again because so many steps of each optimizer are to be expected."""
+        """Whether this number of expected steps is far enough from the old one to choose settings again."""
         return self.may_change and (self.unknown == COUNTED or abs(counted - self.steps) > OFF * self.steps)
 
     def reached(self, steps: int) -> int:

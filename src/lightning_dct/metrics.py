@@ -43,6 +43,4 @@ class CompressionRatio(Metric):
 
     def compute(self) -> Tensor:
         """The ratio over everything added so far."""
-        return (
-            self.bytes_dense / self.bytes_sent if self.bytes_sent > 0 else torch.full_like(self.bytes_sent, torch.nan)
-        )
+        return torch.where(self.bytes_sent > 0, self.bytes_dense / self.bytes_sent, torch.nan)

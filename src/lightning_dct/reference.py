@@ -55,7 +55,7 @@ def exact_threshold(a: Tensor, target: int) -> float:
 
 
 def selected_threshold(a: Tensor, target: int) -> float:
-    """The same of a sample, with one entry at a hashed place in each stretch of a large tensor."""
+    """The threshold of a sample: one entry at a hashed place in each stretch of a large tensor."""
     size = a.numel()
     wanted = max(16384, math.ceil(400 * size / target))
     if size < 2 * wanted:

@@ -53,12 +53,6 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
         density: Share of each tensor's entries that an exchange sends, in (0, 1]; by default as the length of the run
             allows.
         density_per_parameter: Densities for some parameters, by name pattern.
-        refresh_every: Optimizer steps between two selections of the thresholds.
-        value_format: ``"fp32"``, ``"bf16"``, ``"2bit"`` or ``"1bit"``.
-        min_tensor_size: Tensors with fewer entries are sent dense.
-        guard: Adjust the thresholds between refreshes to keep the number of sent entries near its target.
-        exchange: ``"all_gather"``, ``"sharded"``, ``"by_node"``, or ``"auto"`` to choose by counted bytes.
-        kernel: ``"torch"``, ``"numba"``, or ``"auto"`` for the fastest that is installed.
         project: Brings weights back into their bounds after each step, such as a clamp: a function of the module that
             changes its weights in place. It is called with a rank's own weights in the module, and with the shared
             ones. Processes that are started with ``"spawn"`` need a function that can be pickled.
@@ -69,7 +63,7 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
         **kwargs: Everything DDPStrategy and DistributedDataParallel take, by keyword. ``process_group`` may also be a
             function without arguments that returns the group; it is called once the processes are up.
 
-    See :class:`~lightning_dct.DCTConfig` for the settings' meanings.
+    See :class:`~lightning_dct.DCTConfig` for all settings.
 
     Raises:
         TypeError: A setting has the wrong type, or its name is not known.

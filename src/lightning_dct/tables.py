@@ -18,13 +18,14 @@ def format_bytes(num_bytes: float) -> str:
     return f"{value:.2f} TB"
 
 
-def rate_text(bits_per_second: float) -> str:
-    """A rate as people write it.
+def rate_text(bits_per_second: float, digits: int = 6) -> str:
+    """A rate as people write it, of which so many digits are known.
 
     Example:
-        >>> rate_text(1e9), rate_text(2.5e8)
+        >>> rate_text(1e9), rate_text(2.54e8, digits=2)
         ('1 Gbit/s', '250 Mbit/s')
     """
+    bits_per_second = float(f"{bits_per_second:.{digits}g}")
     for prefix, factor in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if bits_per_second >= factor:
             return f"{bits_per_second / factor:g} {prefix}bit/s"

@@ -55,12 +55,10 @@ class ThresholdedStrategy(CheckpointedStrategy):
     """
 
     registered_names: ClassVar[dict[str, dict[str, Any]]]
-    # The same without compression, for advice.
+    # Name of the uncompressed counterpart, for advice.
     dense_rival: ClassVar[str] = "DDP"
-    # What a user is told who trains with nobody to exchange with.
-    when_alone: ClassVar[str] = (
-        "One process (`devices=1`) has nobody to send to: nothing is compressed. Give `devices=2` or more."
-    )
+    # Message for a run with a single rank.
+    when_alone: ClassVar[str] = "A single process (`devices=1`) exchanges nothing. Give `devices=2` or more."
     # Why a callback cannot copy the model; empty if it can.
     not_copied_because: ClassVar[str] = ""
     # Brings weights back into their bounds.
@@ -168,13 +166,10 @@ class ThresholdedStrategy(CheckpointedStrategy):
     def set_density(self, density: float) -> None:
         """Send this share of each tensor's entries from the next exchange on; all ranks call this together.
 
-        It is for callbacks that adapt the compression, between two optimizer steps of a fit and from ``on_train_start``
-        on. From then on the length of the run does not choose the density. Densities of ``density_per_parameter`` stay.
-        A checkpoint keeps the density, and a run that resumes from it continues with that. The next fit begins with the
-        strategy's own settings.
-
-        All ranks must decide alike. So decide from what they share: the step, the learning rate, synchronised
-        gradients, shared weights, or values that are reduced over all ranks.
+        Callbacks may call it between two optimizer steps of a fit, from ``on_train_start`` on. The length of the run no
+        longer chooses the density then. Densities of ``density_per_parameter`` stay. A checkpoint keeps the density;
+        the next fit begins with the strategy's own settings. All ranks must decide alike, so decide from what they
+        share: the step, the learning rate, synchronised gradients, shared weights, or values reduced over all ranks.
 
         Args:
             density: The share, in (0, 1].
@@ -196,7 +191,7 @@ class ThresholdedStrategy(CheckpointedStrategy):
         self.config = self.synchronizer.config
 
     def _agreed_length(self) -> RunLength:
-        """What the first rank expects, because others may have more data or less, which a warning says."""
+        """The length that the first rank expects. Warns if other ranks have more data or less."""
         lengths = gather_objects(run_length(self._module.trainer))
         if any(one != lengths[0] for one in lengths):
             each = "; ".join(f"rank {rank}: {length.steps:,.0f}" for rank, length in enumerate(lengths))
@@ -246,9 +241,7 @@ class ThresholdedStrategy(CheckpointedStrategy):
     def come_to(
         self, what: str, patience_s: float | None = None, group: dist.ProcessGroup | None = None, detail: object = ""
     ) -> None:
-        """Come to a place where all ranks of a group do the same; see :mod:`lightning_dct.failures.course`.
-
-        A ``detail`` must be the same, too.
+        """Come to a place where all ranks of a group do the same, with the same ``detail``: see ``failures/course.py``.
 
         Raises:
             RuntimeError: They do not, which the message explains.
@@ -280,7 +273,7 @@ class ThresholdedStrategy(CheckpointedStrategy):
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Combine a tensor of all ranks."""
-        # Nobody is asked in a step, which a question would delay.
+        # Do not cross-check inside a step: the round trip would slow it down.
         rare, often = "a reduction, of logged values or for a checkpoint,", f"{EXCHANGE} of logged values"
         self.come_to(often if self._in_step else rare, group=group)
         return super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]
@@ -318,7 +311,7 @@ class ThresholdedStrategy(CheckpointedStrategy):
         return output
 
     def on_train_end(self) -> None:
-        """Wait for the numbers of the last steps from GPUs, and for all ranks: none may have left what it asks for."""
+        """Wait for the numbers of the last steps from GPUs, and for all ranks."""
         super().on_train_end()
         if self.updates is not None:
             # Callbacks that average weights have set each rank's own buffers.
@@ -367,10 +360,7 @@ class ThresholdedStrategy(CheckpointedStrategy):
     def register_strategies(cls, strategy_registry: StrategyRegistry) -> None:
         """Register this strategy's names with a Lightning registry."""
         for name, settings in cls.registered_names.items():
-            described = ", ".join(f"`{setting}={value!r}`" for setting, value in settings.items())
-            strategy_registry.register(
-                name, cls, description=f"{cls.__name__} with {described}", override=True, **settings
-            )
+            strategy_registry.register(name, cls, description=cls.__name__, override=True, **settings)
 
 
 def check_torch(kind: type) -> None:

@@ -17,12 +17,13 @@ from lightning_dct.callbacks.run_advice import (
     StepCosts,
     dense_setting,
     notes_at_start,
+    notes_on_link,
     slowest_rank,
     time_of_step,
     verdict,
 )
 from lightning_dct.compress.awaited import clock_of
-from lightning_dct.cost.timing import MeasuredLink
+from lightning_dct.cost.timing import MeasuredLink, Speed
 from lightning_dct.exchange.base import Flow, Pending
 from lightning_dct.law import Given, RunLength
 from lightning_dct.traffic import Traffic
@@ -134,6 +135,19 @@ def test_a_missing_kernel_is_named(without_numba: None) -> None:
     assert "`pip install numba`" in note
     assert not notes(UPDATES, 2, math.inf)
     assert not notes(DCTConfig(kernel="torch"), 2, math.inf, "cpu")
+
+
+def test_a_link_on_which_compressing_cannot_pay_is_named_at_the_start() -> None:
+    """By hand: an entry takes 12 ns to compress, clear and read twice, and spares the link 32 bits."""
+    config, speed = DCTConfig(local_steps=1, density=0.001), Speed(4e-9, 2e-9, 3e-9, "made up")
+    (told,) = notes_on_link(config, 1_000_000, replace(LINK, seconds_per_byte=1e-9), speed, "strategy='ddp'")
+    assert told == (
+        "On this link of 8 Gbit/s, strategy='ddp' is likely faster: compressing pays on links below about 2.7 Gbit/s."
+    )
+    (told,) = notes_on_link(config, 1_000_000, replace(LINK, seconds_per_byte=0.0), speed, "HSDP")
+    assert told.startswith("On this link, HSDP is likely faster")
+    assert notes_on_link(config, 1_000_000, LINK, speed, "strategy='ddp'") == []
+    assert notes_on_link(DENSE, 1_000_000, LINK, Speed(0.0, 0.0, 0.0, "made up"), "strategy='ddp'") == []
 
 
 @pytest.mark.parametrize(

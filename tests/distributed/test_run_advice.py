@@ -46,12 +46,12 @@ def look(settings: dict[str, Any], batches: int) -> Any:
     return rank(), printed.getvalue(), told, run.totals.bytes_sent
 
 
-def recommend() -> str:
-    """The end of a recommender's run, on a link on which nothing takes any time."""
+def recommend() -> tuple[str, list[str]]:
+    """The end and the start of a recommender's run, on a link on which nothing takes any time."""
     link = MeasuredLink(2, 1e-9, 0.0)
-    with patch.object(run_advice, "measure_link", lambda *_: link), heard() as (printed, _):
+    with patch.object(run_advice, "measure_link", lambda *_: link), heard() as (printed, told):
         trainer_for(DCTStrategy()).fit(Hybrid(EVERYTHING), batches(30))
-    return printed.getvalue()
+    return printed.getvalue(), told
 
 
 class Sleeps(Module):
@@ -122,10 +122,13 @@ def test_few_steps_are_not_judged_and_timing_the_link_is_no_traffic_of_theirs(ra
 
 def test_what_is_advised_can_be_followed(ranks: Any) -> None:
     """Under DDP the tables have no rows; one replica has nobody to send to, and no setting of compression helps."""
-    first, other = ranks(2).run(recommend)
+    dense = "the dense exchange (compress='gradients', density=1.0)"
+    (first, told), (other, told_other) = ranks(2).run(recommend)
     (line,) = [line for line in first.splitlines() if line.startswith("verdict")]
-    assert "the dense exchange (compress='gradients', density=1.0) is faster" in line
+    assert f"{dense} is faster" in line
+    assert sum(f"On this link, {dense} is likely faster" in note for note in told) == 1
     assert other == ""
+    assert not any("On this link" in note for note in told_other)
     told, _ = ranks(2).run(alone)
     assert sum("Give `replicas=2` or more." in note for note in told) == 1
     assert not any("short" in note for note in told)

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from lightning_dct.activations.split_point import RowFormat, SplitPoint
 from lightning_dct.config import check_integer
 
-# Adam's steps have one size for all weights, at which the table would learn too slowly: see
+# Adam's steps have the same size for all weights, and that is too small for the table: see
 # docs/evidence/between_stages.md.
 ANCHOR_GAIN = 5.0
 

@@ -1,4 +1,4 @@
-"""Two densities, of which each interval of a run takes one by whether it is a critical learning regime."""
+"""Switches between two densities: one for critical learning regimes, one for all other intervals of a run."""
 
 import math
 from typing import Any

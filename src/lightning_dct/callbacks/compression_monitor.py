@@ -123,9 +123,8 @@ class CompressionMonitor(pl.Callback):
         }
         if sent := dp.bytes_sent + mp.bytes_sent:
             metrics["dct/compression_ratio"] = (dp.bytes_dense + mp.bytes_dense) / sent
-        thresholds, norm = (
-            ([], None) if synchronizer is None else (synchronizer.thresholds.values(), synchronizer.norm())
-        )
+        thresholds = [] if synchronizer is None else synchronizer.thresholds.values()
+        norm = None if synchronizer is None else synchronizer.norm()
         metrics |= part_metrics("dp", totals["dp"], dp, thresholds, norm)
         modules = _modules_of(trainer)
         if mp.steps:
@@ -167,7 +166,7 @@ class CompressionMonitor(pl.Callback):
         if not trainer.is_global_zero:
             return
         tables = {}
-        if since["dp"].bytes_dense:  # one process has nobody to send to
+        if since["dp"].bytes_dense:  # a single process sends nothing
             title = f"Synchronisation, rank 0 of {trainer.world_size}, {since['dp'].steps:,} optimizer steps"
             tables[title] = summary_rows(since["dp"], _not_sent(trainer))
             callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]

@@ -18,7 +18,7 @@ from lightning_dct.lightning_private import (
     signal_checkpoint_path,
 )
 
-# How long a rank whose training is over waits to hear that the others' is, too.
+# How long a rank that has finished training waits for the others to finish.
 PATIENCE_S = 10.0
 
 

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import (
 from lightning_dct.law import COUNTED, RunLength
 
 LIGHTNINGS_EPOCHS = 1000
-"""``max_epochs`` of a Trainer without any limit, which does not say that it was not given."""
+"""``max_epochs`` of a Trainer that was given no limit."""
 FIRST_COUNTED = 16
 """Batches after which a run's steps are counted first."""
 AVERAGING = (StochasticWeightAveraging, WeightAveraging)
@@ -51,7 +51,7 @@ LIMITS = (
     *("gradient_clip_algorithm", "limit_train_batches", "limit_val_batches", "val_check_interval"),
     *("check_val_every_n_epoch", "num_sanity_val_steps", "precision"),
 )
-"""Settings of a Trainer by which ranks would do unequal things."""
+"""Settings of a Trainer that must not differ between ranks."""
 
 
 def trainer_settings(trainer: pl.Trainer) -> dict[str, Any]:

@@ -11,18 +11,20 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_dct.callbacks.requirements import InternalCallback, run_length
 from lightning_dct.config import DCTConfig
-from lightning_dct.cost.timing import MeasuredLink, measure_link
+from lightning_dct.cost.forecast import Forecast, layout_of
+from lightning_dct.cost.timing import MeasuredLink, Speed, measure_link, measure_speed
+from lightning_dct.cost.workload import one_tensor
 from lightning_dct.kernels import faster_kernel_missing
 from lightning_dct.law import BY_LENGTH, CAUTION, Given, RunLength, RunSettings, expected_loss, steps_needed
 from lightning_dct.tables import rate_text
 from lightning_dct.traffic import FP32_BYTES, Traffic, TrafficTotals
 
 DELAYS_OF_GRADIENTS = 10
-"""Delays that a run should last with gradients; a shorter one ends before it has caught up with its start."""
+"""Multiple of the delay that a run with gradients should last, to make up for its start."""
 MUCH = 0.1
-"""The share of a step from which on advice is worth it."""
+"""Smallest share of a step that is worth advice."""
 TOO_SLOW = 1 / 3
-"""The share of a step from which on a rank that the others wait for is warned of while it trains."""
+"""Smallest share of a step spent waiting for one rank that brings a warning during training."""
 TELL_EVERY_S = 5.0
 """Seconds between two reports of a rank's times to rank 0."""
 SKIPPED = 3
@@ -100,7 +102,7 @@ class SlowRank(NamedTuple):
 
 
 def slowest_rank(paces: Mapping[int, tuple[float, float]]) -> SlowRank | None:
-    """The slowest rank; None if fewer than two ranks have reported or nobody waits.
+    """The slowest rank; None if fewer than two ranks have reported or none waits.
 
     ``paces`` are seconds of a step and those of them that the rank waits, by rank. A rank waits for the network and for
     slower ranks, so the slowest waits the least. What the next one waits longer would be saved without it.
@@ -133,11 +135,15 @@ class RunAdvice(InternalCallback):
         length = run_length(trainer)
         everyone = strategy.synchronizer.exchange.everyone
         alone, dense = strategy.when_alone, dense_setting(strategy)
-        for note in notes_at_start(strategy.given, everyone.size, length, device.type, alone, dense):
-            rank_zero_info(note)
+        notes = notes_at_start(strategy.given, everyone.size, length, device.type, alone, dense)
         self._clock = StepClock()
         self._tell_at, self._has_warned, self._slow = 0.0, False, None
-        self._link = measure_link(everyone.group, device) if everyone.size > 1 else None
+        self._link = None if everyone.size == 1 else measure_link(everyone.group, device)
+        if self._link is not None and trainer.is_global_zero:
+            config, entries = strategy.synchronizer.config, strategy.synchronizer.entries_under_ddp()
+            notes += notes_on_link(config, entries, self._link, measure_speed(config, [entries], 0.0, device), dense)
+        for note in notes:
+            rank_zero_info(note)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Note the time, and sometimes tell it to rank 0, which warns once of a rank that costs much of it."""
@@ -188,7 +194,7 @@ class RunAdvice(InternalCallback):
 
 
 def dense_setting(strategy: Any) -> str:
-    """What a user takes for the dense exchange: DDP holds neither shards, nor stages, nor sharded tables."""
+    """The setting that gives the dense exchange: DDP holds neither shards, nor stages, nor sharded tables."""
     if strategy.dense_rival != "DDP":
         return str(strategy.dense_rival)
     is_plain = strategy.stages == 1 and not strategy.sharded_tables()
@@ -198,8 +204,7 @@ def dense_setting(strategy: Any) -> str:
 def notes_at_start(given: Given, ranks: int, length: RunLength, device_type: str, alone: str, dense: str) -> list[str]:
     """Notes for the start of a run of so many ranks, or replicas, that exchange with each other.
 
-    ``alone`` is what one rank is told that has nobody to send to, empty for nothing. ``dense`` is what a user takes for
-    the dense exchange.
+    ``alone`` is the note for a single rank, empty for none. ``dense`` is the setting that gives the dense exchange.
     """
     if ranks == 1:
         return [alone] if alone else []
@@ -208,6 +213,16 @@ def notes_at_start(given: Given, ranks: int, length: RunLength, device_type: str
     if given.config.kernel == "auto" and (missing := faster_kernel_missing(device_type)):
         notes.append(missing)
     return notes
+
+
+def notes_on_link(config: DCTConfig, entries: int, link: MeasuredLink, speed: Speed, dense: str) -> list[str]:
+    """What ``plan`` says of so many entries on this link, if it is that the dense exchange is faster."""
+    ranks, rate = link.world_size, link.bits_per_second or math.inf
+    break_even = Forecast(config, one_tensor(entries), layout_of(ranks, ranks), 1.0, speed).break_even
+    if rate < break_even or math.isinf(break_even):
+        return []
+    fast, below = "" if math.isinf(rate) else f" of {rate_text(rate, digits=2)}", rate_text(break_even, digits=2)
+    return [f"On this link{fast}, {dense} is likely faster: compressing pays on links below about {below}."]
 
 
 def _on_gradients(given: Given, ranks: int, length: RunLength, dense: str) -> list[str]:
@@ -225,7 +240,7 @@ def _on_gradients(given: Given, ranks: int, length: RunLength, dense: str) -> li
 
 
 def _on_updates(given: Given, ranks: int, length: RunLength, dense: str) -> list[str]:
-    """The settings that were chosen, and whether the run is long enough for them."""
+    """Which settings were chosen, and whether the run is long enough for them."""
     (steps, unknown, _), run = length, RunSettings(given, ranks, length.steps, length.unknown)
     config = run.at(0)
     settings, notes = _settings(config), []
@@ -269,7 +284,7 @@ def time_of_step(costs: StepCosts, dense: float, link: MeasuredLink, rival: str)
     """
     rest = costs.total - costs.synchronising
     least, most = _ms(max(rest, dense)), _ms(rest + dense)
-    rate = "" if link.bits_per_second is None else f" ({rate_text(float(f'{link.bits_per_second:.2g}'))})"
+    rate = "" if link.bits_per_second is None else f" ({rate_text(link.bits_per_second, digits=2)})"
     return (
         f"{_ms(costs.total)}: {_ms(costs.compressing)} compressing, {_ms(costs.waiting)} waiting; with {rival}"
         f" {least if least == most else f'{least} to {most}'} on the link as timed at the start{rate}"
@@ -277,7 +292,7 @@ def time_of_step(costs: StepCosts, dense: float, link: MeasuredLink, rival: str)
 
 
 def verdict(config: DCTConfig, costs: StepCosts, dense: float, device_type: str, remedy: str) -> str:
-    """The setting that would be better; ``remedy`` is what a user writes for the dense exchange."""
+    """The setting that would be better; ``remedy`` is the setting that gives the dense exchange."""
     is_dense = config.compress == "gradients" and config.density == 1.0
     rarer = f"local_steps={2 * config.round_length}" if config.compress == "updates" else None
     if costs.synchronising >= dense and not is_dense:

@@ -1,4 +1,4 @@
-"""New thresholds every so many optimizer steps, on the same step on every rank."""
+"""Refreshes the thresholds at a fixed interval of optimizer steps, on the same step on every rank."""
 
 from typing import Any
 

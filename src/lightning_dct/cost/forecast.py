@@ -1,5 +1,6 @@
-"""The forecast: bytes, time and memory of every exchange, and the choice of ``exchange="auto"``; also as text."""
+"""Forecasts bytes, time and memory of every exchange, and the choice of ``exchange="auto"``, and prints them."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -96,6 +97,13 @@ class Forecast:
         """The row of a name."""
         return next(row for row in self.rows if row.name == name)
 
+    @property
+    def break_even(self) -> float:
+        """The rate below which the chosen exchange is faster than the dense all-reduce; infinite if on every link."""
+        dense, chosen = self.row(DENSE), self.row(self.choice.name)
+        saved = self.link * (dense.link_seconds - chosen.link_seconds)
+        return max(0.0, saved / chosen.compressing_seconds) if chosen.compressing_seconds else math.inf
+
 
 def layout_of(world_size: int, nodes: int) -> NodeLayout:
     """Ranks spread evenly over nodes, in their order.
@@ -104,7 +112,7 @@ def layout_of(world_size: int, nodes: int) -> NodeLayout:
         ValueError: There is one rank, there are too many, or the nodes do not divide them.
     """
     if world_size < 2:
-        raise ValueError(f"`--world-size {world_size}`: one rank has nobody to send to. Give 2 or more")
+        raise ValueError(f"`--world-size {world_size}`: a single rank exchanges nothing. Give 2 or more")
     if world_size > MOST_RANKS:
         raise ValueError(f"`--world-size {world_size}`: plans are made for {MOST_RANKS:,} ranks at most")
     if nodes < 1 or world_size % nodes:
@@ -187,7 +195,8 @@ def _notes(forecast: Forecast) -> list[str]:
     else:
         notes.append(
             f"On this link the dense all-reduce is faster ({1e3 * dense.seconds:,.1f} ms a step, against"
-            f" {1e3 * chosen.seconds:,.1f}): use strategy='ddp'."
+            f" {1e3 * chosen.seconds:,.1f}): use strategy='ddp'. Compressing pays on links below about"
+            f" {rate_text(forecast.break_even, digits=2)}."
         )
     notes.append(f"Compressing: {forecast.speed.how}.")
     if forecast.layout.ranks_per_node > 1:

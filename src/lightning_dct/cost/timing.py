@@ -61,7 +61,7 @@ class Speed:
 
 
 def measure_speed(config: DCTConfig, sizes: Sequence[int], seconds: float, device: torch.device) -> Speed:
-    """Time for so many seconds, at least, the code that a run uses.
+    """Time the code that a run uses, for at least so many seconds.
 
     The fastest of a few times counts, because other processes only add to it. ``sizes`` are the entries of each tensor,
     of which at most the first few millions are timed.
@@ -138,7 +138,7 @@ class MeasuredLink:
 
     @property
     def bits_per_second(self) -> float | None:
-        """The rate at which each rank of a ring sends meanwhile; None if further bytes took no time."""
+        """Rate at which each rank of a ring sends during an all-reduce; None if further bytes took no time."""
         sent = 8 * all_reduce_bytes(SIZES[-1], self.world_size) / SIZES[-1]
         return sent / self.seconds_per_byte if self.seconds_per_byte else None
 

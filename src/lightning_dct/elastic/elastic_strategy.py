@@ -4,7 +4,7 @@ A rank joins when its fit begins: it takes a checkpoint from a peer, over the ne
 when it dies or its fit ends. In between it meets the others in exchanges only, at the end of a batch.
 
 What else Lightning does with all ranks, this rank does by itself, in a process group of its own: a barrier, a broadcast
-and a reduction of logged values wait for nobody. So every rank evaluates all the data.
+and a reduction of logged values wait for no other rank. So every rank evaluates all the data.
 """
 
 import json

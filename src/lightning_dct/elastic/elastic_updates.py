@@ -7,7 +7,7 @@
 
 Nothing changes before the vote. So a rank that has failed before it is behind by this round and has lost nothing: at
 its next meeting it takes the shared weights ``S'`` of a peer, and ``w_r += S' - S``, less ``c_r`` if the others have
-added that. Between two exchanges ranks owe each other nothing.
+added that. Between two exchanges ranks do not depend on each other.
 
 *Every rank has the same step.* A rank that has missed some passes over the steps up to that of the others without
 training; a slow one does the same at the end of each round (skipped iterations: Luo et al., *Hop*, ASPLOS 2019).
@@ -41,7 +41,7 @@ from lightning_dct.traffic import all_gather_bytes
 # in which it was stopped, or the first of a process, does not make it a slow rank.
 AS_FAST = 0.75
 LAST_STEPS = 32
-# How often a rank tries to meet the others before it leaves.
+# Attempts to meet the others before a rank leaves.
 FAREWELLS = 3
 # In a header.
 HANDS_OVER = 2
@@ -169,7 +169,7 @@ class ElasticUpdates(UpdateSynchronizer):
                 return
 
     def _say_farewell(self, headers: list[Header], ready: int) -> bool:
-        """End a meeting in which nobody sends updates; whether its end, and what ranks hand over, is taken.
+        """End a meeting without updates; return whether its end, and what ranks hand over, is taken.
 
         A joiner has the weights from before the meeting, so nothing changes if there is one. Then a rank tries again.
         """

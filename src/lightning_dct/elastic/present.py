@@ -163,7 +163,7 @@ class PresentRanks:
             try:
                 self._manager.start_quorum()
                 self._size, self._rank = self._manager.num_participants(), self._manager.participating_rank()
-            except Exception as error:  # torchft's clients raise many kinds
+            except Exception as error:  # torchft's clients raise many kinds of errors
                 self.trouble = _first_line(error)
                 self._manager._quorum_future = None  # it would raise the same error at the next meeting
                 continue

@@ -47,7 +47,7 @@ class RowCollectives:
         self.come_to: Callable[[], None] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowCollectives:
-        """The same ranks, with a device of its own: callbacks that average weights copy the whole model."""
+        """A copy for the same ranks with its own device: callbacks that average weights copy the whole model."""
         copied = RowCollectives(self.group, self.device)
         copied._keeps_group = self
         return copied

@@ -104,13 +104,10 @@ class GrowingEmbeddingBags(ShardedEmbeddingBags):
             several times the number of distinct rows in a batch of all ranks.
         admit_after: Training look-ups in which an id must occur before it gets a row. As many ids as ``max_rows`` are
             counted at a time.
-        pooling: See :class:`~lightning_dct.ShardedEmbeddingBags`, as for all that follow.
-        density: See there.
-        value_format: See there.
-        refresh_every: See there.
-        cache_rows: See there.
         initial_bound: Default rows are uniform on ``[-bound, bound)``; ``1 / sqrt(max_rows)`` when None.
         seed: Seeds the default rows.
+
+    The other arguments are those of :class:`~lightning_dct.ShardedEmbeddingBags`.
 
     Raises:
         TypeError: A setting has the wrong type.

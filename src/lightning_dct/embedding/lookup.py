@@ -115,7 +115,7 @@ class ChangesLookup:
             row_bytes = FP32_BYTES * module.embedding_dim
             module.traffic.add(steps=1, bytes_dense=own * (ID_BYTES + row_bytes) + others * row_bytes)
             module.note_requests([self._rows.wanted[self._rank], *(r.places for r in self._requests.values())])
-            # As in the requests that this rank has received, but of those that it has sent.
+            # Message forms of the requests this rank has sent; `_requests` has those of the requests it received.
             self._messages = {peer: self._message(peer, self._rows.wanted[peer]) for peer in self._peers}
             answers = {}
             counts = np.zeros((len(numbers), 1), dtype=np.int64)

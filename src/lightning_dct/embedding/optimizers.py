@@ -26,7 +26,7 @@ class RowWiseAdagrad(Optimizer):
 
     def __init__(self, params: Any, lr: float = 1e-2, eps: float = 1e-10) -> None:
         for setting, value in (("lr", lr), ("eps", eps)):
-            if not value >= 0:  # NaN neither
+            if not value >= 0:  # refuses NaN, too
                 raise ValueError(f"`{setting}` must not be negative; got {value!r}.")
         super().__init__(params, {"lr": lr, "eps": eps})
 

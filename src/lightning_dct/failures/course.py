@@ -77,7 +77,7 @@ class Course:
         Args:
             what: What this rank does there. Exchanges begin with ``EXCHANGE``, and are asked about only if they follow
                 others in a new order.
-            said: The same in words.
+            said: ``what`` in words, for messages.
             peers: The ranks that do the same, this one included.
             patience_s: How long this rank waits for the others if one of them asks; None for no limit.
 

@@ -100,7 +100,7 @@ class Lifeline:
     ) -> tuple[Lifeline | None, str]:
         hello = {"token": token, "rank": rank, "who": _who(rank)}
         try:
-            # Nothing listens before the welcome: whatever goes wrong until then is no death.
+            # The thread starts after the welcome, so an error before it is not reported as a death.
             return cls(rank, enter(addresses, port, hello, CONNECT_S), hub_who), ""
         except OSError as error:
             return None, f"rank {rank} cannot connect to rank 0 at {addresses}, port {port}: {error}"
@@ -222,7 +222,7 @@ class Lifeline:
             os._exit(1)
 
     def _print(self, sentence: str) -> None:
-        with suppress(OSError, ValueError):  # nobody reads it any more, or it cannot be encoded
+        with suppress(OSError, ValueError):  # standard error is closed, or it cannot be encoded
             print(f"lightning_dct, rank {self._rank}: {sentence}", file=sys.stderr, flush=True)
 
 

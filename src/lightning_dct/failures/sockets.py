@@ -11,7 +11,7 @@ from typing import Any
 
 # A host that does not answer the kernel's probes for 5 + 3 * 4 seconds counts as lost.
 KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 4, "TCP_KEEPCNT": 3}
-# The same for bytes that are not acknowledged, in milliseconds.
+# Timeout for bytes that are not acknowledged, in milliseconds.
 UNACKNOWLEDGED_MS = 17_000
 # Ranks send shorter lines.
 LONGEST_LINE = 1 << 16
@@ -137,7 +137,7 @@ def _line(message: dict[str, Any]) -> bytes:
 def _kept_alive(connection: socket.socket) -> socket.socket:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in {**KEEP_ALIVE, "TCP_USER_TIMEOUT": UNACKNOWLEDGED_MS}.items():
-        if hasattr(socket, name):  # Linux has them all
+        if hasattr(socket, name):  # only Linux has all of them
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return connection
 

@@ -69,7 +69,7 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
     registered_names = {"dct_fsdp": {}}
     dense_rival = "HSDP"
     when_alone = (
-        "One replica (`replicas=1`, the default on one node) has nobody to send to: nothing is compressed. Give"
+        "A single replica (`replicas=1`, the default on one node) exchanges nothing, so nothing is compressed. Give"
         " `replicas=2` or more."
     )
     not_copied_because = "which FSDP2 does not allow"

@@ -24,7 +24,7 @@ from torch import Tensor
 from lightning_dct.compress.awaited import Awaited
 from lightning_dct.exchange.collectives import Link, all_reduce_mean
 
-# A cosine is an integer of these parts, so that all ranks and devices take the very same.
+# Cosines are rounded to multiples of 1 / WHOLE, so that all ranks and devices use the same number.
 WHOLE = 1024
 # Entries of a sample, or a sixteenth of a small model's: a measurement costs less than a hundredth of an exchange.
 ENTRIES = 1024
@@ -50,7 +50,7 @@ class StepCosine:
         self._before = torch.empty(0)
 
     def has_begun(self, step: int) -> bool:
-        """Whether :meth:`begin` has sampled this step, and nobody has measured it yet."""
+        """Whether :meth:`begin` has sampled this step and it has not been measured yet."""
         return self._begun == step
 
     def begin(self, step: int, weights: Sequence[Tensor]) -> None:
@@ -115,7 +115,7 @@ def cosine_of(step: Tensor, everyone: Link) -> Tensor:
 
 
 def cosine_of_all(steps: Tensor) -> int:
-    """The same of the samples of all ranks, shape ``[ranks, k]``, fp32; no collective call."""
+    """The mean cosine, from the samples of all ranks, shape ``[ranks, k]``, fp32; no collective call."""
     steps = steps.double()
     return int(_cosine_of_mean(steps.mean(0), steps.square().sum(1).mean(), len(steps)))
 

@@ -51,7 +51,7 @@ class Synchronizer:
 
     Attributes:
         synchronisations: Optimizer steps that count, of all optimizers together.
-        steps_since_refresh: The same since the thresholds were last selected.
+        steps_since_refresh: Synchronisations since the thresholds were last selected.
         refresh_every: The number of those steps after which the synchronizer requests a refresh itself; infinite if a
             callback requests it.
         given_density: The share of entries that was set in mid-run; None if none was.

@@ -24,10 +24,7 @@ COUNTED_STEPS = "counted steps"
 class UpdateState(Synchronizer):
     """What :class:`~lightning_dct.sync.updates.UpdateSynchronizer` has between two exchanges.
 
-    Args:
-        config: See :class:`Synchronizer`.
-        parameter_names: See there. These parameters have the same values on all ranks.
-        exchange: See there.
+    Args, beside those of :class:`Synchronizer`:
         buffers: This rank's buffers, which are exchanged uncompressed.
         optimizers: Gives all optimizers, in the same order on every rank.
         parameters: Gives all parameters of the model, including those that do not take part.
@@ -65,7 +62,7 @@ class UpdateState(Synchronizer):
 
     @property
     def sparse(self) -> set[Tensor]:
-        """The same, since their first step."""
+        """Parameters whose gradients have turned out to be sparse; known from their first step on."""
         return {parameter for rounds in self._rounds.values() for parameter in rounds.sparse}
 
     def norms(self) -> dict[str, float]:
@@ -81,7 +78,7 @@ class UpdateState(Synchronizer):
             self.flow.complete(rounds.in_flight)
         state = super().state_dict()
         clocks, in_flight = save_rounds(self._rounds, self.weights.parameters, self._to_refresh, self.flow.read)
-        # Whoever has put other weights into the model for this moment, such as averages, may take them back.
+        # Weight averaging swaps weights in temporarily. Save what is there after it swaps them back.
         settled = {name: self.weights.settled(name) for name in self.weights.parameters}
         own = {name: own for name, (own, _) in settled.items()} | self.buffers.own()
         return {
@@ -143,7 +140,7 @@ class UpdateState(Synchronizer):
         self._settled = self._excluded()
 
     def shared_state(self) -> dict[str, Any]:
-        """The same with clocks, shared weights, and the means in flight, which change them."""
+        """As in the base class, with clocks, shared weights, and the means in flight, which change them."""
         clocks, in_flight = save_rounds(self._rounds, self.weights.parameters, self._to_refresh, self.flow.read)
         means = {name: mean for name, mean in in_flight.items() if name.startswith("mean of ")}
         shared = {f"shared weights of {name}": self.weights.shared(name) for name in self.weights.parameters}

@@ -244,7 +244,7 @@ class UpdateSynchronizer(UpdateState):
         self.memory.lengthening = self._lengthening(rounds, everyone.size)
 
     def _lengthening(self, rounds: Rounds, ranks: int) -> float | None:
-        """The most that the mean of so many ranks is lengthened by; None for one by the number of senders."""
+        """Upper bound on the factor that lengthens the mean; None to divide by the number of senders instead."""
         if not rounds.trial.chooses_length:
             return 1.0
         return rounds.cosine.lengthening(ranks) if self._lengthens(rounds) else None
@@ -271,7 +271,7 @@ class UpdateSynchronizer(UpdateState):
 
     def check_alike(self) -> None:
         """Compare the parameters of all ranks; a collective call. See :func:`~lightning_dct.agreement.check_alike`."""
-        # A rank that exchanges with nobody takes part, too.
+        # A rank without peers takes part, too.
         if self._rounds and dist.get_world_size() > 1:
             shared = self.weights.seen()
             others = {name: local_of(p) for p, name in self.parameter_names.items() if name not in shared}
