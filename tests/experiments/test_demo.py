@@ -15,7 +15,7 @@ from made_up_results import run_in_no_time
 @pytest.mark.parametrize("name", demo.TRAININGS)
 def test_no_run_is_too_short(name: str) -> None:
     with initialize_config_dir(str(Path(demo.__file__).parents[1] / "conf"), version_base="1.3"):
-        config = compose("train", [*demo.TRAININGS[name].split(), *demo.COMMON, "strategy=dct"])
+        config = compose("train", [*demo.TRAININGS[name][0].split(), *demo.COMMON, "strategy=dct"])
     steps = config.trainer.max_steps
     if steps < 0:
         steps = config.trainer.max_epochs * config.data.batches_per_epoch
