@@ -41,6 +41,7 @@ class StepTimer(Callback):
         self.tensor_bytes: int | None = None
         self._seconds = self._skipped_seconds = self._since = 0.0
         self._steps = self._step = 0
+        self._skipped_costs = self._costs = (0.0, 0.0)
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         self._seconds, self._skipped_seconds, self._steps, self.history = 0.0, 0.0, 0, []
@@ -52,8 +53,9 @@ class StepTimer(Callback):
         now = time.perf_counter()
         self._steps += 1
         self._seconds += now - self._since
+        self._costs = costs_of(trainer.strategy)
         if self._steps == self.skip:
-            self._skipped_seconds = self._seconds
+            self._skipped_seconds, self._skipped_costs = self._seconds, self._costs
         self._step, self._since = trainer.global_step, now
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
@@ -76,6 +78,24 @@ class StepTimer(Callback):
         """The mean step, because most steps between two exchanges send nothing; None after too few steps."""
         measured = self._steps - self.skip
         return _MILLISECONDS * (self._seconds - self._skipped_seconds) / measured if measured > 0 else None
+
+    @property
+    def mean_costs(self) -> tuple[float, float] | tuple[None, None]:
+        """Of the mean step, the milliseconds in which this rank compresses, and those in which it waits for others."""
+        if (measured := self._steps - self.skip) <= 0:
+            return None, None
+        compressing, waiting = (
+            _MILLISECONDS * (after - before) / measured
+            for before, after in zip(self._skipped_costs, self._costs, strict=True)
+        )
+        return compressing, waiting
+
+
+def costs_of(strategy: Any) -> tuple[float, float]:
+    """The seconds for which this rank has compressed, tables included, and has waited for updates or gradients."""
+    both = [getattr(strategy, name, None) for name in ("traffic", "split_traffic")]
+    counted = [traffic.totals for traffic in both if traffic is not None]
+    return sum(totals.seconds for totals in counted), sum(totals.seconds_waiting for totals in counted)
 
 
 def write_result(file: Path, figures: dict[str, Any]) -> None:

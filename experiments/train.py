@@ -91,6 +91,7 @@ def collect_result(trainer: Trainer, module: LightningModule, metrics: dict[str,
     split_ratio.update(split)
     ratio_of_all_ranks = float(split_ratio.compute())
     timers = [callback for callback in trainer.callbacks if isinstance(callback, StepTimer)]
+    compressing, waiting = timers[0].mean_costs if timers else (None, None)
     ledgers = [callback for callback in trainer.callbacks if isinstance(callback, Ledger)]
     choices, overrides = HydraConfig.get().runtime.choices, HydraConfig.get().overrides.task
     return {
@@ -108,8 +109,8 @@ def collect_result(trainer: Trainer, module: LightningModule, metrics: dict[str,
         "split_bytes_per_step": split.bytes_sent / split.steps if split.steps else None,
         "split_bytes_dense_per_step": split.bytes_dense / split.steps if split.steps else None,
         "milliseconds_per_step": timers[0].mean_milliseconds if timers else None,
-        "milliseconds_compressing": 1e3 * (totals.seconds + split.seconds) / totals.steps if totals.steps else None,
-        "milliseconds_waiting": 1e3 * totals.seconds_waiting / totals.steps if totals.steps else None,
+        "milliseconds_compressing": compressing,
+        "milliseconds_waiting": waiting,
         "tensor_bytes": timers[0].tensor_bytes if timers else None,
         "interface_bytes_per_step": ledgers[0].bytes_per_step if ledgers else None,
         "their_ratio": getattr(trainer.strategy, "their_ratio", None),

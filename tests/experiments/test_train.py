@@ -17,7 +17,7 @@ from distributed.scripts import TRAIN, run_here, train_on_ranks
 from dlrm.data import SyntheticClicks
 from dlrm.module import ClickModule
 from lightning_dct.callbacks.wandb_workspace import GROUPS, QUALITY
-from lightning_dct.traffic import all_reduce_bytes
+from lightning_dct.traffic import Traffic, all_reduce_bytes
 from nlp.data import TextData
 from nlp.module import LanguageModule
 from offline_runs import OfflineRun
@@ -50,16 +50,21 @@ def test_help_says_how_to_begin_and_what_there_is(tmp_path: Path) -> None:
 def test_the_time_of_a_step_is_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
     """Most steps between two exchanges send nothing, so a median would not show what an exchange costs."""
     fitting = SimpleNamespace(fn="fit")
+    strategy = SimpleNamespace(traffic=Traffic(), split_traffic=Traffic())
     clock, trainer = 0.0, SimpleNamespace(global_step=0, state=fitting, callback_metrics={"val/loss": 2})
+    trainer.strategy = strategy
     monkeypatch.setattr("reporting.time.perf_counter", lambda: clock)
     timer = StepTimer(skip=2)
     timer.on_train_start(trainer, None)
     for step, seconds in enumerate([9.0, 9.0, 0.1, 0.1, 0.1, 0.5], start=1):
         clock, trainer.global_step = clock + seconds, step
+        strategy.traffic.add(seconds=seconds / 4, seconds_waiting=seconds / 10)
+        strategy.split_traffic.add(seconds=seconds / 4)
         timer.on_train_batch_end(trainer)
         clock += 5.0  # A validation, which is not part of a step.
         timer.on_validation_end(trainer, None)
     assert timer.mean_milliseconds == pytest.approx(200)
+    assert timer.mean_costs == (pytest.approx(100), pytest.approx(20))
     assert timer.history[1] == {"step": 2, "seconds": 18.0, "metrics": {"val/loss": 2.0}}
     assert timer.history[-1]["seconds"] == pytest.approx(18.8)
 
