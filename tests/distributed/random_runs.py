@@ -14,8 +14,8 @@ from lightning_dct.config import VALUE_FORMATS
 from lightning_dct.reference import Memory, Settings, State, exchange, train
 
 STEPS = 23
-# The first five have another value format each.
-CASES = 6
+# Each has another value format.
+CASES = len(VALUE_FORMATS)
 
 
 class Case(NamedTuple):

@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import (
     EarlyStopping,
     EMAWeightAveraging,
     GradientAccumulationScheduler,
+    LearningRateFinder,
     LearningRateMonitor,
     ModelCheckpoint,
     ModelPruning,
@@ -185,34 +186,34 @@ def assert_feature(name: str, run: Run, left: Any, epochs: list[State], folder: 
     assert run.synchronisations == steps
 
 
-def find_rate_and_fit(folder: Path, settings: dict[str, Any], search: bool) -> tuple[Run, Any]:
+def find_rate_and_fit(folder: Path, settings: dict[str, Any], search: str | None) -> Run:
     strategy, watch, module = DCTStrategy(refresh_every=4, **settings), Watch(), Module()
     module.lr = 0.1
-    trainer = trainer_for(strategy, callbacks=[watch], default_root_dir=folder, max_epochs=2)
-    found = None
-    if search:
-        tuner = Tuner(trainer)
-        found = tuner.lr_find(
-            module, loader(BATCHES, 40, 8), num_training=6, max_lr=0.1, early_stop_threshold=None, update_attr=False
-        )
-        found = len(found.results["loss"])
+    finder = LearningRateFinder(num_training_steps=6, max_lr=0.1, attr_name="lr")
+    callbacks = [watch, *[finder] * (search == "callback")]
+    trainer = trainer_for(strategy, callbacks=callbacks, default_root_dir=folder, max_epochs=2)
+    if search == "tuner":
+        rates = {"num_training": 6, "max_lr": 0.1, "early_stop_threshold": None, "update_attr": False}
+        found = Tuner(trainer).lr_find(module, loader(BATCHES, 40, 8), **rates)
+        assert len(found.results["loss"]) >= 5
     trainer.fit(module, loader(BATCHES, 40, 8))
     watch.hashes = watch.hashes[-2 * BATCHES :]
-    return summary(strategy, module, watch), found
+    return summary(strategy, module, watch)
 
 
-@pytest.mark.parametrize("settings", [{"compress": "gradients", "density": 0.1}, {"local_steps": 2, "density": 0.1}])
+@pytest.mark.parametrize(
+    "settings", [{"compress": "gradients", "density": 0.1}, {"local_steps": 2, "density": 0.1}, {}]
+)
 def test_search_for_a_learning_rate_leaves_nothing_behind(ranks: Any, tmp_path: Path, settings: dict[str, Any]) -> None:
-    """Oracle: the same fit without ``Tuner.lr_find`` before it, bitwise: weights, residuals, thresholds, traffic."""
-    plain = ranks(2).run(find_rate_and_fit, tmp_path, settings, False)
-    tuned = ranks(2).run(find_rate_and_fit, tmp_path, settings, True)
-    for (expected, _), (run, tried) in zip(plain, tuned, strict=True):
-        assert tried >= 5
-        assert run.hashes == expected.hashes
-        assert_weights_equal(expected.residuals, run.residuals)
-        assert run.state["thresholds"] == expected.state["thresholds"]
-        assert run.totals.bytes_sent == expected.totals.bytes_sent
-        assert run.synchronisations == 2 * BATCHES
+    """Oracle: the same fit without a search, bitwise: weights, residuals, thresholds, traffic."""
+    plain = ranks(2).run(find_rate_and_fit, tmp_path, settings, None)
+    for search in ("tuner", "callback"):
+        for expected, run in zip(plain, ranks(2).run(find_rate_and_fit, tmp_path, settings, search), strict=True):
+            assert run.hashes == expected.hashes
+            assert_weights_equal(expected.residuals, run.residuals)
+            assert run.state["thresholds"] == expected.state["thresholds"]
+            assert run.totals.bytes_sent == expected.totals.bytes_sent
+            assert run.synchronisations == 2 * BATCHES
     assert not list(tmp_path.iterdir())
 
 

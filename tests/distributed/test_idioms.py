@@ -1,16 +1,14 @@
 """What people do with DistributedDataParallel in Lightning goes on working under DCTStrategy."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BaseFinetuning, LearningRateFinder
-from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
 from distributed.training import (
@@ -468,27 +466,6 @@ def test_sync_batchnorm_is_applied_as_by_ddp(ranks: Any) -> None:
     assert ours[0].startswith("SyncBatchNorm" if DEVICE.type == "cpu" else "trained")
 
 
-def train_and_find(folder: Path, settings: dict[str, Any], find: bool) -> Run:
-    module = Module()
-    module.lr = 0.1
-    finder = LearningRateFinder(num_training_steps=10, max_lr=0.1, attr_name="lr")
-    strategy = DCTStrategy(refresh_every=4, **settings)
-    return fit(strategy, module, 12, callbacks=[finder] * find, default_root_dir=str(folder))
-
-
-@pytest.mark.parametrize(
-    "settings", [{"compress": "gradients", "density": 0.1}, {"local_steps": 2, "density": 0.1}, {}]
-)
-def test_learning_rate_finder_leaves_no_trace(ranks: Any, tmp_path: Path, settings: dict[str, Any]) -> None:
-    """Oracle: the same run without the finder, bitwise; its trial steps are restored from a checkpoint."""
-    plain, found = (ranks(2).run(train_and_find, tmp_path, settings, find) for find in (False, True))
-    for expected, run in zip(plain, found, strict=True):
-        assert run.synchronisations == 12
-        assert run.hashes[-12:] == expected.hashes
-        assert_weights_equal(expected.residuals, run.residuals)
-    assert not list(tmp_path.iterdir())
-
-
 def train_alone(density: float | None) -> Run:
     return fit(
         DDPStrategy() if density is None else DCTStrategy(compress="gradients", density=density),
@@ -504,15 +481,3 @@ def test_one_rank_trains_as_ddp(ranks: Any) -> None:
     assert_weights_equal(theirs.weights, ours.weights)
     assert ours.totals.bytes_sent == 0
     assert ours.synchronisations == 12
-
-
-def train_with_a_spy() -> int:
-    strategy = DCTStrategy()
-    with patch.object(Strategy, "backward", wraps=strategy.backward) as backward:
-        fit(strategy, Module(), 12)
-    return backward.call_count
-
-
-def test_backward_can_be_spied_on(ranks: Any) -> None:
-    """As Lightning's own tests do; a strategy that overrides it would call itself forever."""
-    assert ranks(2).run(train_with_a_spy) == [12, 12]
