@@ -87,8 +87,8 @@ def test_ranks_are_killed_and_join_again(
 
 
 def test_a_stopped_rank_comes_back_and_keeps_what_it_has_moved(job: Callable[..., Job]) -> None:
-    steps = 500
-    run = job(3, steps, slow=0.02)
+    steps = 300
+    run = job(3, steps, slow=0.05)
     run.wait_for(2, 40)
     run.kill(2, signal.SIGSTOP)
     reached = int(run.rows(0)[-1][2])
@@ -102,18 +102,19 @@ def test_a_stopped_rank_comes_back_and_keeps_what_it_has_moved(job: Callable[...
 
 
 def test_a_rank_that_is_asked_to_end_hands_over_what_it_has_not_sent(job: Callable[..., Job]) -> None:
-    run = job(3, 400)
-    run.wait_for(2, 100)
+    run = job(3, 200, slow=0.02)
+    run.wait_for(2, 60)
     run.kill(2, signal.SIGTERM)
+    run.hurry()
     gone = run.processes.pop(2)
     gone.join(60)
     assert gone.exitcode == 0  # as Lightning ends on that signal
     assert "rank 2 hands over what it has not sent, and leaves" in run.log(2)
-    check_alike(run, run.end(), 400)
+    check_alike(run, run.end(), 200)
 
 
 def test_the_lighthouse_is_killed_and_comes_back(job: Callable[..., Job]) -> None:
-    run = job(3, 400, slow=0.1)
+    run = job(3, 200, slow=0.1)
     run.wait_for(0, 20)
     run.lighthouse.kill()
     run.lighthouse.wait()
@@ -124,7 +125,7 @@ def test_the_lighthouse_is_killed_and_comes_back(job: Callable[..., Job]) -> Non
     run.wait_for(0, reached + 8)  # beyond the round that may have been under way
     run.hurry()
     ends = run.end()
-    check_alike(run, ends, 400)
+    check_alike(run, ends, 200)
     assert sum(row[3] == "3" and int(row[0]) > rounds + 1 for row in run.rows(0)) > 10
 
 

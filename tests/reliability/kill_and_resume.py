@@ -68,29 +68,29 @@ class Survival:
     unequal: list[str] = field(default_factory=list)
 
 
-def survive(kind: str, kills: int, seed: int, folder: Path) -> Survival:
+def survive(kind: str, kills: int, seed: int, folder: Path, batches: int = BATCHES) -> Survival:
     """Train undisturbed once, and as often with kills as they take, a few to a run."""
     numbers = random.Random(f"{kind} {seed}")
     undisturbed = folder / "undisturbed"
-    run(kind, undisturbed, None)
+    run(kind, undisturbed, batches, None)
     expected = results(undisturbed)
     survival = Survival()
     while survival.kills < kills:
         disturbed = folder / f"disturbed-{survival.kills}"
-        for batch in sorted(numbers.sample(range(BATCHES), min(KILLS_A_RUN, kills - survival.kills))):
+        for batch in sorted(numbers.sample(range(batches), min(KILLS_A_RUN, kills - survival.kills))):
             event = numbers.choice(["training", "saving"])
             later = numbers.choice([0.0, numbers.uniform(0.0, 0.1)])
             kill = Kill(event, batch, numbers.uniform(0.0, 0.03), numbers.randrange(WORLD_SIZES[kind]), later)
-            survival.while_at[run(kind, disturbed, kill)] += 1
+            survival.while_at[run(kind, disturbed, batches, kill)] += 1
             survival.kills += 1
-        run(kind, disturbed, None)
+        run(kind, disturbed, batches, None)
         for name, difference in differences(expected, results(disturbed)):
             survival.difference = max(survival.difference, difference)
             survival.unequal.append(name)
     return survival
 
 
-def run(kind: str, folder: Path, kill: Kill | None) -> str:
+def run(kind: str, folder: Path, batches: int, kill: Kill | None) -> str:
     """Start ranks and wait until they end or are killed.
 
     Returns:
@@ -106,7 +106,7 @@ def run(kind: str, folder: Path, kill: Kill | None) -> str:
     world_size = WORLD_SIZES[kind]
     for rank in range(world_size):
         ours, theirs = CONTEXT.Pipe()
-        processes.append(started(train, rank, world_size, port, kind, folder, theirs, daemon=True))
+        processes.append(started(train, rank, world_size, port, kind, folder, batches, theirs, daemon=True))
         theirs.close()
         pipes.append(ours)
     try:

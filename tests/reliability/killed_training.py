@@ -33,22 +33,22 @@ BATCHES = 24
 class Resumable:
     """Batches that say how far they have been read, so that Lightning goes on there."""
 
-    def __init__(self, batch: Callable[[int], Any]) -> None:
-        self._batch = batch
+    def __init__(self, batch: Callable[[int], Any], batches: int = BATCHES) -> None:
+        self._batch, self._batches = batch, batches
         self._position = 0
         self._first = 0
 
     def __len__(self) -> int:
-        return BATCHES
+        return self._batches
 
     def __iter__(self) -> Iterator[Any]:
         first, self._first = self._first, 0
-        for index in range(first, BATCHES):
+        for index in range(first, self._batches):
             self._position = index + 1
             yield self._batch(index)
 
     def state_dict(self) -> dict[str, int]:
-        return {"position": self._position % BATCHES}
+        return {"position": self._position % self._batches}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self._first = state["position"]
@@ -157,7 +157,7 @@ class Reporting(Callback):
         self.pipe.send((event, trainer.fit_loop.total_batch_idx))
 
 
-def train(rank: int, world_size: int, port: int, kind: str, folder: Path, pipe: Connection) -> None:
+def train(rank: int, world_size: int, port: int, kind: str, folder: Path, batches: int, pipe: Connection) -> None:
     """One rank: go on from the last checkpoint in the folder if there is one, and leave there what comes out."""
     log = begin_rank((folder / f"rank-{rank}.log").open("a"), rank, world_size, port)
     torch.set_num_threads(1)
@@ -167,7 +167,7 @@ def train(rank: int, world_size: int, port: int, kind: str, folder: Path, pipe: 
     saver = ModelCheckpoint(folder / "checkpoints", "{step}", save_last=True, every_n_train_steps=1)
     callbacks = [saver, Reporting(pipe), *settings.pop("callbacks", [])]
     trainer = trainer_for(strategy, enable_checkpointing=True, callbacks=callbacks, **settings)
-    trainer.fit(module, Resumable(batch), ckpt_path="last")
+    trainer.fit(module, Resumable(batch, batches), ckpt_path="last")
     state = strategy.synchronizer.state_dict()
     del state["traffic"]  # it counts time
     result = {

@@ -9,11 +9,11 @@ from reliability.kill_and_resume import differences, survive
 from reliability.killed_training import WORLD_SIZES
 
 
-# Each kind takes six starts of a process or more; kill_and_resume.py has them all.
+# Each kind takes six starts of a process or more; kill_and_resume.py has them all, and longer runs.
 @pytest.mark.parametrize("kind", ["sharded", "tables", "growing", "pipeline", "fsdp"])
 def test_killed_training_ends_as_if_undisturbed(tmp_path: Path, kind: str) -> None:
     """Oracle: the undisturbed run, every bit of what every rank holds at the end."""
-    survival = survive(kind, 1, 1, tmp_path)
+    survival = survive(kind, 1, 1, tmp_path, batches=12)
     assert survival.kills == 1
     assert survival.unequal == []
     assert survival.difference == 0.0
