@@ -45,18 +45,16 @@ def train(strategy: str | dict[str, Any], module: Callable[[], LightningModule],
     return fit(chosen, module(), torch.utils.data.DataLoader(torch.zeros(steps), batch_size=None))
 
 
-@pytest.mark.parametrize(
-    "settings", [{"local_steps": 1}, {"local_steps": 1, "exchange": "sharded"}, {"local_steps": 4}]
-)
 @pytest.mark.parametrize("rate", [1.3, 1.7])
-def test_sgd_converges_where_ddp_does(ranks: Any, rate: float, settings: dict[str, Any]) -> None:
+def test_sgd_converges_where_ddp_does(ranks: Any, rate: float) -> None:
     """Oracle: DDP ends at zero. A mean that is any longer does not: the curvature is 1."""
     module = partial(Valley, partial(optim.SGD, lr=rate))
     theirs = ranks(4).run(train, "ddp", module, 150)
-    ours = ranks(4).run(train, {"warmup_steps": 0, **settings}, module, 150)
     assert theirs[0].weights["curved"].abs().max() < 1e-6
-    assert ours[0].weights["curved"].abs().max() < 1e-3
-    assert_replicas_equal(ours)
+    for settings in ({"local_steps": 1}, {"local_steps": 1, "exchange": "sharded"}, {"local_steps": 4}):
+        ours = ranks(4).run(train, {"warmup_steps": 0, **settings}, module, 150)
+        assert ours[0].weights["curved"].abs().max() < 1e-3, settings
+        assert_replicas_equal(ours)
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -66,9 +64,9 @@ def test_weights_without_gradients_decay_as_fast_as_under_ddp(
 ) -> None:
     """Oracle: by hand, (1 - lr * weight_decay) for each step; in a tensor of their own, and in one with noise."""
     module = partial(Valley, partial(optim.AdamW, lr=0.001, weight_decay=0.3), curvature=0.0, together=together)
-    runs = ranks(4).run(train, settings, module, 400)
+    runs = ranks(4).run(train, settings, module, 200)
     still = runs[0].weights["flat"][:CURVED] if together else runs[0].weights["curved"]
-    expected = (1 - 0.001 * 0.3) ** 400
+    expected = (1 - 0.001 * 0.3) ** 200
     assert torch.allclose(1 - still, torch.full_like(still, 1 - expected), rtol=0.01)
     assert_replicas_equal(runs)
 
