@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from comparison.runs import Runner, Strategy, plan_run
-from comparison.table import main_metric, markdown, plt
+from comparison.table import higher_is_better, main_metric, markdown, plt
 from lightning_dct.cost.bytes_sent import SentBytes, Step
 from lightning_dct.cost.forecast import layout_of, link_seconds
 from lightning_dct.tables import rate_text
+from zoo.table import ALLOWED
 
 LINK = 100e6
 RANKS = 2
@@ -64,6 +65,15 @@ class Shown:
         return main_metric(self.dense["metrics"])
 
     @property
+    def quality(self) -> str:
+        """On test data; level if what is lost or gained is less than one seed can tell."""
+        before, after = (result["metrics"][f"test/{self.metric}"] for result in (self.dense, self.dct))
+        lost = (before - after) if higher_is_better(self.metric) else after / before - 1
+        allowed = ALLOWED[self.metric]
+        said = "level" if abs(lost) <= allowed else "better" if lost < 0 else "worse"
+        return f"{self.metric} {before:.3f} → {after:.3f}, {said}"
+
+    @property
     def bytes_of_both(self) -> tuple[float, float]:
         """Bytes that a rank sends in a step: of the dense fp32 exchange of the same tensors and rows, of ``dct``."""
         figures = self.dct
@@ -90,13 +100,11 @@ def table(trainings: Sequence[Shown]) -> str:
     link = rate_text(LINK)
     rows = [["training, steps", "quality on test data", "kB a step", "fewer bytes", f"ms a step at {link}, computed"]]
     for one in trainings:
-        digits = 2 if one.metric == "loss" else 3
-        quality = [f"{result['metrics'][f'test/{one.metric}']:.{digits}f}" for result in (one.dense, one.dct)]
         dense, sent = one.bytes_of_both
         rows.append(
             [
                 f"{one.name}, {one.dct['steps']:,}",
-                f"{one.metric} {quality[0]} → {quality[1]}",
+                one.quality,
                 f"{dense / 1e3:,.0f} → {sent / 1e3:,.1f}",
                 f"{dense / sent:,.0f}x",
                 "{:,.0f} → {:,.0f}".format(*one.milliseconds_of_both),
@@ -107,6 +115,7 @@ def table(trainings: Sequence[Shown]) -> str:
         [
             "Left of each arrow: the dense exchange in fp32, which is `ddp`, and for the recommender all-to-all of rows"
             f" and ids of sharded tables. Right: `dct` with its defaults. {RANKS} processes of this machine, one seed.",
+            f"Level: within {ALLOWED['auc']:g} AUC or {ALLOWED['loss']:.0%} of the loss, about what two runs differ by.",
             f"The time is computed, not measured: counted bytes at {link}, as `lightning-dct plan` does, and what a"
             " rank computed and compressed in a step here. It leaves out round trips, and assumes that backward hides"
             " nothing.",

@@ -38,11 +38,25 @@ def test_the_table_and_the_picture(
     lines = (tmp_path / "table.md").read_text().splitlines()
     assert all(line.count("|") <= 6 for line in lines)
     recommender, model = lines[2:4]
-    assert recommender == "| recommender (DLRM), 4 | auc 0.738 → 0.738 | 68 → 2.5 | 27x | 12 → 9 |"
-    assert model == "| language model, 4 | loss 0.74 → 0.74 | 8 → 1.0 | 8x | 8 → 9 |"
+    assert recommender == "| recommender (DLRM), 4 | auc 0.738 → 0.738, level | 68 → 2.5 | 27x | 12 → 9 |"
+    assert model == "| language model, 4 | loss 0.738 → 0.738, level | 8 → 1.0 | 8x | 8 → 9 |"
     assert (tmp_path / "demo.png").stat().st_size > 0
     printed = capsys.readouterr().out
     assert "demo.png" in printed
     assert printed.rstrip().endswith(demo.NEXT)
     assert demo.main(["--output", str(tmp_path)]) == 0
     assert len(started) == 4
+
+
+@pytest.mark.parametrize(
+    ("metric", "dense", "dct", "said"),
+    [
+        ("auc", 0.72, 0.7192, "level"),
+        ("auc", 0.72, 0.7185, "worse"),
+        ("loss", 1.0, 1.02, "worse"),
+        ("loss", 1, 0.98, "better"),
+    ],
+)
+def test_what_is_lost_is_said(metric: str, dense: float, dct: float, said: str) -> None:
+    one = demo.Shown("a training", *({"metrics": {f"test/{metric}": value}} for value in (dense, dct)))
+    assert one.quality.endswith(f", {said}")
