@@ -115,7 +115,7 @@ def table(trainings: Sequence[Shown]) -> str:
         [
             "Left of each arrow: the dense exchange in fp32, which is `ddp`, and for the recommender all-to-all of rows"
             f" and ids of sharded tables. Right: `dct` with its defaults. {RANKS} processes of this machine, one seed.",
-            f"Level: within {ALLOWED['auc']:g} AUC or {ALLOWED['loss']:.0%} of the loss, about what two runs differ by.",
+            f"Level: within {ALLOWED['auc']:g} AUC or {ALLOWED['loss']:.0%} of the loss, as two runs may differ.",
             f"The time is computed, not measured: counted bytes at {link}, as `lightning-dct plan` does, and what a"
             " rank computed and compressed in a step here. It leaves out round trips, and assumes that backward hides"
             " nothing.",
