@@ -35,7 +35,7 @@ TRAININGS = {
         DENSE_TABLES,
     ),
     "language model": (
-        "experiment=lm model.width=64 data.context_length=64 trainer.max_steps=1700 trainer.val_check_interval=425",
+        "experiment=lm model.width=64 data.context_length=64 trainer.max_steps=1200 trainer.val_check_interval=300",
         "ddp",
     ),
 }
