@@ -144,6 +144,7 @@ SCRIPT = """
     """
 
 
+@pytest.mark.usefixtures("quick_python")
 def test_processes_of_lightnings_launcher(tmp_path: Path) -> None:
     """The signal goes to rank 0 alone, as Docker sends it. Oracle: its status, the checkpoint, and both end."""
     script = Script(tmp_path, SCRIPT)
