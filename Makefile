@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
+# Where torch brings none: its interpreter runs the kernels for GPUs in the tests.
+TRITON := 3.6.0
 
 .PHONY: demo test test-all gpu lint format docs release-check clean
 .DEFAULT_GOAL := demo
@@ -24,7 +26,7 @@ test-all: $(VENV)/compiled
 
 # On a machine with one NVIDIA GPU or more.
 gpu: $(VENV)/installed
-	$(BIN)/python tests/gpu_check.py
+	TESTS_ON=cuda $(BIN)/python tests/gpu_check.py
 
 lint: $(VENV)/installed
 	$(BIN)/ruff format --check src experiments examples tests docs/site
@@ -58,6 +60,7 @@ $(VENV)/torch:
 	else \
 		$(PIP) install --quiet 'torch==$(TORCH)+cpu' 2> /dev/null \
 		|| $(PIP) install --quiet --index-url https://download.pytorch.org/whl/cpu 'torch==$(TORCH)'; \
+		$(PIP) install --quiet 'triton==$(TRITON)' || true; \
 	fi
 
 # Once, and not by each worker of pytest.

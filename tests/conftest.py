@@ -16,6 +16,9 @@ from distributed.harness import Ranks, seed
 # Small tensors gain nothing from threads, and threads that wait for each other lose much where others work too.
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
+# Kernels for GPUs run in Triton's interpreter, which it asks for when it is imported: see interpreted.py.
+if os.environ.get("TESTS_ON") != "cuda":
+    os.environ["TRITON_INTERPRET"] = "1"
 # W&B's own process is given half a minute to start: too little where others work too.
 os.environ["WANDB__SERVICE_WAIT"] = "600"
 # Every fit ends with a garbage collection. What is imported is large, and no garbage.

@@ -133,7 +133,7 @@ class EmulatedDist:
 
     @staticmethod
     def get_backend(group: EmulatedGroup) -> str:
-        return "gloo"
+        return "emulated"
 
     @staticmethod
     def all_reduce(buffer: Tensor, group: EmulatedGroup, async_op: bool) -> EmulatedWork:

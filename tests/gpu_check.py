@@ -1,185 +1,212 @@
-"""What nobody has seen on a GPU yet, in one command: one JSON and one table, for docs/evidence/.
+"""What only a GPU can show, in one command: one JSON and one table, for docs/evidence/gpu.md.
 
-    make gpu                                  # the JSON goes to outputs/gpu.json
-    python tests/gpu_check.py --device cpu    # small sizes, for ``test_gpu_check.py``
+    make gpu                                        # with TESTS_ON=cuda; the JSON goes to outputs/gpu.json
+    TRITON_INTERPRET=1 python tests/gpu_check.py    # small sizes on a CPU, for ``test_gpu_check.py``
 
 One card is enough: two ranks share it. A part that fails is a row of its own, and makes the exit status 1. All others
-run nevertheless.
+run nevertheless; ``--only`` names those that shall run.
 """
 
 import argparse
 import hashlib
 import json
-import os
 import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from interpreted import way_of
 from lightning_dct import DCTConfig
-from lightning_dct.compress import on_host
-from lightning_dct.compress.awaited import WITHOUT_WAITING
+from lightning_dct.compress import codec
 from lightning_dct.compress.bucket_plan import Bucket, Received, plan_bucket
 from lightning_dct.compress.memory import Memory
 from lightning_dct.cost.timing import wait_for
-from lightning_dct.sync import rounds
 from lightning_dct.sync.setup import make_gradient_synchronizer, make_update_synchronizer
 from lightning_dct.tables import plain_table
 from lightning_dct.traffic import Traffic
+from one_card import DEVICE
 
 TESTS = Path(__file__).parent
-# Of these, each compares what a card does with what a CPU does.
-ON_A_CARD = (
-    "compress/test_marking.py",
-    "compress/test_on_device.py",
-    "compress/test_updates_on_device.py",
-    "wire/test_payload_on_device.py",
-)
-ENTRIES = {"cuda": (10_000_000, 100_000_000, 1_000_000_000), "cpu": (100_000,)}
-# Width, layers, vocabulary, tokens, sequences: GPT-2's 124 million, and one for two cores.
-NETWORK = {"cuda": (768, 12, 50257, 512, 4), "cpu": (32, 1, 100, 16, 2)}
-STEPS = {"cuda": 24, "cpu": 8}
+ON_A_CARD = ("compress/test_contract.py",)
+# GPT-2's 148 tensors.
+LAYER = (768, 768, 768 * 2304, 2304, 768 * 768, 768, 768, 768, 768 * 3072, 3072, 3072 * 768, 768)
+GPT2 = (50257 * 768, 1024 * 768, *12 * LAYER, 768, 768)
+TENSORS: dict[str, dict[str, tuple[int, ...]]] = {
+    "cuda": {"100 M entries": (100_000_000,), "GPT-2": GPT2, "1,000 M entries": (1_000_000_000,)},
+    "cpu": {"5,000 entries": (4000, 1000)},
+}
+DENSITIES, SENDERS = (0.3, 0.1, 0.03), (2, 8)
+# Width, layers, vocabulary, tokens, sequences: GPT-2's 124 million, about what `experiment=lm` has, one for two cores.
+NETWORKS = {
+    "cuda": {"GPT-2": (768, 12, 50257, 512, 4), "small": (128, 2, 256, 64, 16)},
+    "cpu": {"tiny": (8, 1, 10, 8, 1)},
+}
+STEPS = {"cuda": 24, "cpu": 1}
 SETTINGS = {
     "updates, 1bit": DCTConfig(local_steps=1, warmup_steps=0, density=0.3),
     "updates, bf16": DCTConfig(local_steps=1, warmup_steps=0, density=0.1, value_format="bf16"),
     "gradients, 1bit": DCTConfig(compress="gradients", density=0.1),
     "gradients, bf16, sharded": DCTConfig(compress="gradients", density=0.1, value_format="bf16", exchange="sharded"),
 }
-ROUNDS = 4
+SIZES = {"cuda": (50_000, 30, 9_000), "cpu": (2500, 30, 900)}
+ROUNDS = {"cuda": 4, "cpu": 2}
 Row = tuple[str, str]
 
 
-@contextmanager
-def without_waiting(device: torch.device) -> Iterator[None]:
-    """The code for GPUs, on a CPU too."""
-    before = set(WITHOUT_WAITING)
-    WITHOUT_WAITING.add(device.type)
-    try:
-        yield
-    finally:
-        WITHOUT_WAITING.clear()
-        WITHOUT_WAITING.update(before)
-
-
 def timed(device: torch.device, action: Callable[[], object], times: int = 3) -> float:
-    """Median seconds."""
+    """Median seconds of ten calls in a row, by each call."""
+    calls = 10 if device.type == "cuda" else 1
 
     def once() -> float:
         wait_for(device)
         start = perf_counter()
-        action()
+        for _ in range(calls):
+            action()
         wait_for(device)
-        return perf_counter() - start
+        return (perf_counter() - start) / calls
 
-    return median(once() for _ in range(times))
+    return median(once() for _ in range(times if device.type == "cuda" else 1))
 
 
-def gigabytes(device: torch.device) -> str:
-    return f"{torch.cuda.max_memory_allocated(device) / 1e9:.2f} GB at most" if device.type == "cuda" else "no figure"
+def milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f} ms"
 
 
 # In one process
-
-
-class Counting(TorchDispatchMode):
-    """Operations that the host starts, views and new memory not counted."""
-
-    started = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.started += not func.is_view and not func._schema.name.startswith(("aten::empty", "aten::new_empty"))
-        return func(*args, **(kwargs or {}))
 
 
 def cuda_tests(device: torch.device) -> list[Row]:
     """Those of the suite that run on a GPU where there is one."""
     if device.type == "cpu":
         return [("the suite's CUDA tests", "not on a CPU")]
-    command = [sys.executable, "-m", "pytest", "-p", "no:warnings", *(str(TESTS / file) for file in ON_A_CARD)]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TESTS_ON": "cuda"}, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:warnings",
+        "-o",
+        "addopts=",
+        *(str(TESTS / file) for file in ON_A_CARD),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(done.stdout[-2000:])
     return [("the suite's CUDA tests", done.stdout.strip().splitlines()[-1])]
 
 
 def exchange_profile(device: torch.device) -> list[Row]:
-    """Compressing one tensor and reading two payloads: time, bytes, operations, memory, and whether the host waits."""
-    rows = []
-    for size in ENTRIES[device.type]:
-        try:
-            rows += profile(device, size)
-        except torch.cuda.OutOfMemoryError as error:
-            rows.append((f"{size:,} entries", f"out of memory: {str(error).splitlines()[0]}"))
+    """An exchange of updates without a network: time, launches, memory, and whether the host waits."""
+    rows: list[Row] = []
+    for name, sizes in TENSORS[device.type].items():
+        noise = torch.Generator(device).manual_seed(0)
+        own = [torch.randn(size, generator=noise, device=device) for size in sizes]
+        shared = [torch.zeros_like(weights) for weights in own]
+        entries = sum(sizes)
+        rows.append((f"{name}: a copy", milliseconds(timed(device, lambda own=own: [one.clone() for one in own]))))
+        rows += rivals(device, name, own) if entries < 500_000_000 else []
+        for density in DENSITIES[:: len(DENSITIES) if device.type == "cpu" or entries > 500_000_000 else 1]:
+            rows += profile(device, f"{name}, {density:.0%}", Bucket(own, shared, None), density)
+        del own, shared
         if device.type == "cuda":
             torch.cuda.empty_cache()
     return rows
 
 
-def profile(device: torch.device, size: int) -> list[Row]:
-    noise = torch.Generator(device).manual_seed(0)
-    gradient, residual = (torch.randn(size, generator=noise, device=device) for _ in range(2))
-    plan = plan_bucket(["entries"], [size], [0.3], torch.float32, "1bit", 16, link_traversals=2.0)
+def rivals(device: torch.device, name: str, own: list[Tensor]) -> list[Row]:
+    """What others do with the same tensors: the largest entries, bf16, and PowerSGD's products of rank 4."""
+    matrices = [one[: 768 * (one.numel() // 768)].view(-1, 768) for one in own if one.numel() >= 768 * 768]
+
+    def power_sgd() -> None:
+        for matrix in matrices:
+            left = torch.linalg.qr(matrix @ matrix.new_ones(768, 4))[0]
+            _ = left @ (left.T @ matrix)
+
+    ways: dict[str, Callable[[], object]] = {
+        "torch.topk, 1%": lambda: [one.abs().topk(max(one.numel() // 100, 1), sorted=False) for one in own],
+        "to bf16 and back": lambda: [one.bfloat16().float() for one in own],
+        "PowerSGD's products and QR, rank 4": power_sgd,
+    }
+    return [(f"{name}: {what}", milliseconds(timed(device, way))) for what, way in ways.items()]
+
+
+def profile(device: torch.device, name: str, bucket: Bucket, density: float) -> list[Row]:
+    sizes = [weights.numel() for weights in bucket.bases]
+    names, entries = [str(number) for number in range(len(sizes))], sum(sizes)
+    plan = plan_bucket(names, sizes, [density] * len(sizes), torch.float32, "1bit", 16, link_traversals=2.0)
     memory, sent = Memory({}, guard=True, undoable=False), list[Tensor]()
+    memory.of_updates, memory.lengthening = True, 1.3
 
-    def compress() -> None:
-        bucket = Bucket([gradient], [residual], 1.0)
-        sent[:] = [on_host.compress(memory, bucket, plan, set()).payload]
+    def pack() -> None:
+        sent[:] = [codec.compress(memory, bucket, plan, set(), tag=1).payload]
 
-    def read() -> None:
-        on_host.decompress(memory, Received(torch.stack(sent * 2), plan, 0.5, own=0), gradient)
+    def add(payloads: Tensor) -> None:
+        # A factor that leaves the weights nearly as they are, so that each time is like the last.
+        codec.apply(memory, Received(payloads, plan, 1e-12, own=0, tag=1), bucket)
 
-    copied = 8 * size / timed(device, gradient.clone)
-    with without_waiting(device):
-        # The first time selects the threshold and copies what is the same in every step.
-        compress(), read()
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-            before = torch.cuda.memory_allocated(device)
-            torch.cuda.set_sync_debug_mode("error")
-        try:
-            with Counting() as packing:
-                compress()
-            with Counting() as reading:
-                read()
-        finally:
-            if device.type == "cuda":
-                torch.cuda.set_sync_debug_mode("default")
-        waits, extra = "not known on a CPU", ""
-        if device.type == "cuda":
-            waits = "the host waits for nothing"
-            extra = f", {(torch.cuda.max_memory_allocated(device) - before) / size:.2f} bytes an entry besides"
-        seconds = timed(device, compress), timed(device, read)
-    memory.awaited.synchronize()
-    # Compressing reads the gradient and the residual, and writes the residual.
-    rate = 12 * size / seconds[0]
-    return [
-        (f"{size:,} entries: compress", f"{1e3 * seconds[0]:.2f} ms, {packing.started} operations, {waits}{extra}"),
-        (f"{size:,} entries: of the memory's rate", f"{rate / 1e9:,.1f} of {copied / 1e9:,.1f} GB/s"),
-        (f"{size:,} entries: read two payloads", f"{1e3 * seconds[1]:.2f} ms, {reading.started} operations"),
-    ]
+    def both(payloads: Tensor) -> None:
+        pack()
+        add(payloads)
+
+    with way_of("triton"):
+        for _ in range(4):  # thresholds are selected, and the guard moves them
+            pack()
+        rows: list[Row] = []
+        for senders in SENDERS:
+            if entries * senders > 2_500_000_000:
+                continue
+            payloads = sent[0].repeat(senders, 1)
+            add(payloads)
+            launches, besides = watched(device, partial(both, payloads), sent[0].numel())
+            packing, adding = timed(device, pack), timed(device, partial(add, payloads))
+            times = f"{milliseconds(packing)} + {milliseconds(adding)}, {launches} launches"
+            what = f"{name}: pack + add {senders} payloads"
+            rows.append((what, f"{times}, {besides / entries:.2f} bytes an entry besides"))
+        memory.awaited.synchronize()
+    return rows
+
+
+def watched(device: torch.device, action: Callable[[], object], payload: int) -> tuple[int, float]:
+    """Kernels and copies that are launched, and memory besides the payload; the host must not wait meanwhile."""
+    if device.type == "cpu":
+        action()
+        return 0, 0.0
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        action()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    besides = torch.cuda.max_memory_allocated(device) - before - payload
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        action()
+        torch.cuda.synchronize()
+    on_card = [one for one in profiler.events() if one.device_type == torch.autograd.DeviceType.CUDA]
+    return len(on_card), max(besides, 0)
 
 
 # On two ranks
 
 
 def two_ranks(device: torch.device, backend: str = "gloo") -> list[Row]:
-    """The same bits on both ranks, and as on the CPU's own way; then the steps of a language model."""
+    """The same bits on both ranks, and as on the CPU's own way; then the steps of language models."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(rank_main, (backend, device.type, folder), nprocs=2)
@@ -203,21 +230,18 @@ def two_ranks_over_nccl(device: torch.device) -> list[Row]:
 
 
 def rank_main(rank: int, backend: str, kind: str, folder: str) -> None:
-    torch.set_num_threads(max(1, torch.get_num_threads() // 2))
     device = torch.device(kind, 0) if kind == "cuda" else torch.device("cpu")
     store, timeout = f"file://{folder}/store", timedelta(minutes=3)
     # Over NCCL there is no collective for the tensors of the CPU's own way.
     both = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
     dist.init_process_group(both, init_method=store, rank=rank, world_size=2, timeout=timeout)
-    here = {name: exchanged(config, torch.device("cpu"), rank) for name, config in SETTINGS.items()}
-    with without_waiting(device):
-        there = {name: exchanged(config, device, rank) for name, config in SETTINGS.items()}
-        steps = [step_time(way, device, rank) for way in ("no exchange", "ddp", "dct")]
-        # A bucket takes a hundred operations: fewer, larger ones may be faster, for more memory.
-        for millions in (4, 16):
-            with patch.object(rounds, "LARGEST_BUCKET", millions << 20):
-                what, figures = step_time("dct", device, rank)
-            steps.append((f"{what}, buckets of {millions} million", figures))
+    with way_of("numba"):
+        here = {name: exchanged(config, torch.device("cpu"), rank, kind) for name, config in SETTINGS.items()}
+    with way_of("triton"):
+        there = {name: exchanged(config, device, rank, kind) for name, config in SETTINGS.items()}
+        densities = DENSITIES if kind == "cuda" else DENSITIES[:1]
+        ways: list[str | float] = ["no exchange", "no exchange, in step", "ddp", *densities]
+        steps = [step_time(way, network, device, rank) for network in NETWORKS[kind] for way in ways]
     (Path(folder) / f"{rank}.json").write_text(json.dumps({"here": here, "there": there, "steps": steps}))
     dist.destroy_process_group()
 
@@ -228,9 +252,9 @@ def strategy_of(config: DCTConfig, rank: int) -> Any:
     return SimpleNamespace(config=config, traffic=Traffic(), optimizers=[], **place)
 
 
-def exchanged(config: DCTConfig, device: torch.device, rank: int) -> dict[str, str]:
+def exchanged(config: DCTConfig, device: torch.device, rank: int, kind: str) -> dict[str, str]:
     """Hashes of what all ranks share, and of what this one has not sent, after rounds of the same random numbers."""
-    module = nn.ParameterList(nn.Parameter(torch.zeros(size, device=device)) for size in (50_000, 30, 9_000))
+    module = nn.ParameterList(nn.Parameter(torch.zeros(size, device=device)) for size in SIZES[kind])
     strategy, noise = strategy_of(config, rank), torch.Generator().manual_seed(1 + rank)
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
     strategy.optimizers.append(optimizer)
@@ -240,7 +264,7 @@ def exchanged(config: DCTConfig, device: torch.device, rank: int) -> dict[str, s
         wrapped = DistributedDataParallel(Summed(module), gradient_as_bucket_view=True)
         synchronizer = make_gradient_synchronizer(strategy, wrapped, None)
         wrapped.register_comm_hook(None, synchronizer.hook)
-    for _ in range(ROUNDS):
+    for _ in range(ROUNDS[kind]):
         numbers = [torch.randn(parameter.shape, generator=noise).to(device) for parameter in module]
         if config.compress == "updates":
             synchronizer.before_step(optimizer)
@@ -294,20 +318,24 @@ class Network(nn.Module):
         return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def step_time(way: str, device: torch.device, rank: int) -> Row:
-    """A step alone, with the dense all-reduce of its gradients, or with the default exchange; two ranks at once."""
+def step_time(way: str | float, name: str, device: torch.device, rank: int) -> Row:
+    """A step alone, with the dense all-reduce of its gradients, or with an exchange after it; two ranks at once.
+
+    Ranks that exchange wait for each other, and so share the card at each moment. "In step" they do that only.
+    """
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    width, layers, vocabulary, length, sequences = NETWORK[device.type]
+    width, layers, vocabulary, length, sequences = NETWORKS[device.type][name]
     torch.manual_seed(0)
     network = Network(width, layers, vocabulary).to(device)
     batch = torch.randint(vocabulary, (sequences, length), device=device)
     trained: nn.Module = DistributedDataParallel(network) if way == "ddp" else network
-    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4)
-    strategy = strategy_of(DCTConfig(warmup_steps=0), rank)
-    strategy.optimizers.append(optimizer)
-    updates = make_update_synchronizer(strategy, network, None, exchanges_buffers=False) if way == "dct" else None
+    optimizer, updates = torch.optim.AdamW(network.parameters(), lr=1e-4, fused=device.type == "cuda"), None
+    if isinstance(way, float):
+        strategy = strategy_of(DCTConfig(warmup_steps=0, local_steps=1, density=way), rank)
+        strategy.optimizers.append(optimizer)
+        updates = make_update_synchronizer(strategy, network, None, exchanges_buffers=False)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -319,30 +347,44 @@ def step_time(way: str, device: torch.device, rank: int) -> Row:
         optimizer.step()
         if updates is not None:
             updates.after_step(optimizer)
+        if way == "no exchange, in step":
+            wait_for(device)
+            dist.barrier()
 
-    for _ in range(8):  # so that thresholds are selected, and memory is allocated
+    for _ in range(10 if device.type == "cuda" else 1):  # so that thresholds are selected, and memory is allocated
         step()
     dist.barrier()
-    seconds = timed(device, lambda: [step() for _ in range(STEPS[device.type])], times=1) / STEPS[device.type]
+    wait_for(device)
+    start = perf_counter()
+    for _ in range(STEPS[device.type]):
+        step()
+    wait_for(device)
+    seconds = (perf_counter() - start) / STEPS[device.type]
     if updates is not None:
         updates.flush()
         updates.exchange.close()
     entries = sum(parameter.numel() for parameter in network.parameters())
-    return f"{entries / 1e6:.3g}M entries, {way}", f"{1e3 * seconds:.1f} ms a step, {gigabytes(device)}"
+    said = f"dct, {way:.0%} after every step" if isinstance(way, float) else way
+    most = f", {torch.cuda.max_memory_allocated(device) / 1e9:.2f} GB at most" if device.type == "cuda" else ""
+    return f"{name}, {entries / 1e6:.3g} M entries, {said}", f"{1e3 * seconds:.1f} ms a step{most}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--only", nargs="*", default=[], help="the parts that run; all if none is named")
     parser.add_argument("--output", type=Path, default=Path("outputs/gpu.json"), help="where the JSON goes")
     given = parser.parse_args()
-    if given.device == "cuda" and not torch.cuda.is_available():
-        parser.error("there is no GPU, or this build of torch has no CUDA: `--device cpu` tries the command itself")
-    device = torch.device(given.device, 0) if given.device == "cuda" else torch.device("cpu")
-    where = torch.cuda.get_device_name(device) if given.device == "cuda" else "a CPU"
+    if DEVICE.type == "cuda" and not torch.cuda.is_available():
+        parser.error(
+            "there is no GPU, or this build of torch has no CUDA: without TESTS_ON=cuda the command tries itself"
+        )
+    device = torch.device("cuda", 0) if DEVICE.type == "cuda" else DEVICE
+    where = torch.cuda.get_device_name(device) if DEVICE.type == "cuda" else "a CPU"
     rows, failed = [("device, torch", f"{where}, {torch.__version__}")], list[str]()
     given.output.parent.mkdir(parents=True, exist_ok=True)
     for part in (exchange_profile, two_ranks, two_ranks_over_nccl, cuda_tests):
+        if given.only and part.__name__ not in given.only:
+            continue
         print(f"{part.__name__} ...", flush=True)
         start, found = perf_counter(), list[Row]()
         try:

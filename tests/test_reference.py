@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lightning_dct import DCTConfig, reference
 from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Received, plan_bucket
+from lightning_dct.compress.codec import compress, decompress
 from lightning_dct.compress.memory import Memory
-from lightning_dct.compress.on_host import compress, decompress
 from lightning_dct.config import VALUE_FORMATS
 from lightning_dct.kernels.bits import unpack_bits
 from lightning_dct.reference import Settings, State

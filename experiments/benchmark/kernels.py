@@ -22,8 +22,8 @@ import torch
 from benchmark.session import at_least
 from benchmark.tables import describe_machine, publish
 from lightning_dct.compress.bucket_plan import Bucket, Received, plan_bucket
+from lightning_dct.compress.codec import apply, compress
 from lightning_dct.compress.memory import Memory
-from lightning_dct.compress.on_host import apply, compress
 from lightning_dct.kernels import available_kernels, cpu_kernel
 from lightning_dct.kernels.bits import flags_num_bytes
 from lightning_dct.kernels.plain import Sent

@@ -111,7 +111,7 @@ def position_bits(positions: list[int], size: int, capacity: int) -> list[int]:
     return sum(planes, flags)
 
 
-# 3. One sender (compress/bucket_plan.py, compress/on_host.py, kernels/).
+# 3. One sender (compress/bucket_plan.py, compress/codec.py, kernels/).
 
 
 def target_of(tensor: Tensor, ranks: int, settings: Settings, share: float = 1.0) -> int:

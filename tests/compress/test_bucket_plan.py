@@ -90,7 +90,14 @@ def test_bounds_indices_and_layout() -> None:
     assert made.bounds == ((0, 1000), (1000, 1010), (1010, 1510))
     assert made.compressed == (0, 2)
     assert made.dense == (1,)
-    assert made.layout == PayloadLayout((1000, 10, 500), (10, 0, 10), "bf16", 4 * 10)
+    # Each compressed tensor begins at a word of flags.
+    assert made.layout == PayloadLayout((1024, 512), (10, 10), "bf16", 4 * 10)
+    assert made.first == (0, 1024)
+    words, beyond = made.beyond
+    assert [[word, f"{mask:032b}".rstrip("0")] for word, mask in zip(words, beyond, strict=True)] == [
+        [31, 24 * "1"],
+        [47, 12 * "1"],
+    ]
     assert plan([1000, 10], [0.01, 1.0], dtype=torch.bfloat16).layout.dense_bytes == 2 * 10
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Compressed, OwnedPiece
+from lightning_dct.compress.codec import compress
 from lightning_dct.compress.memory import Memory, add_pieces, pieces_extent
-from lightning_dct.compress.on_host import compress
 from lightning_dct.kernels import cpu_kernel
 
 CPU = torch.device("cpu")

@@ -220,21 +220,21 @@ def test_processes_that_disagree_end(tmp_path: Path) -> None:
 
 def refuse_corrupt_payload() -> str:
     """Rank 1's payload says that it was made for another layout."""
-    from lightning_dct.compress import on_host
-    from lightning_dct.wire.payload import pack
+    from lightning_dct.wire import payload as wire
 
     def damaged(*arguments: Any) -> Any:
-        payload = pack(*arguments)
+        payload = packed(*arguments)
         if rank() == 1:
             payload[8] ^= 1
         return payload
 
+    packed = wire.pack
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(on_host, "pack", damaged)
+        patch.setattr(wire, "pack", damaged)
         return message_of(fit, DCTStrategy(), Module(), 3)
 
 
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="payloads are made elsewhere there: `compress/test_no_waiting.py`")
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="payloads are made elsewhere there: `compress/test_contract.py`")
 def test_corrupt_payload_is_an_error_on_every_rank(ranks: Any) -> None:
     """Oracle: an error that names the sender, on all ranks alike."""
     for message in ranks(2).run(refuse_corrupt_payload):

@@ -290,18 +290,3 @@ def test_a_harmed_sum_names_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Meeting, "everyone", harmed)
     with pytest.raises(PayloadError, match="Sums from rank 1 of the process group: the payload begins with 0x0"):
         ranks.step(gradients(0, 2))
-
-
-@pytest.mark.parametrize("kernel", ["torch", "numba"])
-@EVERY_EXCHANGE
-def test_a_large_tensor_that_is_sent_dense_arrives(
-    monkeypatch: pytest.MonkeyPatch, world_size: int, exchange: str, ranks_per_node: int, kernel: str
-) -> None:
-    """An owner may have a piece of it alone, which is larger than what is read at once. Oracle: the plain mean."""
-    monkeypatch.setattr("lightning_dct.compress.adding.AT_ONCE", 1 << 10)
-    sizes = {"small": 400, "big": 20_000}
-    settings = {"density": 0.1, "density_per_parameter": {"big": 1.0}, "value_format": "fp32", "kernel": kernel}
-    ranks = EmulatedRanks(sizes, world_size, exchange, ranks_per_node, **settings)
-    local = [{name: torch.full((n,), float(rank)) for name, n in sizes.items()} for rank in range(world_size)]
-    mean = ranks.step(local, [["small", "big"]])[0]["big"]
-    assert torch.equal(mean, torch.full((20_000,), (world_size - 1) / 2))

@@ -1,5 +1,6 @@
 """Which kernel there is if numba is installed and cannot be used."""
 
+import re
 from importlib import import_module
 from typing import Any
 
@@ -43,3 +44,20 @@ def test_numba_that_cannot_be_loaded_is_not_used(monkeypatch: pytest.MonkeyPatch
     assert kernels.fastest_kernel("cpu") == "torch"
     assert str(last) in str(kernels.faster_kernel_missing("cpu"))
     kernels.fastest_kernel.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("kernel", "device_type", "message"),
+    [
+        ("auto", "mps", "Exchanges work on CPUs and NVIDIA GPUs, not on mps. Use `accelerator='cpu'`."),
+        ("auto", "xpu", "not on xpu"),
+        ("torch", "cuda", "`kernel='torch'` works on cpu, not on cuda. Use `kernel='auto'`."),
+        ("auto", "cuda", "Exchanges on a GPU need Triton"),
+    ],
+)
+def test_devices_and_kernels_that_do_not_work_are_named(
+    kernel: str, device_type: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        kernels.check_kernel(kernel, device_type)

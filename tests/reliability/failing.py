@@ -68,12 +68,12 @@ def fill_disk() -> None:
 
 def break_hook() -> None:
     """The communication hook of this rank raises an error from now on."""
-    from lightning_dct.compress import on_host
+    from lightning_dct.compress import codec
 
     def pack(*_: Any) -> Any:
         raise RuntimeError("I have had enough")
 
-    on_host.pack = pack
+    codec.pack = pack
 
 
 WAYS: dict[str, Callable[[], None]] = {

@@ -21,17 +21,16 @@ from lightning_dct.activations.codec import (
 )
 from lightning_dct.activations.split_point import ROW_FORMATS, SplitPoint
 from lightning_dct.compress.bucket_plan import BucketPlan, Received
+from lightning_dct.compress.codec import decompress
 from lightning_dct.compress.memory import Memory
-from lightning_dct.compress.on_host import decompress
 from lightning_dct.embedding.changes import Message as Changes
 from lightning_dct.embedding.changes import message_about
 from lightning_dct.embedding.collected import check_announced
 from lightning_dct.embedding.ids import RequestCode
 from lightning_dct.kernels.bits import flags_num_bytes, unpack_bits
 from lightning_dct.pipeline.borders import as_bytes, as_floats
-from lightning_dct.wire.payload import PayloadLayout, unpack
-from lightning_dct.wire.payloads_on_device import SideBySide
-from lightning_dct.wire.positions import PayloadError, PositionCode
+from lightning_dct.wire.payload import unpack
+from lightning_dct.wire.positions import PositionCode
 from lightning_dct.wire.values import BITS_PER_VALUE
 from strategies_for_hypothesis import pack_entries
 
@@ -90,7 +89,7 @@ def _gradients() -> list[Message]:
             names = tuple(f"tensor {index}" for index in range(len(sizes)))
             plan = BucketPlan(names, sizes, targets, torch.float32, value_format)
             whole = torch.randint(0, 256, (plan.layout.dense_bytes,), dtype=torch.uint8)
-            positions = _some(plan.layout.capacity, sum(sizes))
+            positions = _some(plan.layout.capacity, sum(plan.layout.tensor_sizes))
             payload, _ = pack_entries(plan.layout, positions, torch.randn(positions.numel()), whole)
 
             def decode(data: Tensor, plan: BucketPlan = plan) -> None:
@@ -99,24 +98,7 @@ def _gradients() -> list[Message]:
                 assert bool((around[:GUARD] == UNTOUCHED).all())
                 assert bool((around[-GUARD:] == UNTOUCHED).all())
 
-            def decode_on_device(data: Tensor, layout: PayloadLayout = plan.layout) -> None:
-                side = SideBySide([layout], data.device)
-                arrived = side.unpack(data.unsqueeze(0))
-                valid = [verdict.is_valid for verdict in side.verdicts(arrived.told.flatten().tolist())]
-                places = arrived.positions[0]
-                # Whether they are sound or not, they are added before anybody looks.
-                assert int(places.min()) >= 0
-                assert int(places.max()) < sum(layout.tensor_sizes)
-                try:
-                    read = unpack(layout, data)
-                except PayloadError:
-                    assert valid == [False]
-                    raise
-                assert valid == [True]
-                assert torch.equal(places[: read.positions.numel()], read.positions)
-
             found.append(Message(f"gradients, {value_format}", _bytes(payload), decode))
-            found.append(Message("gradients, as GPUs read them", _bytes(payload), decode_on_device))
     return found
 
 

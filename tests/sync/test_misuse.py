@@ -13,7 +13,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from distributed.resuming import SaveAndStop
 from distributed.training import Module, Run, assert_replicas_equal, fit, loader, perceptron, trainer_for, weights_of
 from lightning_dct import DCTConfig, DCTStrategy
-from lightning_dct.compress.adding import name_broken_sender
+from lightning_dct.compress.on_cpu import name_broken_sender
 from methods import ErrorAveraging
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from emulated_ranks import EmulatedDist, EmulatedRanks, Meeting, assert_same_bits, heavy_tailed
-from lightning_dct.compress.bucket_plan import plan_bucket
+from lightning_dct.compress.bucket_plan import WORD, plan_bucket
 from lightning_dct.wire.payload import Unpacked, unpack
 from lightning_dct.wire.positions import PayloadError
 from strategies_for_hypothesis import FORMATS, examples
@@ -40,9 +40,12 @@ def sent_by_name(ranks: EmulatedRanks, buckets: list[list[str]], dtype: torch.dt
     everyone: Gradients = [{} for _ in range(ranks.world_size)]
     for number, names in enumerate(buckets):
         for rank, one in enumerate(sent(ranks, names, number, dtype)):
-            dense = torch.zeros(sum(ranks.sizes[name] for name in names))
+            sizes = [ranks.sizes[name] for name in names]
+            room = [size + -size % WORD for size in sizes]  # each tensor begins at a word of flags
+            dense = torch.zeros(sum(room))
             dense[one.positions] = one.values
-            everyone[rank].update(zip(names, dense.split([ranks.sizes[name] for name in names]), strict=True))
+            parts = (part[:size] for part, size in zip(dense.split(room), sizes, strict=True))
+            everyone[rank].update(zip(names, parts, strict=True))
     return everyone
 
 

@@ -58,7 +58,11 @@ def test_size_follows_from_the_layout_alone(filled: Filled) -> None:
     }
     scale_bytes = 4 * len(layout.tensor_sizes) if layout.value_format in ("2bit", "1bit") else 0
     position_bytes = layout.position_code.num_bytes
-    assert layout.part_sizes == (12, scale_bytes, position_bytes, value_bytes[layout.value_format], whole.numel())
+    exact = 12, scale_bytes, position_bytes, value_bytes[layout.value_format], whole.numel()
+    assert all(0 <= size - least < 8 for size, least in zip(layout.part_sizes, exact, strict=True))
+    starts = [sum(layout.part_sizes[:part]) for part in range(6)]
+    assert [start % 4 for start in starts] == [0] * 6
+    assert [start % 8 for start in starts[4:]] == [0, 0]
     assert payload.dtype == torch.uint8
     assert payload.is_contiguous()
     assert payload.numel() == layout.num_bytes == sum(layout.part_sizes)
@@ -68,7 +72,7 @@ def test_size_follows_from_the_layout_alone(filled: Filled) -> None:
 def test_header_byte_by_byte(value_format: str, code: int) -> None:
     layout = replace(LAYOUT, value_format=value_format)
     header = example_payload(layout)[:12].tolist()
-    assert header[:4] == [0xDC, 2, code, 0]
+    assert header[:4] == [0xDC, 3, code, 0]
     assert header[4:8] == [4, 0, 0, 0]
     numbers = (layout.tensor_sizes, layout.capacities, layout.value_format, layout.dense_bytes)
     assert header[8:] == list(zlib.crc32(repr(numbers).encode()).to_bytes(4, "little"))
@@ -79,22 +83,17 @@ def test_parts_lie_where_the_table_says(value_format: str) -> None:
     layout = replace(LAYOUT, value_format=value_format)
     positions, values = torch.tensor([0, 7, 23, 52]), torch.tensor([1.0, -2.0, 3.0, -4.0])
     data, scales = encode_values(values, torch.tensor([0, 0, 2, 2]), 3, value_format)
-    room = layout.part_sizes[3]
-    expected = [
-        *scales.view(torch.uint8).tolist(),
-        *layout.position_code.encode(positions).tolist(),
-        *data.tolist(),
-        *[0] * (room - data.numel()),
-        *range(12),
-    ]
-    assert example_payload(layout)[12:].tolist() == expected
+    parts = scales.view(torch.uint8), layout.position_code.encode(positions), data, torch.arange(12)
+    cuts = example_payload(layout)[12:].split(layout.part_sizes[1:])
+    for cut, part in zip(cuts, parts, strict=True):
+        assert cut.tolist() == part.tolist() + [0] * (len(cut) - len(part))
 
 
 @pytest.mark.parametrize(
     ("offset", "value", "message"),
     [
         (0, 0, "begins with 0x0 where 0xdc was expected"),
-        (1, 9, "layout version 9, this rank reads 2: install the same lightning_dct"),
+        (1, 9, "layout version 9, this rank reads 3: install the same lightning_dct"),
         (2, 3, "code 3, this rank's `value_format` has code 1: use the same settings"),
         (3, 1, "fourth byte is 0x1"),
         (4, 11, "claims 11 entries, its layout holds at most 10"),

@@ -25,6 +25,11 @@ def must_not_wait(device: torch.device) -> bool:
     return device.type in WITHOUT_WAITING
 
 
+def to_device(numbers: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on a device, without waiting for what the device does."""
+    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
+
+
 class _Copy(NamedTuple):
     """A copy on the host of the numbers of several requests; ``arrived`` is None on devices without events."""
 

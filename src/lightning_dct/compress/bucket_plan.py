@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, chain, pairwise
-from typing import Any, NamedTuple, TypeVar
+from itertools import accumulate, chain
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_dct.compress.awaited import to_device
 from lightning_dct.compress.threshold import entries_at
 from lightning_dct.config import DCTConfig
 from lightning_dct.wire.payload import PayloadLayout
 from lightning_dct.wire.values import BITS_PER_VALUE
 
-# Entries that a device marks at once, which takes it some 24 bytes each. A larger tensor is sent in pieces.
-MOST_AT_ONCE = 1 << 24
+# The flags of each tensor begin at a word of so many, which a GPU writes at once.
+WORD = 32
 
 
 class OwnedPiece(NamedTuple):
@@ -53,8 +56,7 @@ class BucketPlan:
         value_format: How sent entries are written.
         starts: First entry of each in the flattened bucket, ascending in each payload; None if there are no gaps.
             Positions in a payload do not count gaps.
-        parts: The plans of several payloads that this one joins; empty for a plan of one payload.
-        whose: The sender of each part, counted within a row of payloads.
+        parts: The plans of several payloads that this one joins, of one rank each; empty for a plan of one payload.
     """
 
     names: tuple[str, ...]
@@ -64,55 +66,26 @@ class BucketPlan:
     value_format: str
     starts: tuple[int, ...] | None = None
     parts: tuple[BucketPlan, ...] = ()
-    whose: tuple[int, ...] = ()
 
     @staticmethod
-    def joined(plans: Sequence[BucketPlan], of_one: bool = False) -> BucketPlan:
-        """The plan of several payloads of one bucket, one after the other, ``of_one`` rank or of one rank each."""
-        parts = [part for plan in plans for part in plan.parts or (plan,)]
-        whose = tuple(0 if of_one else rank for rank, plan in enumerate(plans) for _ in plan.parts or (plan,))
+    def joined(parts: Sequence[BucketPlan]) -> BucketPlan:
+        """The plan of several payloads of one bucket, one after the other."""
         names, sizes, targets = (
             tuple(chain.from_iterable(getattr(part, field) for part in parts))
             for field in ("names", "sizes", "targets")
         )
         starts = tuple(start for part in parts for start, _ in part.bounds)
-        return replace(
-            parts[0], names=names, sizes=sizes, targets=targets, starts=starts, parts=tuple(parts), whose=whose
-        )
-
-    def by_part(self, change: Callable[[BucketPlan], BucketPlan]) -> BucketPlan:
-        """This plan after a change, or that of the same parts after it, all of one rank."""
-        return BucketPlan.joined([change(part) for part in self.parts], of_one=True) if self.parts else change(self)
-
-    @cached_property
-    def in_pieces(self) -> BucketPlan:
-        """The same, or the pieces of a large tensor, a payload for each. A piece is sent like a tensor."""
-        if len(self.sizes) != 1 or self.sizes[0] <= MOST_AT_ONCE or self.is_dense or self.parts:
-            return self
-        ((name,), (size,), (target,)), ((begin, _),) = (self.names, self.sizes, self.targets), self.bounds
-        pieces = [
-            replace(
-                self,
-                names=(label,),
-                sizes=(stop - start,),
-                targets=(share_of(target, stop - start, size),),
-                starts=(begin + start,),
-            )
-            for label, start, stop in cut_evenly(name, size)
-        ]
-        return BucketPlan.joined(pieces, of_one=True)
-
-    @cached_property
-    def groups(self) -> tuple[BucketPlan, ...]:
-        """Itself, or what a device handles one after the other: as many parts as have few enough entries together."""
-        if sum(self.sizes) <= MOST_AT_ONCE or len(self.parts) < 2:
-            return (self,)
-        return tuple(BucketPlan.joined(group) for group in few_at_once(self.parts, lambda part: sum(part.sizes)))
+        return replace(parts[0], names=names, sizes=sizes, targets=targets, starts=starts, parts=tuple(parts))
 
     @cached_property
     def num_bytes(self) -> int:
         """Bytes of the payload, or of those of all parts."""
         return sum(part.layout.num_bytes for part in self.parts or (self,))
+
+    def divide(self, payloads: Tensor) -> list[tuple[BucketPlan, Tensor]]:
+        """The plan of each part, and its columns of payloads (uint8, ``[..., bytes]``)."""
+        parts = self.parts or (self,)
+        return [*zip(parts, payloads.split([part.layout.num_bytes for part in parts], dim=-1), strict=True)]
 
     @cached_property
     def is_dense(self) -> bool:
@@ -122,8 +95,8 @@ class BucketPlan:
     @cached_property
     def bounds(self) -> tuple[tuple[int, int], ...]:
         """``(start, stop)`` of each tensor in the flattened bucket."""
-        starts = self.starts_in_payload if self.starts is None else self.starts
-        return tuple((start, start + size) for start, size in zip(starts, self.sizes, strict=True))
+        starts = accumulate(self.sizes[:-1], initial=0) if self.starts is None else self.starts
+        return tuple((start, start + size) for start, size in zip(starts, self.sizes, strict=False))
 
     @cached_property
     def compressed(self) -> tuple[int, ...]:
@@ -136,20 +109,40 @@ class BucketPlan:
         return tuple(index for index, target in enumerate(self.targets) if not target)
 
     @cached_property
-    def on_devices(self) -> dict[torch.device, Any]:
-        """The constants of this plan that :mod:`~lightning_dct.compress.on_device` has copied to devices."""
+    def tables(self) -> dict[torch.device, Any]:
+        """This plan in the memory of GPUs, where :mod:`~lightning_dct.compress.on_gpu` has put it."""
         return {}
 
     @cached_property
     def layout(self) -> PayloadLayout:
         """The payload's layout, for a plan without parts."""
         dense_bytes = self.dtype.itemsize * sum(self.sizes[index] for index in self.dense)
-        return PayloadLayout(self.sizes, self.targets, self.value_format, dense_bytes)
+        sizes = tuple(-(-self.sizes[index] // WORD) * WORD for index in self.compressed)
+        return PayloadLayout(sizes, tuple(filter(None, self.targets)), self.value_format, dense_bytes)
 
     @cached_property
-    def starts_in_payload(self) -> tuple[int, ...]:
-        """The first index of each tensor in a payload."""
-        return (0, *accumulate(self.sizes[:-1]))[: len(self.sizes)]
+    def first(self) -> tuple[int, ...]:
+        """The number of the first flag of each compressed tensor in the payload."""
+        return (0, *accumulate(self.layout.tensor_sizes))[:-1]
+
+    @cached_property
+    def beyond(self) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
+        """The words of flags that are in part beyond the end of their tensor, and which of their flags are."""
+        sizes = [self.sizes[index] for index in self.compressed]
+        edges = [(start + size, size % WORD) for start, size in zip(self.first, sizes, strict=True)]
+        ends = np.array([edge for edge in edges if edge[1]], np.int64).reshape(-1, 2)
+        return ends[:, 0] // WORD, (0xFFFFFFFF << ends[:, 1] & 0xFFFFFFFF).astype(np.uint32)
+
+    @cached_property
+    def _of_tensors(self) -> dict[tuple[int, ...], tuple[tuple[str, ...], tuple[int, ...]]]:
+        return {}
+
+    def of_tensors(self, indices: tuple[int, ...]) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """Names and targets of some tensors; kept, because every step needs the same."""
+        if indices not in self._of_tensors:
+            names, targets = tuple(self.names[i] for i in indices), tuple(self.targets[i] for i in indices)
+            self._of_tensors[indices] = names, targets
+        return self._of_tensors[indices]
 
     @cached_property
     def residual_dtype(self) -> torch.dtype:
@@ -157,33 +150,9 @@ class BucketPlan:
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
 
-Item = TypeVar("Item")
-
-
-def cut_evenly(name: str, size: int, pieces: int = 1) -> list[tuple[str, int, int]]:
-    """Label, first entry and end of each of ``pieces`` of a tensor, or of more that are small enough to be handled."""
-    count = max(pieces, -(-size // MOST_AT_ONCE), 1)
-    edges = [size * number // count for number in range(count + 1)]
-    return [(name if count == 1 else f"{name}[{start}:{stop}]", start, stop) for start, stop in pairwise(edges)]
-
-
 def share_of(target: int, entries: int, size: int) -> int:
     """The part of a tensor's target for a piece of it, rounded up. With FSDP a rank's shard may be empty."""
     return -(-target * entries // max(size, 1))
-
-
-def few_at_once(items: Sequence[Item], entries_of: Callable[[Item], int]) -> list[list[Item]]:
-    """Items in their order, in lists of one or of so many that they have at most ``MOST_AT_ONCE`` entries together."""
-    lists: list[list[Item]] = [[]]
-    filled = 0
-    for item in items:
-        entries = entries_of(item)
-        if lists[-1] and filled + entries > MOST_AT_ONCE:
-            lists.append([])
-            filled = 0
-        lists[-1].append(item)
-        filled += entries
-    return lists
 
 
 def plan_bucket(
@@ -256,23 +225,27 @@ class Bucket:
         self.news, self.bases, self.scale, self.others_keep = news, bases, scale, others_keep
         self.starts = [0, *accumulate(map(Tensor.numel, bases))]
 
+    def place(self, entry: int) -> tuple[int, int]:
+        """The number of the tensor that has an entry, and the entry's number there."""
+        index = min(bisect_right(self.starts, entry), len(self.bases)) - 1
+        return index, entry - self.starts[index]
+
     def parts(self, bounds: Sequence[tuple[int, int]]) -> tuple[list[Tensor], list[Tensor]]:
         """The views of ``news`` (none if there are none) and of ``bases`` within bounds, each of which lies in one."""
         found: tuple[list[Tensor], list[Tensor]] = [], []
         for start, stop in bounds:
-            index = min(bisect_right(self.starts, start), len(self.bases)) - 1
-            begin = self.starts[index]
+            index, first = self.place(start)
             for tensors, views in zip((self.news, self.bases), found, strict=True):
                 if tensors:
-                    whole = tensors[index]
-                    views.append(whole if stop - start == whole.numel() else whole[start - begin : stop - begin])
+                    whole, size = tensors[index], stop - start
+                    views.append(whole if size == whole.numel() else whole[first : first + size])
         return found
 
     def entries(self, bounds: tuple[int, int], indices: Tensor | None) -> Tensor:
         """``a`` within bounds, or some of its entries."""
         (new,), (base,) = self.parts([bounds])
         if indices is not None:
-            indices = indices.to(base.device)
+            indices = to_device(indices, base.device)
             new, base = new[indices], base[indices]
         return new - base if self.scale is None else (new.to(base.dtype) * self.scale).add_(base)
 
@@ -281,8 +254,8 @@ class Compressed(NamedTuple):
     """What is sent of a bucket.
 
     Attributes:
-        payload: Shape ``[plan.layout.num_bytes]``, uint8; for a plan with parts, their payloads one after the other.
-        num_entries: Compressed entries in the payload; for a GPU a tensor on it, those of each part.
+        payload: Shape ``[plan.num_bytes]``, uint8; for a plan with parts, their payloads one after the other.
+        num_entries: Compressed entries in the payload; for a GPU a tensor on it, int64, those of each part.
         num_dense: Entries of the tensors sent dense.
     """
 
@@ -292,7 +265,7 @@ class Compressed(NamedTuple):
 
 
 class SentPayload(NamedTuple):
-    """A payload, how it was sent, and whose it is; all of a bucket have the same tensors."""
+    """A payload, how it was sent, and whose it is; all of a bucket have the same compressed tensors."""
 
     payload: Tensor
     plan: BucketPlan
@@ -303,13 +276,14 @@ class Received(NamedTuple):
     """What an exchange has brought of a bucket.
 
     Attributes:
-        payloads: Shape ``[senders, bytes]``, uint8. For a plan with parts a row holds one payload for each part, and
-            each payload is from another sender, counted through all rows.
+        payloads: Shape ``[rows, bytes]``, uint8. For a plan with parts a row holds one payload for each part, and each
+            payload is from another sender, counted through all rows.
         plan: How each tensor was sent.
         factor: Weight of each sender: one over the world size, times the loss scale of mixed-precision training.
         own: What this rank has sent itself: the number of its row, or a payload that is not among them, of which counts
-            what is in the sums; None if it has sent nothing, or nobody asks.
+            what is in the sums; None if it has sent nothing, or it does not matter.
         what: What was sent, for error messages; None for the usual.
+        tag: That of the payloads; see :func:`~lightning_dct.wire.payload.tag_of`.
     """
 
     payloads: Tensor
@@ -317,6 +291,7 @@ class Received(NamedTuple):
     factor: float
     own: int | SentPayload | None
     what: str | None = None
+    tag: int = 0
 
 
 def real_numel(tensor: Tensor) -> int:

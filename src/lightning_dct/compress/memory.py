@@ -79,7 +79,7 @@ class Memory:
         what: What is exchanged, for messages.
         of_updates: Whether updates are exchanged. Then ranks keep what the owner of its sum does not send on.
         lengthening: The most that a mean is lengthened by; see :func:`~lightning_dct.kernels.weights_by_senders`.
-        tag: Marks payloads that are sent now: see :func:`~lightning_dct.compress.on_host.mark`.
+        tag: Marks payloads that are sent now: see :func:`~lightning_dct.compress.codec.compress`.
         gradient_scale: Factor on the gradients that undoes the loss scale.
         selected: Whether the current synchronisation has selected any threshold.
         awaited: Numbers that GPUs have not delivered yet.

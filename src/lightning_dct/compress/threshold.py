@@ -11,12 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_dct.compress.awaited import must_not_wait
 from lightning_dct.kernels.bits import nonzero_indices
 
 # The guard's exponent is this times the square root of the density. Error feedback makes entries crowd below the
@@ -56,9 +57,16 @@ def sample_of(size: int, target: int) -> Tensor | None:
     return numbers * stretch + ((numbers * 0x9E3779B1 & 0xFFFFFFFF) >> 16) % stretch
 
 
-def threshold_from(sampled: Tensor, size: int, target: int) -> float:
-    """The magnitude that about ``target`` of ``size`` entries reach, from all of them or from those of a sample."""
-    return kth_magnitude(sampled, max(1, math.ceil(target * sampled.numel() / size)))
+def threshold_from(sampled: Tensor, size: int, target: int) -> float | Tensor:
+    """The magnitude that about ``target`` of ``size`` entries reach, from all of them or from those of a sample.
+
+    On a GPU it is a tensor of shape ``[]``, so that the host does not wait.
+    """
+    k = max(1, math.ceil(target * sampled.numel() / size))
+    if must_not_wait(sampled.device):
+        magnitudes = sampled.abs().nan_to_num_(nan=0.0, posinf=0.0)
+        return magnitudes.kthvalue(magnitudes.numel() - k + 1).values.clamp(SMALLEST_THRESHOLD)
+    return kth_magnitude(sampled, k)
 
 
 def kth_magnitude(values: Tensor, k: int) -> float:
@@ -138,36 +146,12 @@ def limit_of(reached: Tensor, size: int, target: int) -> float:
     return kth_magnitude(reached[torch.arange(wanted) * count // wanted], -(-wanted * target // count))
 
 
-class Aims(NamedTuple):
-    """What the guard knows of some tensors beforehand: shape ``[n]``, fp64 on a device."""
-
-    exponents: Tensor
-    aims: Tensor  # entries
-    most: Tensor  # entries from which on one step would be too small
-
-    @staticmethod
-    def of(targets: Sequence[int], sizes: Sequence[int], device: torch.device) -> Aims:
-        """Those of tensors with these targets and sizes."""
-        target, size = (torch.tensor(numbers, dtype=torch.float64) for numbers in (targets, sizes))
-        constants = GUARD_GAIN * (target / size).sqrt(), GUARD_AIM * target, GUARD_RESELECT * target
-        return Aims(*(numbers.to(device) for numbers in constants))
-
-
-class Reached(NamedTuple):
-    """What has reached the thresholds of some tensors: shape ``[n]`` on a device."""
-
-    thresholds: Tensor  # fp64, positive
-    limits: Tensor  # floating point: see :func:`limit_of`
-    counts: Tensor  # int64: entries that have reached the threshold
-    whole: Tensor  # bool: whether all entries are finite; if not, a threshold stays as it is
-
-
 class Thresholds:
     """One rank's thresholds, by parameter name or by label of a piece.
 
     A threshold is valid only for the target (number of entries) it was selected for. When the density changes, the
-    threshold counts as missing. On a GPU thresholds are fp64 scalars, because reading a number waits for the GPU, and
-    the guard moves those of all buckets together, when the first of them is next needed.
+    threshold counts as missing. Those of a bucket on a GPU are one tensor on it, because reading a number waits for the
+    GPU; :mod:`~lightning_dct.compress.on_gpu` moves them.
 
     Attributes:
         targets: The target of each threshold.
@@ -176,79 +160,63 @@ class Thresholds:
     def __init__(self) -> None:
         self.targets: dict[str, int] = {}
         self._values: dict[str, float | Tensor] = {}
-        self._stacked: dict[tuple[str, ...], Tensor] = {}
-        self._to_follow: dict[tuple[str, ...], tuple[Reached, Aims]] = {}
+        # By the names of a bucket's tensors; with their targets. They hold instead of `_values`.
+        self._on_device: dict[tuple[str, ...], tuple[tuple[int, ...], Tensor]] = {}
+
+    def missing(self, names: tuple[str, ...], targets: tuple[int, ...]) -> list[int]:
+        """Which of some names, by their numbers, have no threshold for their target."""
+        if names in self._on_device and self._on_device[names][0] == targets:
+            return []
+        return [
+            i for i, (name, target) in enumerate(zip(names, targets, strict=True)) if self.targets.get(name) != target
+        ]
 
     def get(self, name: str, target: int) -> float | None:
         """The threshold for this target, or None."""
-        if self._to_follow:
-            self._follow()
+        self._take_back([name])
         return float(self._values[name]) if self.targets.get(name) == target else None
 
-    def set(self, name: str, target: int, threshold: float) -> None:
-        """Store a threshold and its target."""
-        if self._to_follow:
-            self._follow()
+    def set(self, name: str, target: int, threshold: float | Tensor) -> None:
+        """Store a threshold (one on a GPU as a tensor of shape ``[]``) and its target."""
+        self._take_back([name])
         self._values[name], self.targets[name] = threshold, target
-        if self._stacked:
-            self._stacked = {names: stacked for names, stacked in self._stacked.items() if name not in names}
 
     def on_device(self, names: tuple[str, ...], device: torch.device) -> Tensor:
-        """Some thresholds, without waiting: shape ``[len(names)]``, fp64, read-only."""
-        if any(not set(names).isdisjoint(pending) for pending in self._to_follow):
-            self._follow()
-        if names not in self._stacked:
-            values = [self._values[name] for name in names]
+        """Some thresholds, none of which is missing, without waiting: shape ``[len(names)]``, fp64, read-only."""
+        if names not in self._on_device:
+            self._take_back(names)
             # `full` passes the number as a kernel argument; a copy from host memory would wait.
             scalars = [
-                v.to(device) if isinstance(v, Tensor) else torch.full((), v, dtype=torch.float64, device=device)
-                for v in values
+                value.to(device, torch.float64)
+                if isinstance(value, Tensor)
+                else torch.full((), value, dtype=torch.float64, device=device)
+                for value in map(self._values.__getitem__, names)
             ]
-            empty = torch.empty(0, dtype=torch.float64, device=device)
-            self.replace(names, torch.stack(scalars) if scalars else empty)
-        return self._stacked[names]
-
-    def follow(self, names: tuple[str, ...], reached: Reached, aims: Aims) -> None:
-        """Have the guard move some thresholds before they are next needed."""
-        self._to_follow[names] = reached, aims
-
-    def _follow(self) -> None:
-        """The guard for many thresholds, as :func:`nudge` is for one, without waiting for a GPU."""
-        pending, self._to_follow = self._to_follow, {}
-        for device in {reached.counts.device for reached, _ in pending.values()}:
-            some = {names: both for names, both in pending.items() if both[0].counts.device == device}
-            (thresholds, limits, counts, whole), (exponents, aims, most) = (
-                [torch.cat(columns) if len(some) > 1 else columns[0] for columns in zip(*parts, strict=True)]
-                for parts in zip(*some.values(), strict=True)
-            )
-            counts = counts.to(torch.float64)
-            factors = ((counts + 0.5) / (aims + 0.5)) ** exponents
-            nudged = factors.clamp_(1 / GUARD_LARGEST_FACTOR, GUARD_LARGEST_FACTOR).mul_(thresholds)
-            followed = torch.where(counts > most, limits.to(torch.float64), nudged).clamp_(SMALLEST_THRESHOLD)
-            followed = torch.where(whole, followed, thresholds)
-            for names, part in zip(some, followed.split([len(names) for names in some]), strict=True):
-                self.replace(names, part)
+            self._on_device[names] = tuple(map(self.targets.__getitem__, names)), torch.stack(scalars)
+        return self._on_device[names][1]
 
     def replace(self, names: tuple[str, ...], thresholds: Tensor) -> None:
-        """Set some thresholds, shape ``[len(names)]``, fp64, and keep their targets."""
-        if names not in self._stacked:
-            moved = set(names)
-            self._stacked = {old: stacked for old, stacked in self._stacked.items() if not moved.intersection(old)}
-        self._stacked[names] = thresholds
-        self._values.update(zip(names, thresholds.unbind(), strict=True))
+        """Take others for those that :meth:`on_device` gave."""
+        self._on_device[names] = self._on_device[names][0], thresholds
+
+    def _take_back(self, names: Sequence[str]) -> None:
+        """Have no bucket on a GPU with any of these thresholds any more."""
+        if self._on_device:
+            some = set(names)
+            for bucket in [bucket for bucket in self._on_device if not some.isdisjoint(bucket)]:
+                self._values |= zip(bucket, self._on_device.pop(bucket)[1].unbind(), strict=True)
 
     def forget(self) -> None:
         """Delete all thresholds."""
-        self._values, self.targets, self._stacked, self._to_follow = {}, {}, {}, {}
+        self._values, self.targets, self._on_device = {}, {}, {}
 
     def forget_those_of(self, parameters: Collection[str]) -> None:
         """Delete the thresholds of some parameters, of their pieces and of the pieces' sums."""
-        self._follow()
         for label in list(self.targets):
             whole = label.removeprefix("sum of ")
             if whole in parameters or whole.rpartition("[")[0] in parameters:
+                self._take_back([label])
                 del self.targets[label], self._values[label]
-        self._stacked = {}
 
     def values(self) -> list[float]:
         """All thresholds, in no particular order. This waits for a GPU."""
@@ -256,14 +224,15 @@ class Thresholds:
 
     def by_label(self) -> dict[str, float]:
         """All thresholds by label: a parameter, or a piece of one. This waits for a GPU."""
-        self._follow()
-        return {name: float(value) for name, value in self._values.items()}
+        found = {name: float(value) for name, value in self._values.items()}
+        for names, (_, values) in self._on_device.items():
+            found |= zip(names, values.tolist(), strict=True)
+        return {name: found[name] for name in self.targets}
 
     def take_over(self, other: Thresholds) -> None:
         """Copy another object's thresholds without waiting for a GPU."""
-        other._follow()
-        self._values, self.targets, self._stacked = dict(other._values), dict(other.targets), dict(other._stacked)
-        self._to_follow = {}
+        self._values, self.targets = dict(other._values), dict(other.targets)
+        self._on_device = dict(other._on_device)
 
     def state_dict(self) -> dict[str, Any]:
         """Thresholds and targets as plain numbers."""

@@ -87,7 +87,7 @@ def compressed_step(exchange: str, config: DCTConfig, workload: Workload, layout
                 if config.compress == "updates":
                     sent[rank] += _ring(all_reduce_bytes(TAG_BYTES, world_size), layout)
             elif exchange == "all_gather":
-                sent[rank] += _ring(all_gather_bytes(plan.in_pieces.num_bytes, world_size), layout)
+                sent[rank] += _ring(all_gather_bytes(plan.num_bytes, world_size), layout)
                 residuals[rank] += _residual_bytes(plan)
             elif exchange == "sharded":
                 sent[rank] += to_owners[rank]

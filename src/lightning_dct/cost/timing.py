@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dct.compress.bucket_plan import Bucket, Received, plan_bucket
+from lightning_dct.compress.codec import compress, decompress
 from lightning_dct.compress.memory import Memory
-from lightning_dct.compress.on_host import compress, decompress
 from lightning_dct.config import DCTConfig
 from lightning_dct.kernels import fastest_kernel
 from lightning_dct.sync.shared_weights import SharedWeights

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Received
-from lightning_dct.compress.on_host import apply, compress, decompress_own
+from lightning_dct.compress.codec import apply, compress, decompress_own
 from lightning_dct.elastic.present import PresentRanks
 from lightning_dct.sync.buffers import PresentBuffers
 from lightning_dct.sync.rounds import Rounds

@@ -15,14 +15,21 @@ from torch.futures import Future
 from lightning_dct.compress.awaited import must_not_wait
 from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Compressed, OwnedPiece, Received
 from lightning_dct.compress.memory import Memory
-from lightning_dct.exchange.collectives import Link, Segments, all_reduce_max, all_reduce_mean, all_reduce_mean_sparse
+from lightning_dct.exchange.collectives import (
+    Link,
+    Segments,
+    Travel,
+    all_reduce_max,
+    all_reduce_mean,
+    all_reduce_mean_sparse,
+)
 from lightning_dct.traffic import Traffic
 from lightning_dct.wire.payload import BE_ALIKE
 from lightning_dct.wire.positions import PayloadError
 
 # The exchange of one bucket. It starts a collective and yields its work, the caller waits for that and resumes it, and
 # so on. It returns what has been received: payloads, or of a bucket that is not compressed the mean.
-Flow = Generator[dist.Work | Segments, None, Received | Tensor]
+Flow = Generator[dist.Work | Segments | Travel, None, Received | Tensor]
 
 
 class Exchange(ABC):

@@ -1,7 +1,10 @@
 """The collectives: the only place where this rank sends bytes, and where they are counted."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import cached_property
+from threading import Thread
 
 import torch
 import torch.distributed as dist
@@ -12,6 +15,11 @@ from lightning_dct.traffic import Traffic, all_gather_bytes, all_reduce_bytes, b
 # Bytes that gloo sends at a time. On a link of 100 Mbit/s a payload of 700 kB took 60 to 115 ms as a whole, and 60 like
 # this. Smaller segments cost more calls.
 SEGMENT = 1 << 17
+
+
+# Tags of a user's own messages are usually small.
+FIRST_TAG, TAGS = 1 << 30, 1 << 29
+_streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 @dataclass(frozen=True)
@@ -28,6 +36,15 @@ class Link:
     group: dist.ProcessGroup
     traffic: Traffic
     ranks_per_node: int = 1
+
+    @cached_property
+    def host_memory(self) -> "HostMemory":
+        """The way of a GPU's payloads over gloo."""
+        return HostMemory(self.group)
+
+    def is_by_host(self, payload: Tensor) -> bool:
+        """Whether a payload goes through host memory."""
+        return payload.is_cuda and dist.get_backend(self.group) == "gloo"
 
     @property
     def size(self) -> int:
@@ -49,6 +66,120 @@ class Link:
         self.traffic.add(bytes_dense=bytes_between_nodes(num_bytes, self.size, self.ranks_per_node))
 
 
+class HostMemory:
+    """The way of a GPU's payloads over gloo: through pinned memory of the host, between neighbours of a ring.
+
+    gloo's own collectives on tensors of a GPU copy each payload several times, in memory that is new each time. Here a
+    stream beside the current one copies the payload to the host, a thread waits for that in the host's place, and sends
+    from the very memory. So a bucket's copy, its travel, and what GPU and host do next all overlap.
+
+        rank r          row r -> pinned memory
+        W - 1 times     row (r - step) -> rank r + 1,  row (r - step - 1) <- rank r - 1
+        rank r          all other rows -> GPU
+
+    All ranks start the same in the same order. Tags tell the messages apart from each other and from collectives.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self._started = group, 0
+        self._ranks = dist.get_process_group_ranks(group)
+
+    def all_gather(self, payload: Tensor) -> tuple["Travel", Tensor]:
+        """Start sending a payload (uint8, ``[size]``) to all ranks; what to wait for, and all payloads by rank."""
+        ranks, rank = len(self._ranks), self._group.rank()
+        gathered = payload.new_empty(ranks, payload.numel())
+        host = _room(gathered.shape, payload.device)
+        copied = _copy_beside(payload, host[rank])
+        gathered[rank].copy_(payload)
+        next_rank, last_rank = self._ranks[(rank + 1) % ranks], self._ranks[rank - 1]
+        tag = self._tags(ranks)
+
+        def travel() -> None:
+            copied()
+            for step in range(ranks - 1):
+                sent, received = host[(rank - step) % ranks], host[(rank - step - 1) % ranks]
+                self._swap([(sent, next_rank)], [(received, last_rank)], tag + step)
+
+        def arrive() -> None:
+            for rows in (slice(0, rank), slice(rank + 1, ranks)):
+                gathered[rows].copy_(host[rows], non_blocking=True)
+
+        return Travel(travel, arrive, payload), gathered
+
+    def all_to_all(self, payloads: Tensor, sizes: list[int], expected: list[int]) -> tuple["Travel", Tensor]:
+        """Start sending each rank its own of payloads, one after the other; what to wait for, and what arrives."""
+        rank, received = self._group.rank(), payloads.new_empty(sum(expected))
+        outgoing, incoming = (_room((sum(n),), payloads.device) for n in (sizes, expected))
+        copied, tag = _copy_beside(payloads, outgoing), self._tags(1)
+        pairs = (
+            [*zip(memory.split(n), self._ranks, strict=True)] for memory, n in ((outgoing, sizes), (incoming, expected))
+        )
+        sent, arriving = ([pair for pair in some if pair[0].numel()] for some in pairs)
+        own = self._ranks[rank]
+
+        def travel() -> None:
+            copied()
+            to_others, from_others = ([pair for pair in some if pair[1] != own] for some in (sent, arriving))
+            self._swap(to_others, from_others, tag)
+
+        def arrive() -> None:
+            received.copy_(incoming, non_blocking=True)
+            received.split(expected)[rank].copy_(payloads.split(sizes)[rank])
+
+        return Travel(travel, arrive, payloads), received
+
+    def _tags(self, count: int) -> int:
+        self._started += count
+        return FIRST_TAG + (self._started - count) % TAGS
+
+    def _swap(self, sent: list[tuple[Tensor, int]], received: list[tuple[Tensor, int]], tag: int) -> None:
+        works = [dist.irecv(memory, source, self._group, tag) for memory, source in received]
+        works += [dist.isend(memory, target, self._group, tag) for memory, target in sent]
+        for work in works:
+            work.wait()  # type: ignore[union-attr]
+
+
+class Travel:
+    """A payload on its way."""
+
+    def __init__(self, travel: Callable[[], None], arrive: Callable[[], None], payload: Tensor) -> None:
+        self._arrive, self._payload = arrive, payload  # which the stream beside reads
+        self._done: Future[None] = Future()
+        # Not joined at the end of the process: a rank may be gone for which it waits.
+        Thread(target=self._run, args=(travel,), daemon=True, name="dct-wire").start()
+
+    def _run(self, travel: Callable[[], None]) -> None:
+        try:
+            travel()
+            self._done.set_result(None)
+        except BaseException as error:
+            self._done.set_exception(error)
+
+    def wait(self) -> None:
+        """Wait until everything is on this host, and start copying it to the GPU."""
+        self._done.result()
+        self._arrive()
+
+
+def _room(shape: Sequence[int], device: torch.device) -> Tensor:
+    return torch.empty(shape, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+
+def _copy_beside(payload: Tensor, memory: Tensor) -> Callable[[], None]:
+    """Start copying to host memory on a stream beside the current one; what is returned waits for the end."""
+    device = payload.device
+    if device.type != "cuda":
+        memory.copy_(payload)
+        return lambda: None
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)
+    beside = _streams[device]
+    beside.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(beside):
+        memory.copy_(payload, non_blocking=True)
+        return beside.record_event().synchronize
+
+
 class Segments:
     """The collectives of a payload that travels in parts."""
 
@@ -61,12 +192,14 @@ class Segments:
             work.wait()
 
 
-def all_gather_payload(payload: Tensor, link: Link) -> tuple[dist.Work | Segments, Tensor]:
+def all_gather_payload(payload: Tensor, link: Link) -> tuple[dist.Work | Segments | Travel, Tensor]:
     """Start sending a payload (uint8, ``[size]``, the same size on every rank) to all ranks.
 
     Return the work to wait for, and the payloads by rank: shape ``[ranks, size]``, uint8.
     """
     link.count(all_gather_bytes(payload.numel(), link.size))
+    if link.is_by_host(payload):
+        return link.host_memory.all_gather(payload)
     gathered = payload.new_empty(link.size, payload.numel())
     if payload.is_cuda or payload.numel() <= SEGMENT:
         # Older versions of torch have only the second name, and newer ones deprecate it.
@@ -79,18 +212,22 @@ def all_gather_payload(payload: Tensor, link: Link) -> tuple[dist.Work | Segment
     ), gathered
 
 
-def all_to_all(payloads: Tensor, sizes: Sequence[int], expected: Sequence[int], link: Link) -> tuple[dist.Work, Tensor]:
+def all_to_all(
+    payloads: Tensor, sizes: Sequence[int], expected: Sequence[int], link: Link
+) -> tuple[dist.Work | Travel, Tensor]:
     """Start sending each rank its own of payloads (uint8, one after the other), ``sizes[r]`` bytes for rank ``r``.
 
     Return the work to wait for, and what arrives, uint8: ``expected[r]`` bytes from rank ``r``, in the ranks' order.
     """
     link.count(sum(sizes) - sizes[link.rank])
+    if link.is_by_host(payloads):
+        return link.host_memory.all_to_all(payloads, list(sizes), list(expected))
     received = payloads.new_empty(sum(expected))
     work = dist.all_to_all_single(received, payloads, list(expected), list(sizes), group=link.group, async_op=True)
     return work, received
 
 
-def spread_payload(payload: Tensor, sizes: Sequence[int], link: Link) -> tuple[dist.Work, Tensor]:
+def spread_payload(payload: Tensor, sizes: Sequence[int], link: Link) -> tuple[dist.Work | Travel, Tensor]:
     """The same with one payload of ``sizes[own rank]`` bytes for all ranks, because all-gather needs equal sizes."""
     return all_to_all(payload.repeat(link.size), link.size * [payload.numel()], sizes, link)
 

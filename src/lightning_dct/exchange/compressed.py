@@ -1,8 +1,7 @@
 """The three compressed exchanges: all-gather, sharded, and by node.
 
 ``all_gather``: every rank sends its payload to all others. Bytes grow with the number of ranks ``W``, because a rank
-sends ``W - 1`` payloads. There is only one threshold, so residuals are smaller than in the other exchanges. A very
-large tensor is sent in pieces, which take less memory at a time.
+sends ``W - 1`` payloads. There is only one threshold, so residuals are smaller than in the other exchanges.
 
     rank r              compress -> payload_r                         all-gather
     every rank          sum of all payloads / W
@@ -38,8 +37,8 @@ from functools import cache, partial
 import torch
 
 from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, OwnedPiece, Received, SentPayload
+from lightning_dct.compress.codec import compress, decompress
 from lightning_dct.compress.memory import Memory
-from lightning_dct.compress.on_host import compress, decompress, mark
 from lightning_dct.exchange.base import Exchange, Flow, count_entries, unused_tensors
 from lightning_dct.exchange.collectives import (
     Link,
@@ -70,16 +69,13 @@ class AllGather(Exchange):
 
     def send(self, bucket: Bucket, plan: BucketPlan, deferred: set[int], memory: Memory, lost: float = 0.0) -> Flow:
         """See :meth:`Exchange.send`."""
-        if plan.in_pieces is not plan:
-            plan = plan.in_pieces
-            deferred = set(range(len(plan.sizes))) if deferred else deferred
-        compressed = compress(memory, bucket, plan, deferred, lost)
-        count_entries(sum(plan.sizes), compressed, self.everyone, memory)
         tag = memory.tag
-        work, payloads = all_gather_payload(mark(compressed.payload, plan, tag), self.everyone)
+        compressed = compress(memory, bucket, plan, deferred, tag, lost)
+        count_entries(sum(plan.sizes), compressed, self.everyone, memory)
+        work, payloads = all_gather_payload(compressed.payload, self.everyone)
         yield work
         factor = 1.0 / ((bucket.scale or 1.0) * self.everyone.size)
-        return Received(mark(payloads, plan, tag), plan, factor, own=self.everyone.rank)
+        return Received(payloads, plan, factor, own=self.everyone.rank, tag=tag)
 
 
 class Sharded(Exchange):
@@ -98,26 +94,24 @@ class Sharded(Exchange):
         """See :meth:`Exchange.send`."""
         shards, joined, joined_sums = divided = self._cut(plan)
         sizes = [shard.plan.num_bytes for shard in shards]
-        compressed = compress(memory, bucket, joined, divided.of(deferred), lost)
-        count_entries(sum(plan.sizes), compressed, self.everyone, memory)
         own, ranks, tag = shards[self.everyone.rank], self.everyone.size, memory.tag
-        marked = mark(compressed.payload.clone(), joined, tag) if tag else compressed.payload
-        work, received = all_to_all(marked, sizes, ranks * [own.plan.num_bytes], self.everyone)
+        compressed = compress(memory, bucket, joined, divided.of(deferred), tag, lost)
+        count_entries(sum(plan.sizes), compressed, self.everyone, memory)
+        work, received = all_to_all(compressed.payload, sizes, ranks * [own.plan.num_bytes], self.everyone)
         yield work
 
-        mark(received.view(ranks, -1), own.packed, tag)
         sums = compressed.payload.new_empty(sum(own.plan.sizes), dtype=plan.residual_dtype)
-        decompress(memory, Received(received.view(ranks, -1), own.packed, 1.0, own=None), sums)
+        decompress(memory, Received(received.view(ranks, -1), own.packed, 1.0, own=None, tag=tag), sums)
         deferred = unused_tensors(sums, own.sums) if self._defer_unused else set()
         # Of updates, the ranks keep in their own weights what is not sent.
         summed = Bucket([sums], [memory.owned_of(own.packed, sums.device)], 1.0, memory.of_updates)
-        sent = compress(memory, summed, own.sums, deferred)
+        sent = compress(memory, summed, own.sums, deferred, tag)
         work, spread = spread_payload(sent.payload, [shard.sums.num_bytes for shard in shards], self.everyone)
         yield work
 
         factor = 1.0 / ((bucket.scale or 1.0) * ranks)
         mine = SentPayload(compressed.payload, joined)
-        return Received(spread.unsqueeze(0), joined_sums, factor, mine, what="Sums")
+        return Received(spread.unsqueeze(0), joined_sums, factor, mine, what="Sums", tag=tag)
 
 
 class ByNode(Exchange):
@@ -161,10 +155,10 @@ class ByNode(Exchange):
         residual = memory.owned_of(own.packed, buffer.device)
         # The sum over the node's ranks, from their mean.
         summed = Bucket([gradient], [residual], scale * self._inside.size, memory.of_updates)
-        compressed = compress(memory, summed, own.packed, deferred)
-        count_entries(gradient.numel(), compressed, self.everyone, memory)
         tag = memory.tag
-        work, gathered = all_gather_payload(mark(compressed.payload, own.packed, tag), self._between)
+        compressed = compress(memory, summed, own.packed, deferred, tag)
+        count_entries(gradient.numel(), compressed, self.everyone, memory)
+        work, gathered = all_gather_payload(compressed.payload, self._between)
         yield work
 
         nodes = self._between.size
@@ -173,5 +167,5 @@ class ByNode(Exchange):
         yield work
 
         by_shard = [payloads.view(nodes, -1) for payloads in spread.split(sizes)]
-        received = mark(torch.cat(by_shard, dim=1), joined, tag)
-        return Received(received, joined, 1.0 / (scale * self.everyone.size), own=self._between.rank)
+        received = torch.cat(by_shard, dim=1)
+        return Received(received, joined, 1.0 / (scale * self.everyone.size), own=self._between.rank, tag=tag)

@@ -7,10 +7,10 @@ piece keeps its owner, threshold and residual when buckets are rebuilt and when 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import chain, pairwise
 from typing import NamedTuple
 
-from lightning_dct.compress.bucket_plan import BucketPlan, OwnedPiece, cut_evenly, few_at_once, share_of
+from lightning_dct.compress.bucket_plan import BucketPlan, OwnedPiece, share_of
 from lightning_dct.wire.values import BITS_PER_VALUE
 
 # An owner sends so many times as many entries of a sum as a rank, but at most a share of it, in a wider format.
@@ -35,17 +35,12 @@ class Shard:
     @cached_property
     def packed(self) -> BucketPlan:
         """The same pieces without gaps."""
-        if not self.plan.parts:
-            return replace(self.plan, starts=None)
-        starts = iter(accumulate(self.plan.sizes, initial=0))
-        return self.plan.by_part(lambda part: replace(part, starts=tuple(next(starts) for _ in part.sizes)))
+        return replace(self.plan, starts=None)
 
     @cached_property
     def sums(self) -> BucketPlan:
         """The same for the owner's sums, which have thresholds of their own."""
-        return self.packed.by_part(
-            lambda part: sums_of(replace(part, names=tuple(f"sum of {name}" for name in part.names)))
-        )
+        return sums_of(replace(self.packed, names=tuple(f"sum of {name}" for name in self.packed.names)))
 
 
 def sums_of(plan: BucketPlan) -> BucketPlan:
@@ -71,12 +66,12 @@ def share_out(model: BucketPlan, owners: int) -> dict[str, tuple[OwnedPiece, ...
     # The heaviest first; its pieces go to the owners with the smallest load.
     for index in sorted(range(len(weights)), key=lambda index: (-weights[index], index)):
         name, size = model.names[index], model.sizes[index]
-        parts = cut_evenly(name, size, min(owners, (model.targets[index] or size) // SMALLEST_PIECE))
-        count = len(parts)
+        count = max(min(owners, (model.targets[index] or size) // SMALLEST_PIECE), 1)
+        edges = [size * number // count for number in range(count + 1)]
         takers = sorted(sorted(range(owners), key=lambda owner: (loads[owner], owner))[:count])
         pieces[name] = tuple(
-            OwnedPiece(label, name, start, stop, takers[len(takers) * part // count])
-            for part, (label, start, stop) in enumerate(parts)
+            OwnedPiece(name if count == 1 else f"{name}[{start}:{stop}]", name, start, stop, owner)
+            for owner, (start, stop) in zip(takers, pairwise(edges), strict=True)
         )
         for piece in pieces[name]:
             loads[piece.owner] += weights[index] // count
@@ -116,14 +111,11 @@ def cut(bucket: BucketPlan, pieces: Mapping[str, tuple[OwnedPiece, ...]], owners
             rows[piece.owner].append((piece.label, entries, part, bucket.bounds[tensor][0] + piece.start, tensor))
     shards = []
     for own in rows:
-        plans = []
-        for some in few_at_once(own, lambda piece: piece[1]):
-            labels, sizes, targets, starts, _ = zip(*some, strict=True) if some else ((),) * 5
-            plans.append(replace(bucket, names=labels, sizes=sizes, targets=targets, starts=starts))
-        plan = plans[0] if len(plans) == 1 else BucketPlan.joined(plans, of_one=True)
+        labels, sizes, targets, starts, _ = zip(*own, strict=True) if own else ((),) * 5
+        plan = replace(bucket, names=labels, sizes=sizes, targets=targets, starts=starts)
         shards.append(Shard(plan, tuple(piece[4] for piece in own)))
     plans = [shard.plan for shard in shards]
-    return Cut(tuple(shards), BucketPlan.joined(plans), BucketPlan.joined([plan.by_part(sums_of) for plan in plans]))
+    return Cut(tuple(shards), BucketPlan.joined(plans), BucketPlan.joined([sums_of(plan) for plan in plans]))
 
 
 def owned_by(pieces: Mapping[str, tuple[OwnedPiece, ...]], owner: int) -> dict[str, OwnedPiece]:

@@ -1,20 +1,22 @@
-"""The kernels: what is done with whole tensors before and after an exchange on a CPU.
+"""The kernels: what is done with whole tensors before and after an exchange.
 
 ========  ===========  ==================================================================
 kernel    needs        description
 ========  ===========  ==================================================================
 torch                  torch and numpy, in cache-sized chunks
 numba     numba        compiled loops at the speed of memory (``pip install '.[fast]'``)
+triton    torch, CUDA  on a GPU, the only one there
 ========  ===========  ==================================================================
 
-:mod:`~lightning_dct.kernels.plain` says what each function does. Both kernels give the same bits, so ranks may use
-different ones. On a GPU :mod:`~lightning_dct.compress.marking` selects gradients and updates.
+:mod:`~lightning_dct.kernels.plain` says what each function does on a CPU. All kernels give the same bits, so ranks may
+use different ones.
 :mod:`~lightning_dct.kernels.numba_rows` codes rows of activations as :mod:`lightning_dct.wire.rows` does.
 """
 
 import tempfile
 from functools import cache, lru_cache
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
@@ -79,6 +81,8 @@ def rows_kernel(device_type: str) -> Any:
 
 def available_kernels(device_type: str) -> list[str]:
     """The installed kernels for a device, the slowest first."""
+    if device_type == "cuda":
+        return ["triton"]
     return ["torch", "numba"] if device_type == "cpu" and _numba_error() is None else ["torch"]
 
 
@@ -99,12 +103,14 @@ def faster_kernel_missing(device_type: str) -> str | None:
 
 
 def check_kernel(name: str, device_type: str) -> None:
-    """Refuse a kernel that is not installed or does not work on this device (ValueError)."""
-    if name != "numba":
-        return
-    if device_type != "cpu":
-        raise ValueError(f"`kernel='numba'` works on cpu, not on {device_type}. Use `kernel='auto'`.")
-    if (error := _numba_error()) is not None:
+    """Refuse a device, or a kernel that is not installed or does not work there (ValueError)."""
+    if device_type not in ("cpu", "cuda", "meta"):
+        raise ValueError(f"Exchanges work on CPUs and NVIDIA GPUs, not on {device_type}. Use `accelerator='cpu'`.")
+    if name != "auto" and device_type != "cpu":
+        raise ValueError(f"`kernel={name!r}` works on cpu, not on {device_type}. Use `kernel='auto'`.")
+    if device_type == "cuda" and find_spec("triton") is None:
+        raise ValueError("Exchanges on a GPU need Triton, which torch for CUDA brings on Linux: `pip install triton`.")
+    if name == "numba" and (error := _numba_error()) is not None:
         raise ValueError(
             f"`kernel='numba'` needs the package numba ({error}): `pip install '.[fast]'` in a clone of lightning_dct."
             " Or use `kernel='auto'`."

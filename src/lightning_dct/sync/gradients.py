@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, real_numel
-from lightning_dct.compress.on_host import decompress
+from lightning_dct.compress.codec import decompress
 from lightning_dct.config import DCTConfig
 from lightning_dct.exchange.base import Exchange, Pending, complete, send_dense, send_sparse, unused_tensors
 from lightning_dct.failures.course import EXCHANGE

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_dct.compress.awaited import must_not_wait
 from lightning_dct.compress.bucket_plan import Bucket, Received, real_dtype, real_numel
 from lightning_dct.exchange.base import Pending
 from lightning_dct.sync.optimizer_trial import UNTRIED, Trial
@@ -16,8 +17,9 @@ from lightning_dct.sync.step_cosine import WHOLE, StepCosine
 from lightning_dct.traffic import FP32_BYTES, all_gather_bytes, all_reduce_bytes
 
 # Entries. One bucket is compressed while others are in flight. Smaller buckets cost more calls. Larger ones take more
-# memory, and leave the link idle while the first is compressed and the last is decompressed.
-LARGEST_BUCKET = 1 << 20
+# memory, and leave the link idle while the first is compressed and the last is decompressed. A GPU compresses a hundred
+# times as fast as a CPU, and a launch costs it as much as a million entries.
+LARGEST_BUCKET, LARGEST_ON_GPU = 1 << 20, 1 << 27
 # With this many entries in flight behind the oldest bucket, that one is applied before the next is compressed. So
 # buckets of a single large tensor overlap, too.
 MOST_IN_FLIGHT = 1 << 21
@@ -124,17 +126,22 @@ def is_due(step: int, length: int, place: int = 0, places: int = 1) -> bool:
 def buckets_of(parameters: Sequence[tuple[str, Tensor]], turns: int) -> list[list[str]]:
     """Divide parameters, in the model's order, into buckets of one dtype and device each.
 
-    ``turns`` is the number of buckets of equal size, if the parameters are large enough for that.
+    A parameter that fills a bucket has one of its own. ``turns`` is the number of buckets of equal size, if the
+    parameters are large enough for that.
     """
     entries = sum(real_numel(parameter) for _, parameter in parameters)
-    largest = min(LARGEST_BUCKET, max(SMALLEST_BUCKET, -(-entries // turns)))
+    on_gpu = any(must_not_wait(parameter.device) for _, parameter in parameters)
+    largest = min(LARGEST_ON_GPU if on_gpu else LARGEST_BUCKET, max(SMALLEST_BUCKET, -(-entries // turns)))
     buckets: list[list[str]] = []
     # The current bucket by dtype and device: its number, and its entries so far.
     filling: dict[tuple[torch.dtype, torch.device], tuple[int, int]] = {}
     for name, parameter in parameters:
         kind, size = (real_dtype(parameter), parameter.device), real_numel(parameter)
+        if size >= largest:
+            buckets.append([name])
+            continue
         number, filled = filling.get(kind, (0, largest))
-        if filled + size > largest or kind not in filling:
+        if filled + size > largest:
             number, filled = len(buckets), 0
             buckets.append([])
         buckets[number].append(name)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_dct.compress.awaited import must_not_wait, read_together
 from lightning_dct.compress.bucket_plan import Bucket, local_of, real_numel
@@ -34,6 +35,8 @@ class SharedWeights:
         self.parameters: dict[str, Tensor] = {}
         self.sizes: dict[str, int] = {}
         self._shared: dict[str, Tensor] = {}
+        # Kept as long as their weights lie at the same addresses.
+        self._buckets: dict[tuple[str, ...], tuple[list[int], Bucket | None]] = {}
         # While the shared weights are in the model: this rank's own, and copies of the shared ones to compare with.
         self._own: dict[str, Tensor] = {}
         self._before: dict[str, Tensor] = {}
@@ -53,7 +56,7 @@ class SharedWeights:
 
     def forget(self) -> None:
         """Forget all parameters; :meth:`adopt` takes the weights that they have by then."""
-        self.parameters, self.sizes, self._shared = {}, {}, {}
+        self.parameters, self.sizes, self._shared, self._buckets = {}, {}, {}, {}
 
     def shared(self, name: str) -> Tensor:
         """The shared weights of a parameter, in its shape and dtype; only exchanges change them, in place."""
@@ -169,6 +172,15 @@ class SharedWeights:
 
     def bucket(self, names: Sequence[str]) -> Bucket | None:
         """Both sets of weights, flattened, if they can be read in place; else None."""
+        weights = [self.parameters[name] for name in names]
+        if self.shown or any(isinstance(weight, DTensor) for weight in weights):
+            return self._bucket(names)
+        key, places = tuple(names), [weight.data_ptr() for weight in [*weights, *map(self.shared, names)]]
+        if key not in self._buckets or self._buckets[key][0] != places:
+            self._buckets[key] = places, self._bucket(names)
+        return self._buckets[key][1]
+
+    def _bucket(self, names: Sequence[str]) -> Bucket | None:
         news: list[Tensor] = []
         bases: list[Tensor] = []
         for name in names:

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Plans, Received, real_dtype
+from lightning_dct.compress.codec import apply, counting, decompress, decompress_own
 from lightning_dct.compress.memory import Memory
-from lightning_dct.compress.on_host import apply, counting, decompress, decompress_own
 from lightning_dct.exchange.base import Exchange, Pending, complete, send_dense
 from lightning_dct.sync.rounds import InFlight, Rounds
 from lightning_dct.sync.shared_weights import SharedWeights

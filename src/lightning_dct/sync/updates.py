@@ -190,7 +190,7 @@ class UpdateSynchronizer(UpdateState):
             for bucket in sending:
                 rounds.in_flight.append(self.flow.send(bucket, rounds, length))
                 behind = 0 if config.delay else sum([item.entries for item in rounds.in_flight[1:]])
-                if behind >= MOST_IN_FLIGHT:
+                if behind >= max(MOST_IN_FLIGHT, rounds.in_flight[-1].entries):
                     self.flow.apply(rounds, rounds.in_flight[:1])
             self.traffic.add(refreshes=int(self.memory.selected))
             if not config.delay:

@@ -1,12 +1,13 @@
 """One payload: header, scales, positions, values and dense tensors in a single uint8 tensor.
 
-The header's 12 bytes are
+Scales and positions begin at a word of 32 bits, the dense tensors and the next payload at one of 64: a GPU reads and
+writes words. Zeros fill the gaps. The header's 12 bytes are
 
 ======  =====  ==============================================================================
 offset  bytes  holds
 ======  =====  ==============================================================================
 0       1      magic number 0xDC
-1       1      version of the layout, 2
+1       1      version of the layout, 3
 2       1      value format: 0 fp32, 1 bf16, 3 1bit, 5 2bit
 3       1      zero, kept for later versions
 4       4      number of entries, uint32
@@ -14,8 +15,7 @@ offset  bytes  holds
 ======  =====  ==============================================================================
 
 A receiver checks all of it. So corrupt bytes, or ranks with another model or other settings, cause an error and never
-a write out of bounds. While a payload travels, a tag of its step is mixed into the fingerprint, and who is at another
-step reads a wrong one.
+a write out of bounds. A tag of the step is mixed into the fingerprint: a rank at another step reads a wrong one.
 """
 
 import struct
@@ -31,18 +31,20 @@ from torch import Tensor
 from lightning_dct.kernels import positions_of
 from lightning_dct.kernels.bits import flags_num_bytes
 from lightning_dct.wire.positions import PayloadError, PositionCode
-from lightning_dct.wire.values import BITS_PER_VALUE, SCALED_FORMATS, decode_tensors, encode_tensors, values_num_bytes
+from lightning_dct.wire.values import SCALED_FORMATS, decode_tensors, encode_tensors, values_num_bytes
 
 MAGIC = 0xDC
-VERSION = 2
+VERSION = 3
 HEADER = struct.Struct("<BBBBII")
 BE_ALIKE = (
     "use the same model and settings on every rank, and step the same optimizers in the same order, for as many batches"
     " an epoch"
 )
-FINGERPRINT = 8
-"""The place of the fingerprint in a header."""
 FORMAT_CODES = {"fp32": 0, "bf16": 1, "1bit": 3, "2bit": 5}
+
+
+def _whole(num_bytes: int, word: int) -> int:
+    return -(-num_bytes // word) * word
 
 
 @dataclass(frozen=True)
@@ -76,9 +78,11 @@ class PayloadLayout:
 
     @cached_property
     def part_sizes(self) -> tuple[int, int, int, int, int]:
-        """Bytes of header, scales, positions, values and dense tensors."""
-        values = values_num_bytes(self.value_format, self.capacity)
-        return HEADER.size, 4 * self.num_scales, self.position_code.num_bytes, values, self.dense_bytes
+        """Bytes of header, scales, positions, values and dense tensors, each with the zeros that follow it."""
+        positions = _whole(self.position_code.num_bytes, 4)
+        before = HEADER.size + 4 * self.num_scales + positions
+        values = _whole(before + values_num_bytes(self.value_format, self.capacity), 8) - before
+        return HEADER.size, 4 * self.num_scales, positions, values, _whole(self.dense_bytes, 8)
 
     @cached_property
     def num_bytes(self) -> int:
@@ -104,27 +108,32 @@ class Unpacked(NamedTuple):
         return positions_of(self.flags, self.values.numel())
 
 
-def pack(layout: PayloadLayout, flags: Tensor, values: Tensor, counts: Sequence[int], dense: Tensor) -> Tensor:
+def pack(
+    layout: PayloadLayout, flags: Tensor, values: Tensor, counts: Sequence[int], dense: Tensor, tag: int = 0
+) -> Tensor:
     """Pack one payload: uint8, shape ``[layout.num_bytes]``.
 
     ``flags`` mark the sent entries of the flattened bucket, ``counts`` of each tensor and at most ``layout.capacity``,
     and ``values`` are the entries there. ``dense`` (``[layout.dense_bytes]``, uint8) holds the tensors sent dense.
     """
     data, scales = encode_tensors(values, counts, layout.value_format)
-    header = write_header(MAGIC, FORMAT_CODES[layout.value_format], values.numel(), layout.fingerprint)
+    header = write_header(MAGIC, FORMAT_CODES[layout.value_format], values.numel(), layout.fingerprint ^ tag)
     first = torch.frombuffer(bytearray(header), dtype=torch.uint8).to(flags.device)
-    padding = data.new_zeros(layout.part_sizes[3] - data.numel())
-    return torch.cat([first, scales.view(torch.uint8), layout.position_code.encode_flags(flags), data, padding, dense])
+    payload = flags.new_zeros(layout.num_bytes)
+    parts = first, scales.view(torch.uint8), layout.position_code.encode_flags(flags), data, dense
+    for room, part in zip(payload.split_with_sizes(layout.part_sizes), parts, strict=True):
+        room[: part.numel()] = part
+    return payload
 
 
 def unpack(layout: PayloadLayout, payload: Tensor) -> Unpacked:
     """Check and unpack one payload (uint8, shape ``[layout.num_bytes]``); :func:`unpack_flags` describes errors."""
     flags = payload.new_zeros(layout.flags_num_bytes)
     counts = unpack_flags(layout, payload, flags)
-    return Unpacked(flags, unpack_values(layout, payload, counts), payload[layout.num_bytes - layout.dense_bytes :])
+    return Unpacked(flags, unpack_values(layout, payload, counts), read_dense(layout, payload))
 
 
-def unpack_flags(layout: PayloadLayout, payload: Tensor, flags: Tensor) -> list[int]:
+def unpack_flags(layout: PayloadLayout, payload: Tensor, flags: Tensor, tag: int = 0) -> list[int]:
     """Check a payload and read its flags, which are zero before.
 
     Returns:
@@ -136,7 +145,8 @@ def unpack_flags(layout: PayloadLayout, payload: Tensor, flags: Tensor) -> list[
     if payload.numel() != layout.num_bytes:
         raise PayloadError(f"the payload has {payload.numel()} bytes, the layout says {layout.num_bytes}")
     header, _, positions, _, _ = payload.split_with_sizes(layout.part_sizes)
-    count = read_header(header, MAGIC, FORMAT_CODES[layout.value_format], layout.fingerprint, layout.capacity)
+    count = read_header(header, MAGIC, FORMAT_CODES[layout.value_format], layout.fingerprint ^ tag, layout.capacity)
+    positions = positions[: layout.position_code.num_bytes]
     return layout.position_code.decode_flags(positions, count, flags, layout.tensor_sizes)
 
 
@@ -148,25 +158,15 @@ def unpack_values(layout: PayloadLayout, payload: Tensor, counts: Sequence[int],
     return values
 
 
-def unpack_stretch(layout: PayloadLayout, payload: Tensor, first: int, count: int, out: Tensor, place: int) -> None:
-    """Write ``count`` entries from number ``first`` on, of a payload of one tensor, to ``out`` (fp32) at a place.
-
-    Several values may share a byte, and ``first`` is not always the first of them. So up to seven entries of ``out``
-    before the place are overwritten, too.
-    """
-    bits = BITS_PER_VALUE[layout.value_format]
-    before = first % max(1, 8 // bits)
-    begin = bits * (first - before) // 8
-    data = payload.split_with_sizes(layout.part_sizes)[3]
-    data = data[begin : begin + values_num_bytes(layout.value_format, before + count)]
-    values = out[place - before : place + count]
-    decode_tensors(data, [before + count], read_scales(layout, payload), layout.value_format, values)
-
-
 def read_scales(layout: PayloadLayout, payload: Tensor) -> Tensor:
     """The scales in a payload: shape ``[layout.num_scales]``, fp32."""
     # Memory of their own, because a view as another dtype has to be aligned.
     return payload[HEADER.size : HEADER.size + 4 * layout.num_scales].clone().view(torch.float32)
+
+
+def read_dense(layout: PayloadLayout, payload: Tensor) -> Tensor:
+    """The bytes of the tensors sent dense: uint8."""
+    return payload[layout.num_bytes - layout.part_sizes[4] :][: layout.dense_bytes]
 
 
 def tag_of(*what: object) -> int:

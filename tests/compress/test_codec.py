@@ -1,4 +1,4 @@
-"""Tensors may lie anywhere in the bucket, and large ones are read in stretches, without any difference."""
+"""Tensors may lie anywhere in the bucket."""
 
 from dataclasses import replace
 from functools import partial
@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_dct.compress import adding
-from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Received, SentPayload
+from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Received
+from lightning_dct.compress.codec import compress, decompress
 from lightning_dct.compress.memory import Memory
-from lightning_dct.compress.on_host import apply, compress, decompress
 from strategies_for_hypothesis import FORMATS
 
 SIZES, TARGETS = (300, 50, 200, 1), (6, 0, 10, 0)
@@ -75,36 +74,3 @@ def test_a_plan_without_tensors_writes_nothing() -> None:
     buffer = torch.ones(5)
     sent = compress(memory(), Bucket([buffer], [torch.ones(5)], 1.0), plan, set())
     assert decompress(memory(), Received(sent.payload[None], plan, 1.0, own=0), buffer).tolist() == [1.0] * 5
-
-
-@pytest.mark.parametrize("is_sum", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("value_format", FORMATS)
-def test_a_tensor_read_in_stretches_ends_the_same(
-    value_format: str, dtype: torch.dtype, is_sum: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Values share bytes in some formats, and a stretch may begin within one."""
-    size = 1003
-    plan = BucketPlan(("a",), (size,), (317,), dtype, value_format)
-    noise = torch.Generator().manual_seed(2)
-    own, shared = (torch.randn(size, generator=noise, dtype=dtype) for _ in range(2))
-    payloads = []
-    for weights in (own, torch.randn(size, generator=noise, dtype=dtype)):
-        payloads.append(compress(memory(), Bucket([weights], [shared], None), plan, set()).payload)
-    mine = SentPayload(payloads[0], plan) if is_sum else 0
-    received = Received(torch.stack(payloads), plan, 0.5, own=mine)
-
-    def applied(at_once: int) -> tuple[Tensor, Tensor]:
-        monkeypatch.setattr(adding, "AT_ONCE", at_once)
-        bucket = Bucket([own.clone()], [shared.clone()], None)
-        updates = memory()
-        updates.lengthening = None
-        apply(updates, received, bucket)
-        return bucket.news[0], bucket.bases[0]
-
-    whole = applied(size)
-    assert not torch.equal(whole[0], own)
-    assert not torch.equal(whole[1], shared)
-    for at_once in (1000, 200, 64, 8):
-        for found, expected in zip(applied(at_once), whole, strict=True):
-            assert torch.equal(found, expected)

@@ -1,0 +1,147 @@
+"""The way of one bucket: what is new -> threshold -> flags and values -> payload, and back. No communication.
+
+    gradients   a = e + g        e = a - read(payload)                 e: the residual
+    updates     a = w - S        nothing to write                      w: own weights, S: the shared ones
+
+    rank r      flag |a| >= tau      pack ---+
+                                             |  payloads as bytes, by any exchange
+                                             v
+    gradients   g = (1 / W) * sum over ranks of read(payload)
+    updates     S += m,  w += m - read(own payload)                    m = (f / W) * the same sum
+
+This is the data-parallel half of Dynamic Communication Thresholding (Gupta et al., KDD 2021, section 3.1), with a
+threshold for each tensor. Two functions do the work, ``pack`` and ``add``: those of
+:mod:`~lightning_dct.compress.on_cpu` in plain torch or numba, and those of :mod:`~lightning_dct.compress.on_gpu` in
+Triton. All give the same bits.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_dct.compress import on_cpu
+from lightning_dct.compress.awaited import must_not_wait
+from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Compressed, Received, SentPayload
+from lightning_dct.compress.memory import Memory
+from lightning_dct.compress.threshold import sample_of, threshold_from
+from lightning_dct.kernels import weights_by_senders
+from lightning_dct.wire.positions import PayloadError
+
+
+def compress(
+    memory: Memory, bucket: Bucket, plan: BucketPlan, deferred: set[int], tag: int = 0, lost: float = 0.0
+) -> Compressed:
+    """Pack the entries that reach their threshold.
+
+    Of gradients, the rest is in the residual afterwards: ``decoded(payload) + residual`` equals the earlier ``residual
+    + scale * gradient``. Infinite and NaN entries go into the payload, and the residual keeps its old value. Of
+    weights, nothing changes.
+
+    Args:
+        memory: Missing thresholds are selected from this bucket.
+        bucket: What may be sent.
+        plan: How each tensor is sent.
+        deferred: Indices of tensors of which nothing is sent.
+        tag: Marks the payload: see :func:`~lightning_dct.wire.payload.tag_of`.
+        lost: Share of what is not sent that own weights lose.
+    """
+    used = tuple([index for index in plan.compressed if index not in deferred]) if deferred else plan.compressed
+    names, targets = plan.of_tensors(used)
+    missing = memory.thresholds.missing(names, targets)
+    for number in missing:
+        size, target, bounds = plan.sizes[used[number]], targets[number], plan.bounds[used[number]]
+        sampled = bucket.entries(bounds, sample_of(size, target))
+        memory.thresholds.set(names[number], target, threshold_from(sampled, size, target))
+    memory.selected |= bool(missing)
+    if must_not_wait(bucket.bases[0].device):
+        return _on_gpu().pack(memory, bucket, plan, used, deferred, tag, lost)
+    if not plan.parts:
+        return on_cpu.pack(memory, bucket, plan, deferred, tag, lost)
+    sent, before = [], 0
+    for part in plan.parts:
+        sent.append(on_cpu.pack(memory, bucket, part, {index - before for index in deferred}, tag, lost))
+        before += len(part.names)
+    payloads, entries, dense = zip(*sent, strict=True)
+    return Compressed(torch.cat(payloads), sum(entries), sum(dense))
+
+
+def decompress(memory: Memory, received: Received, buffer: Tensor) -> Tensor:
+    """Overwrite a bucket with the weighted sum of all ranks' payloads.
+
+    Every rank adds the same payloads in the same order, so replicas stay bitwise identical.
+
+    Args:
+        memory: Each entry's weight follows from its ``lengthening`` and the number of ranks that have sent it; see
+            :func:`~lightning_dct.kernels.weights_by_senders`.
+        received: The payloads.
+        buffer: Shape ``[n]``: the flattened bucket. Overwritten where the plan's tensors lie.
+
+    Raises:
+        PayloadError: A payload is corrupt or has another plan; the message names the rank. On a GPU
+            ``memory.awaited`` raises it later.
+    """
+    plan = received.plan
+    total = buffer if buffer.dtype == plan.residual_dtype else buffer.to(plan.residual_dtype)
+    if plan.starts is None:
+        total[: sum(plan.sizes)].zero_()
+    elif plan.bounds:
+        torch._foreach_zero_([total[start:stop] for start, stop in plan.bounds])
+    apply(memory, received, Bucket([], [total], None))
+    return total if total is buffer else buffer.copy_(total)
+
+
+def decompress_own(memory: Memory, received: Received, mean: Tensor) -> Tensor:
+    """What this rank has sent of a bucket, as far as it counts: shape ``[n]``, like the ``mean``."""
+    own = received.own
+    assert own is not None
+    payload, plan, _ = own if isinstance(own, SentPayload) else SentPayload(received.payloads[own], received.plan)
+    what = received.what or "This rank's own updates"
+    alone = received._replace(payloads=payload.unsqueeze(0), plan=plan, factor=1.0, own=None, what=what)
+    sent = decompress(memory, alone, torch.empty_like(mean))
+    return torch.where(counting(mean, plan), sent, 0.0) if isinstance(own, SentPayload) else sent
+
+
+def counting(sums: Tensor, plan: BucketPlan) -> Tensor:
+    """Which entries of a sum have been sent: all of a dense tensor, else those that are not zero. Bool, ``[n]``."""
+    sent = sums != 0
+    for index in plan.dense:
+        sent[slice(*plan.bounds[index])] = True
+    return sent
+
+
+def apply(memory: Memory, received: Received, bucket: Bucket) -> None:
+    """Add the weighted sum of all ranks' payloads to the bases of a bucket.
+
+    Own weights, if the bucket has any, change by as much, less what this rank has sent, if it has. :func:`decompress`
+    describes the arguments and errors.
+    """
+    payloads, plan, factor, own, what, tag = received
+    said = what or memory.what
+    if payloads.shape[1] != plan.num_bytes:
+        raise PayloadError(
+            f"{said} from rank 0 of the process group: a payload has {payloads.shape[1]} bytes where its layout has"
+            f" {plan.num_bytes}: use the same model, settings and version of lightning_dct on every rank."
+        )
+    if must_not_wait(payloads.device):
+        _on_gpu().add(memory, received, bucket, said)
+        return
+    parts = len(plan.parts) or 1
+    owns = own.plan.divide(own.payload) if isinstance(own, SentPayload) else []
+    for number, (part, rows) in enumerate(plan.divide(payloads)):
+        # One rank's payload after the other in each row.
+        ranks = range(number, len(rows) * parts, parts)
+        arrived = [SentPayload(row, part, f"{said} from rank {rank}") for row, rank in zip(rows, ranks, strict=True)]
+        mine = own if bucket.news and isinstance(own, int) else -1
+        if bucket.news and owns:
+            mine = len(rows)
+            arrived.append(SentPayload(owns[number][1], owns[number][0]))
+        weights = weights_by_senders(len(rows), factor, memory.lengthening, plan.residual_dtype)
+        on_cpu.add(part, bucket, arrived, weights, mine, tag, memory.kernel)
+
+
+def _on_gpu() -> Any:
+    # Triton is there only with torch for CUDA.
+    from lightning_dct.compress import on_gpu
+
+    return on_gpu

@@ -1,0 +1,348 @@
+"""Packs one bucket, and adds what all senders have sent of it, on a GPU: launches the kernels of Triton.
+
+A launch handles all tensors of a bucket and all payloads of all senders. The host reads no number from the GPU and does
+no work by tensor: a plan's sizes and places are copied there once, and the addresses of its tensors when they change.
+
+Results are the bits that :mod:`~lightning_dct.compress.on_cpu` gives, and the same twice. Only the means of 1bit and
+2bit and the guard's power are computed in another order: in fp64, and rounded to fp32 a mean hides that.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property, lru_cache, partial
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from lightning_dct.compress.awaited import to_device
+from lightning_dct.compress.bucket_plan import WORD, Bucket, BucketPlan, Compressed, Received, SentPayload
+from lightning_dct.compress.memory import Memory
+from lightning_dct.compress.on_cpu import add_dense, name_broken_sender, take_dense
+from lightning_dct.compress.threshold import GUARD_AIM, GUARD_GAIN
+from lightning_dct.kernels import triton_add, triton_pack, weights_by_senders
+from lightning_dct.kernels.triton_bits import BLOCK
+from lightning_dct.wire.payload import FORMAT_CODES, MAGIC, VERSION, read_dense
+from lightning_dct.wire.positions import PayloadError
+from lightning_dct.wire.values import SCALED_FORMATS
+
+DTYPES = {getattr(torch, name): getattr(tl, name) for name in ("float32", "float64", "float16", "bfloat16")}
+SAMPLES, LANES = 4096, 256
+# Words that are opened of a block, and blocks of which they are: 48 MB.
+OPENED, OPENED_AT_ONCE = 3 * BLOCK // 32, 1 << 16
+
+
+class Table:
+    """A plan in the memory of a GPU; see :mod:`~lightning_dct.kernels.triton_bits` for the columns.
+
+    Attributes:
+        tensors: Of its compressed tensors: int64.
+        parts: Of its payloads: int64.
+        blocks: The tensor of each block: int32, and so many blocks are there.
+        coded: The part of each block of flags of Elias-Fano codes: int32; none if all codes are bitmaps.
+        words: Words of flags.
+        aims: The guard's exponent and aim of each compressed tensor: fp64.
+    """
+
+    def __init__(self, plan: BucketPlan, device: torch.device) -> None:
+        self.plan, self.device = plan, device
+        tensors: list[list[int]] = []
+        parts: list[list[int]] = []
+        aims: list[float] = []
+        blocks: list[int] = []
+        coded: list[int] = []
+        start = words = 0
+        for part in plan.parts or (plan,):
+            layout, number = part.layout, len(parts)
+            ends = [start // 4 + end // 4 for end in accumulate(layout.part_sizes, initial=0)]
+            code = layout.position_code
+            low_bits = -1 if code.is_bitmap else code.low_bits
+            parts.append([ends[0], ends[2], ends[3], len(blocks), words, len(tensors), low_bits, code.num_flags,
+                          layout.capacity, layout.fingerprint, len(coded), 0])  # fmt: skip
+            if layout.capacity and not code.is_bitmap:
+                coded += -(-code.num_flags // BLOCK) * [number]
+            for place, (index, first) in enumerate(zip(part.compressed, part.first, strict=True)):
+                size, target = part.sizes[index], part.targets[index]
+                tensors.append([size, len(blocks), words + first // WORD, number, ends[1] + place, target, 0, 0])
+                aims += [GUARD_GAIN * (target / size) ** 0.5, GUARD_AIM * target]
+                blocks += -(-size // BLOCK) * [len(tensors) - 1]
+            start, words = start + layout.num_bytes, words + sum(layout.tensor_sizes) // WORD
+        tensors.append([0, len(blocks), words, 0, 0, 0, 0, 0])
+        parts.append([0, 0, 0, len(blocks), words, len(tensors) - 1, 0, 0, 0, 0, len(coded), 0])
+        copied = partial(_copied, device=device)
+        self.tensors, self.parts = copied(tensors, torch.int64), copied(parts, torch.int64)
+        self.aims = copied(aims, torch.float64)
+        self.blocks, self.coded = copied(blocks, torch.int32), copied(coded, torch.int32)
+        self.words, self.count = words, len(tensors) - 1
+        most = max((-(-size // BLOCK) for size in plan.sizes), default=1)
+        self.rounds, self.steps = -(-most // 1024), most.bit_length() + 1
+        bits = [part[6] for part in parts[:-1]]
+        self.loops = {"PLANES": max(*bits, 0, 0), "GROUPS": max(32 >> min(max(own, 0), 5) for own in bits)}
+        self.header = MAGIC | VERSION << 8 | FORMAT_CODES[plan.value_format] << 16
+        self._ends: dict[tuple[int, int], Tensor] = {}
+        self._where: tuple[tuple[int, ...], list[tuple[int, int]]] | None = None
+        self._addresses: dict[bool, tuple[list[int], Tensor]] = {}
+
+    @staticmethod
+    def of(plan: BucketPlan, device: torch.device) -> "Table":
+        """A plan's table, which it keeps."""
+        if device not in plan.tables:
+            plan.tables[device] = Table(plan, device)
+        return plan.tables[device]
+
+    @cached_property
+    def num_parts(self) -> int:
+        """The payloads in a row."""
+        return len(self.plan.parts) or 1
+
+    def addresses(self, bucket: Bucket) -> Tensor:
+        """Where news and bases of the compressed tensors are: shape ``[2 n]``, int64."""
+        starts = tuple(bucket.starts)
+        if self._where is None or self._where[0] != starts:
+            self._where = starts, [bucket.place(self.plan.bounds[index][0]) for index in self.plan.compressed]
+        found = []
+        for tensors in (bucket.news, bucket.bases):
+            memory = [(tensor.data_ptr(), tensor.itemsize) for tensor in tensors]
+            found += [memory[i][0] + offset * memory[i][1] if memory else 0 for i, offset in self._where[1]]
+        # A bucket that is packed has news, and that to which gradients are added has none.
+        kind = bool(bucket.news)
+        if kind not in self._addresses or self._addresses[kind][0] != found:
+            self._addresses[kind] = found, _copied(found, torch.int64, self.device)
+        return self._addresses[kind][1]
+
+    def numbers(self, used: tuple[int, ...]) -> Tensor:
+        """Those among the compressed tensors of some, by index: int64."""
+        return _copied([self.plan.compressed.index(index) for index in used], torch.int64, self.device)
+
+    def room(self, count: int, dtype: torch.dtype) -> Tensor:
+        """Memory that a kernel fills."""
+        return torch.empty(count, dtype=dtype, device=self.device)
+
+    @cached_property
+    def no_flags(self) -> Tensor:
+        """Running sums of no flags."""
+        return torch.zeros(len(self.blocks) + 1, dtype=torch.int64, device=self.device)
+
+    def ends(self, counts: Tensor, rows: int = 0) -> Tensor:
+        """Running sums of counts (shape ``[n]``, int64), after a zero: shape ``[n + 1]``, int64.
+
+        They are in memory that the table keeps, until the next call for so many rows.
+        """
+        if (rows, len(counts)) not in self._ends:
+            self._ends[rows, len(counts)] = torch.zeros(len(counts) + 1, dtype=torch.int64, device=self.device)
+        ends = self._ends[rows, len(counts)]
+        torch.cumsum(counts, 0, out=ends[1:])
+        return ends
+
+
+def _copied(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return to_device(torch.tensor(numbers, dtype=dtype).flatten(), device)
+
+
+@lru_cache(maxsize=64)
+def _number(value: float, device: torch.device) -> Tensor:
+    """A number that kernels read in fp64; as an argument it would be rounded to fp32."""
+    return _copied([value], torch.float64, device)
+
+
+@lru_cache(maxsize=64)
+def _weights(ranks: int, factor: float, lengthening: float | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return to_device(weights_by_senders(ranks, factor, lengthening, dtype), device)
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    if all(grid):
+        # Products and sums are rounded one by one, as on a CPU.
+        with torch.cuda.device_of(arguments[0]):
+            kernel[grid](*arguments, **constants, enable_fp_fusion=False)
+
+
+def pack(
+    memory: Memory, bucket: Bucket, plan: BucketPlan, used: tuple[int, ...], deferred: set[int], tag: int, lost: float
+) -> Compressed:
+    """Pack the payloads of a bucket; see :func:`~lightning_dct.compress.codec.compress`.
+
+    ``used`` are the indices of the compressed tensors that send something; all have thresholds.
+    """
+    return _Packing(Table.of(plan, bucket.bases[0].device), bucket).payload_of(memory, used, deferred, tag, lost)
+
+
+class _Packing:
+    """One bucket while it is packed: what all kernels take."""
+
+    def __init__(self, table: Table, bucket: Bucket) -> None:
+        self.table, self.plan, self.bucket, room = table, table.plan, bucket, table.room
+        self.addresses = table.addresses(bucket)
+        self.dtypes = {"DTYPE": DTYPES[bucket.news[0].dtype], "BASE": DTYPES[self.plan.residual_dtype]}
+        self.kinds = {**self.dtypes, "SCALED": bucket.scale is not None}
+        self.scale = _number(1.0 if bucket.scale is None else bucket.scale, table.device)
+        self.flags, self.signs = room(table.words, torch.uint32), room(table.words, torch.uint32)
+        self.counts, self.sums = room(len(table.blocks), torch.int64), room(len(table.blocks), torch.float64)
+        self.payload = torch.zeros(self.plan.num_bytes, dtype=torch.uint8, device=table.device)
+        self.words = self.payload.view(torch.uint32)
+
+    def payload_of(
+        self, memory: Memory, used: tuple[int, ...], deferred: set[int], tag: int, lost: float
+    ) -> Compressed:
+        table, plan = self.table, self.plan
+        ends = table.no_flags
+        if table.count:
+            taus, ends = self.mark(memory, used)
+            means, fits, large = self.scales(ends)
+            rest: Any = ends, self.scale, self.flags, self.signs, large, fits, self.words
+            self.launch(triton_pack.write, table.parts, *rest, FORMAT=plan.value_format, **table.loops)
+            if self.bucket.scale is not None or lost:
+                rest = taus, means, fits, self.scale, _number(lost, table.device), self.flags, self.words
+                others_keep = self.bucket.others_keep
+                self.launch(triton_pack.settle, *rest, FORMAT=plan.value_format, OTHERS_KEEP=others_keep)
+        entries = table.room(table.num_parts, torch.int64)
+        _launch(triton_pack.seal, (table.num_parts,), table.parts, ends, self.words, table.header, tag, entries)
+        dense = first = 0
+        for part, payload in plan.divide(self.payload):
+            if part.dense:
+                of_part = {index - first for index in deferred}
+                read_dense(part.layout, payload).copy_(take_dense(self.bucket, part, of_part))
+                dense += sum(part.sizes[index] for index in part.dense if index not in of_part)
+            first += len(part.names)
+        return Compressed(self.payload, entries, dense)
+
+    def launch(self, kernel: Any, *rest: Any, **constants: Any) -> None:
+        """Launch a kernel that reads the entries of each block."""
+        table = self.table
+        given = self.addresses, table.count, table.tensors, table.blocks, *rest
+        _launch(kernel, (len(table.blocks),), *given, **self.kinds, **constants)
+
+    def mark(self, memory: Memory, used: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """Flag what is sent, and have the guard move thresholds: those of all tensors, and running counts of flags."""
+        table, names = self.table, self.plan.of_tensors(used)[0]
+        own = taus = memory.thresholds.on_device(names, table.device) if names else table.room(0, torch.float64)
+        if len(used) < table.count:
+            taus = own.new_full((table.count,), -1.0).index_copy_(0, table.numbers(used), own)
+        broken = torch.zeros(table.count, dtype=torch.int32, device=table.device)
+        limits, moved = torch.empty_like(taus), torch.empty_like(taus)
+        out = self.scale, self.flags, self.signs, self.counts, self.sums, broken
+        self.launch(triton_pack.mark, taus, limits, broken, *out, PASS=0)
+        ends, samples = table.ends(self.counts), table.room(table.count * SAMPLES, self.plan.residual_dtype)
+        rest: Any = self.addresses, table.count, table.tensors, ends, self.scale, self.flags, samples
+        _launch(
+            triton_pack.sample, (table.count, SAMPLES // LANES), *rest, STEPS=table.steps, LANES=LANES, **self.kinds
+        )
+        rest = table.tensors, table.aims, ends, taus, broken, samples, limits, moved
+        wide = self.plan.residual_dtype == torch.float64
+        integers = {"INTEGER": tl.int64 if wide else tl.int32, "BITS": 63 if wide else 31}
+        base = self.dtypes["BASE"]
+        _launch(triton_pack.limit, (table.count,), *rest, BASE=base, **integers, GUARD=memory.guard)
+        if memory.guard and names:
+            memory.thresholds.replace(names, moved if len(used) == table.count else moved[table.numbers(used)])
+        self.launch(triton_pack.mark, taus, limits, ends, *out, PASS=1)
+        self.launch(triton_pack.mark, taus, limits, table.ends(self.counts), *out, PASS=2)
+        return taus, table.ends(self.counts)
+
+    def scales(self, ends: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Write scales. Means of magnitudes, and of 2bit whether it takes two levels, and which entries are large."""
+        table, value_format = self.table, self.plan.value_format
+        means, fits, large = self.sums, self.counts, self.flags
+        if value_format in SCALED_FORMATS:
+            means = table.room(table.count, torch.float64)
+            rest: Any = table.tensors, ends, self.sums, means, self.words
+            _launch(triton_pack.average, (table.count,), *rest, ROUNDS=table.rounds, SCALES=value_format == "1bit")
+        if value_format == "2bit":
+            fits, large = table.room(table.count, torch.int32), torch.empty_like(self.flags)
+            rest = means, self.scale, self.flags, large, self.counts, self.sums
+            self.launch(triton_pack.enlarge, *rest)
+            rest = table.tensors, ends, means, self.counts, self.sums, self.words, fits
+            _launch(triton_pack.two_levels, (table.count,), *rest, ROUNDS=table.rounds)
+        return means, fits, large
+
+
+class _Arrived(NamedTuple):
+    """Payloads that have arrived: rows of the same plan, and where their entries are."""
+
+    table: Table
+    words: Tensor  # all rows, uint32
+    stride: int  # words of a row
+    flags: Tensor  # decoded, if a code is no bitmap
+    ends: Tensor  # running counts of flags by block, row by row
+    wrong: Tensor  # int32, shape `[rows * parts]`
+
+
+def _read(payloads: Tensor, plan: BucketPlan, tag: int) -> _Arrived:
+    """Find the flags of payloads (uint8, ``[rows, bytes]``), and check all of them."""
+    rows, table = len(payloads), Table.of(plan, payloads.device)
+    words, stride, parts = payloads.contiguous().view(torch.uint32), plan.num_bytes // 4, table.num_parts
+    wrong, flags = torch.zeros(rows * parts, dtype=torch.int32, device=table.device), words
+    blocks = len(table.blocks)
+    if coded := len(table.coded):
+        flags = torch.zeros(rows * table.words, dtype=torch.int32, device=table.device).view(torch.uint32)
+        counts = table.room(rows * coded, torch.int64)
+        rest: Any = table.parts, table.coded, coded
+        _launch(triton_add.count_flags, (coded, rows), *rest, words, stride, counts)
+        rest = *rest, table.ends(counts, rows), words, stride, table.words, flags, wrong, parts
+        _launch(triton_add.decode, (coded, rows), *rest, PLANES=table.loops["PLANES"])
+    counts = table.room(rows * blocks, torch.int64)
+    rest = table.tensors, table.parts, table.blocks, blocks, words, stride, flags, table.words, counts, wrong, parts
+    _launch(triton_add.count_entries, (blocks, rows), *rest)
+    ends, scales = table.ends(counts, rows), plan.value_format in SCALED_FORMATS
+    rest = table.tensors, table.parts, blocks, ends, words, stride, wrong, table.header, tag, parts
+    _launch(triton_add.judge, (parts, rows), *rest, ROUNDS=-(-table.count // 128), SCALES=scales)
+    return _Arrived(table, words, stride, flags, ends, wrong)
+
+
+def _open(arrived: _Arrived, rows: int, first: int, chunk: int) -> Tensor:
+    """Flags and signs of some blocks, in the places of their entries."""
+    table = arrived.table
+    opened = table.room(rows * chunk * OPENED, torch.uint32)
+    given = table.tensors, table.parts, table.blocks, len(table.blocks), arrived.words, arrived.stride
+    rest: Any = arrived.flags, table.words, arrived.ends, first, chunk, opened
+    _launch(triton_add.open_words, (chunk, rows), *given, *rest, FORMAT=table.plan.value_format)
+    return opened
+
+
+def add(memory: Memory, received: Received, bucket: Bucket, said: str) -> None:
+    """Add the weighted sum of payloads; see :func:`~lightning_dct.compress.codec.apply`.
+
+    Whoever polls ``memory.awaited`` is told what is wrong with them.
+    """
+    payloads, plan, factor, own, _, tag = received
+    arrived, rows, base = _read(payloads, plan, tag), len(payloads), DTYPES[plan.residual_dtype]
+    table, words = arrived.table, arrived.words
+    addresses = table.addresses(bucket)
+    weights = _weights(rows, factor, memory.lengthening, plan.residual_dtype, table.device)
+    mine, apart, own_format = own if isinstance(own, int) else -1, arrived, None
+    if isinstance(own, SentPayload) and bucket.news:
+        apart, own_format = _read(own.payload.unsqueeze(0), own.plan, tag), own.plan.value_format
+    owns = {"SENDERS": rows, "BASE": base, "OWNS": bool(bucket.news)}
+    formats = {"FORMAT": plan.value_format, "OWN_FORMAT": own_format}
+    given = addresses, table.count, table.tensors, table.parts, table.blocks, words, arrived.stride
+    # Some blocks at a time, because what a thread needs of each word takes memory by sender.
+    for first in range(0, len(table.blocks), most := max(OPENED_AT_ONCE // rows, 1)):
+        chunk = min(most, len(table.blocks) - first)
+        opened = _open(arrived, rows, first, chunk)
+        of_own = opened if own_format is None else _open(apart, 1, first, chunk)
+        rest: Any = first, chunk, opened, weights, mine, apart.table.tensors, apart.table.parts, apart.words, of_own
+        _launch(triton_add.add, (chunk,), *given, *rest, **owns, **formats)
+    if plan.dense:
+        wrong = arrived.wrong.view(rows, -1)
+        owns_of_parts = own.plan.divide(own.payload) if isinstance(own, SentPayload) else []
+        for number, (part, column) in enumerate(plan.divide(payloads)):
+            sent = [read_dense(part.layout, row).view(plan.dtype) for row in column]
+            wrong[:, number].bitwise_or_(torch.stack(sent).isfinite().all(1).logical_not_().int() * 2)
+            if owns_of_parts:
+                sent.append(read_dense(owns_of_parts[number][0].layout, owns_of_parts[number][1]).view(plan.dtype))
+            if part.dense:
+                add_dense(part, bucket, sent, weights, rows if owns_of_parts else mine)
+    memory.awaited.when_known(arrived.wrong, partial(_check, said))
+
+
+def _check(said: str, wrong: list[int]) -> None:
+    for number, found in enumerate(wrong):
+        if found == 2:
+            name_broken_sender(f"{said} from rank {number}")
+    if harmed := [f"{said} from rank {number}" for number, found in enumerate(wrong) if found & 1]:
+        raise PayloadError(
+            f"{', '.join(harmed)} of the process group: the payload is corrupt, or was made for another model, other"
+            " settings or in another step. Use the same model, settings and version of lightning_dct on every rank, and"
+            " let all ranks step the same optimizers in the same order. A run on CPUs reports in more detail what"
+            " differs."
+        )

@@ -1,0 +1,468 @@
+"""The contract: plain torch, numba and Triton pack the same bytes, and add the same numbers to the last bit.
+
+Triton's kernels run in its interpreter, or on a card.
+"""
+
+import math
+import re
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from emulated_ranks import EmulatedDist, EmulatedRanks, Meeting, assert_same_bits
+from interpreted import WAYS, way_of
+from lightning_dct import DCTConfig
+from lightning_dct.compress import on_gpu
+from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Received, SentPayload
+from lightning_dct.compress.codec import apply, compress, decompress
+from lightning_dct.compress.memory import Memory
+from lightning_dct.compress.on_cpu import name_broken_sender
+from lightning_dct.exchange import collectives
+from lightning_dct.exchange.sharding import sums_of
+from lightning_dct.sync import rounds
+from lightning_dct.sync.buffers import Buffers
+from lightning_dct.sync.updates import UpdateSynchronizer
+from lightning_dct.wire.payload import unpack
+from lightning_dct.wire.positions import PayloadError
+from one_card import DEVICE
+from strategies_for_hypothesis import FORMATS, examples
+
+CPU = torch.device("cpu")
+# Bitmaps; the second and the last tensor are sent dense, and the fourth has flags beyond its end.
+PLAN = BucketPlan(("a", "b", "c", "d", "e"), (2300, 50, 200, 33, 1), (700, 0, 60, 9, 0), torch.float32, "bf16")
+# Elias-Fano, with five low bits and more, and with fewer.
+FEW = replace(PLAN, targets=(20, 0, 2, 1, 0))
+SOME = replace(PLAN, targets=(200, 0, 20, 3, 0))
+PLANS = {"bitmap": PLAN, "few": FEW, "some": SOME}
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+def device_of(way: str) -> torch.device:
+    return DEVICE if way == "triton" else CPU
+
+
+def on(device: torch.device, tensors: Any) -> Any:
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device), tensors)
+
+
+def bits(numbers: Tensor) -> Tensor:
+    return numbers.view({8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[numbers.itemsize])
+
+
+class Rank:
+    """One rank that packs bucket after bucket one of the ways, and adds the payload beside the one before."""
+
+    def __init__(self, way: str, plan: BucketPlan, of_updates: bool, guard: bool = True, tag: int = 7) -> None:
+        self.way, self.plan, self.of_updates, self.tag = way, plan, of_updates, tag
+        self.device = device_of(way)
+        with way_of(way) as kernel:
+            self.memory = Memory({}, guard, undoable=False, kernel=kernel)
+        self.before: Tensor | None = None
+        length = plan.bounds[-1][1] if plan.sizes else 1
+        self.base = torch.zeros(length + 2, dtype=plan.residual_dtype, device=self.device)
+        self.own = self.base.clone()
+
+    def step(self, news: Tensor, deferred: set[int], others_keep: bool = False, lost: float = 0.0) -> dict[str, Any]:
+        """What it has sent, and what is left everywhere."""
+        with way_of(self.way):
+            self.memory.selected, scale = False, None if self.of_updates else 0.5
+            new = self.own.add_(news.to(self.device)) if self.of_updates else news.to(self.device)
+            bucket = Bucket([new], [self.base], scale, others_keep)
+            sent = compress(self.memory, bucket, self.plan, deferred, self.tag, lost)
+            kept = {"base": self.base.cpu().clone(), "own": self.own.cpu().clone(), "sent": sent.payload.cpu()}
+            payloads = torch.stack([sent.payload, sent.payload if self.before is None else self.before])
+            self.before = sent.payload
+            for number, self.memory.lengthening in enumerate((1.0, 1.3, None)):
+                received = Received(payloads, self.plan, 0.4, own=0, tag=self.tag)
+                if self.of_updates and number == 2:
+                    apply(self.memory, received, bucket)
+                    kept |= {"base after": self.base.cpu().clone(), "own after": self.own.cpu().clone()}
+                else:
+                    kept[f"mean {number}"] = decompress(self.memory, received, torch.full_like(new, 3.0)).cpu()
+            self.memory.awaited.synchronize()
+            kept["entries"] = int(torch.as_tensor(sent.num_entries).sum()), sent.num_dense, self.memory.selected
+            return kept
+
+
+def assert_same_ways(
+    plan: BucketPlan, steps: list[tuple[Tensor, set[int]]], of_updates: bool = False, ways: Any = WAYS, **given: Any
+) -> None:
+    """All bits the same, and thresholds to the last but one."""
+    guard = given.pop("guard", True)
+    expected, *others = (Rank(way, plan, of_updates, guard) for way in ways)
+    for news, deferred in steps:
+        wanted = expected.step(news, deferred, **given)
+        for other in others:
+            found = other.step(news, deferred, **given)
+            assert wanted.pop("entries", None) in (found["entries"], None)
+            sent = [unpack_without_tag(plan, kept["sent"]) for kept in (wanted, found)]
+            for name, numbers in wanted.items():
+                # Which of its many bit patterns a NaN has depends on its place in the processor's vectors.
+                nans = name == "sent" and any(bool(one.values.isnan().any()) for one in sent)
+                assert nans or assert_same(numbers, found[name]), (other.way, name)
+            assert torch.equal(sent[0].positions, sent[1].positions)
+            assert assert_same(sent[0].values, sent[1].values)
+            thresholds, of_other = (rank.memory.thresholds.state_dict() for rank in (expected, other))
+            assert thresholds["targets"] == of_other["targets"]
+            assert of_other["values"] == pytest.approx(thresholds["values"], rel=1e-13)
+
+
+def assert_same(numbers: Tensor, others: Tensor) -> bool:
+    if numbers.is_floating_point():
+        nans = numbers.isnan()
+        return torch.equal(nans, others.isnan()) and torch.equal(bits(numbers)[~nans], bits(others)[~nans])
+    return torch.equal(numbers, others)
+
+
+def unpack_without_tag(plan: BucketPlan, payload: Tensor, tag: int = 7) -> Any:
+    plain = payload.clone()
+    plain[8] ^= tag
+    return unpack(plan.layout, plain)
+
+
+def noise(plan: BucketPlan, steps: int, seed: int = 1, dtype: torch.dtype | None = None) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        yield torch.randn(plan.bounds[-1][1] + 2, generator=generator).pow(3).to(dtype or plan.dtype)
+
+
+@pytest.mark.parametrize(
+    ("value_format", "dtype", "code"),
+    [
+        ("1bit", torch.float32, "few"),
+        pytest.param("1bit", torch.bfloat16, "bitmap", marks=pytest.mark.slow),
+        ("2bit", torch.float32, "bitmap"),
+        pytest.param("2bit", torch.float64, "some", marks=pytest.mark.slow),
+        pytest.param("bf16", torch.float16, "some", marks=pytest.mark.slow),
+        pytest.param("fp32", torch.float64, "few", marks=pytest.mark.slow),
+    ],
+)
+def test_gradients(value_format: str, dtype: torch.dtype, code: str) -> None:
+    """With gaps between the tensors, and tensors of which nothing is sent."""
+    plan = replace(PLANS[code], value_format=value_format, dtype=dtype, starts=(1, 2302, 2360, 2561, 2600))
+    deferred = [set(), {0, 1}]
+    assert_same_ways(plan, list(zip(noise(plan, len(deferred)), deferred, strict=True)))
+
+
+@pytest.mark.parametrize(
+    ("value_format", "lost"),
+    [
+        ("1bit", 0.0),
+        ("bf16", 0.1),
+        *(pytest.param(name, 0.1, marks=pytest.mark.slow) for name in ("1bit", "2bit", "fp32")),
+    ],
+)
+def test_updates(value_format: str, lost: float) -> None:
+    dtype = torch.float64 if value_format == "2bit" else torch.float32
+    plan = replace(SOME if lost else PLAN, value_format=value_format, dtype=dtype)
+    assert_same_ways(plan, [(news, set()) for news in noise(plan, 2)], of_updates=True, lost=lost)
+
+
+def test_sums_that_others_keep() -> None:
+    plan = replace(SOME, value_format="2bit")
+    assert_same_ways(plan, [(news, set()) for news in noise(plan, 2)], others_keep=True)
+
+
+@pytest.mark.parametrize(
+    ("value_format", "broken"),
+    [("1bit", math.nan), *(pytest.param(name, -math.inf, marks=pytest.mark.slow) for name in ("2bit", "bf16", "fp32"))],
+)
+def test_infinite_and_nan_entries_arrive_and_spare_the_residual(value_format: str, broken: float) -> None:
+    plan = replace(SOME, value_format=value_format)
+    gradients = list(noise(plan, 2))
+    gradients[0][[5, 7, 2360]] = broken
+    gradients[1][2350:] = broken
+    assert_same_ways(plan, [(gradient, set()) for gradient in gradients])
+
+
+numbers = st.sampled_from([0.0, 0.5, -0.5, 1.0, -1.0, 1e-40, 3e38]) | st.floats(width=32, allow_nan=False)
+rarely_broken = st.sampled_from([0.5, -1.0, math.nan, math.inf])
+
+
+@given(data=st.data())
+@examples(10)
+def test_whatever_the_numbers_and_sizes(data: st.DataObject) -> None:
+    """Ties, denormals, overflowing sums, empty and full selections."""
+    sizes = tuple(data.draw(st.lists(st.integers(1, 70), min_size=1, max_size=3)))
+    targets = tuple(data.draw(st.integers(0, size)) for size in sizes)
+    dtype, value_format = data.draw(st.sampled_from(DTYPES)), data.draw(st.sampled_from(FORMATS))
+    plan = BucketPlan(tuple("abc"[: len(sizes)]), sizes, targets, dtype, value_format)
+    kind = data.draw(st.sampled_from([numbers, numbers, rarely_broken]))
+    drawn = st.lists(kind, min_size=sum(sizes) + 2, max_size=sum(sizes) + 2)
+    deferred = data.draw(st.sets(st.integers(0, len(sizes) - 1), max_size=1))
+    steps = [(torch.tensor(data.draw(drawn)).to(dtype), deferred)]
+    assert_same_ways(plan, steps, guard=data.draw(st.booleans()))
+
+
+def test_with_too_many_picks_the_largest_go_and_the_rest_stays() -> None:
+    plan = BucketPlan(("a",), (1000,), (10,), torch.float32, "fp32")
+    rank = Rank("triton", plan, of_updates=False)
+    rank.memory.thresholds.set("a", 10, 0.25)
+    gradient = torch.arange(1, 1003) / 1000.0
+    kept = rank.step(gradient, set())
+    # A sample of the 501 says that about ten reach 0.99: 11 do, of which all but the first are left.
+    largest = list(range(990, 1000))
+    assert kept["entries"][0] == 10
+    assert unpack_without_tag(plan, kept["sent"]).positions.tolist() == largest
+    left = gradient.clone() / 2
+    left[largest] = 0.0
+    left[1000:] = 0.0
+    assert torch.equal(kept["base"], left)
+    # That is the next threshold, because far too many have reached this one.
+    assert rank.memory.thresholds.values()[0] == pytest.approx(0.99 / 2)
+
+
+@pytest.mark.parametrize("code", ["bitmap", "few"])
+def test_harm_is_found_and_nothing_is_read_out_of_bounds(code: str) -> None:
+    """Headers, positions beyond the end of a tensor or more than the header says, and whatever bytes."""
+    plan = replace(PLANS[code], value_format="1bit")
+    intact = Rank("triton", plan, of_updates=True).step(next(noise(plan, 1)), set())["sent"]
+    generator = torch.Generator().manual_seed(0)
+    some = torch.randint(36, plan.num_bytes - 220, (6,), generator=generator).tolist()
+    for place in [0, 1, 2, 4, 8, 29, *some]:
+        payload, told = intact.clone(), []
+        payload[place] ^= 1 << int(torch.randint(8, (1,), generator=generator))
+        for way in ("numba", "triton"):
+            rank = Rank(way, plan, of_updates=True)
+            with way_of(way):
+                rows = torch.stack([intact, payload]).to(rank.device)
+                try:
+                    apply(rank.memory, Received(rows, plan, 0.5, own=0, tag=7), Bucket([rank.own], [rank.base], None))
+                    rank.memory.awaited.synchronize()
+                    told.append("")
+                except PayloadError as error:
+                    told.append(re.sub(r":.*| of the process group", "", str(error)))
+        assert told[0] == told[1], place
+    for filled in (0, 255):
+        payload = torch.full_like(intact, filled)
+        rank = Rank("triton", plan, of_updates=True)
+        with way_of("triton"):
+            rows = torch.stack([payload, payload]).to(rank.device)
+            apply(rank.memory, Received(rows, plan, 0.5, own=0, tag=7), Bucket([rank.own], [rank.base], None))
+            with pytest.raises(PayloadError, match=r"^Gradients from rank 0, Gradients from rank 1"):
+                rank.memory.awaited.synchronize()
+
+
+def test_another_tag_is_another_step() -> None:
+    plan = replace(PLAN, value_format="1bit")
+    for way in WAYS:
+        rank = Rank(way, plan, of_updates=True)
+        rank.step(next(noise(plan, 1)), set())
+        assert rank.before is not None
+        received = Received(rank.before[None], plan, 0.5, own=0, tag=8)
+
+        def read(rank: Rank = rank, received: Received = received) -> None:
+            apply(rank.memory, received, Bucket([rank.own], [rank.base], None))
+            rank.memory.awaited.synchronize()
+
+        with way_of(way), pytest.raises(PayloadError, match="step"):
+            read()
+
+
+@pytest.mark.parametrize("sum_code", ["bitmap", "some"])
+def test_own_payload_beside_the_sums(sum_code: str) -> None:
+    """As of an owner: several payloads in a row, and this rank's own in another format, as far as it is in the sums."""
+    parts = [replace(PLANS[sum_code], value_format="1bit", starts=(1, 2302, 2360, 2561, 2600))]
+    parts.append(BucketPlan(("f", "g"), (90, 20), (9, 0), torch.float32, "1bit", starts=(2700, 2800)))
+    plan, sums = BucketPlan.joined(parts), BucketPlan.joined([sums_of(part) for part in parts])
+    ended = []
+    for way in WAYS:
+        with way_of(way) as kernel:
+            noise_of, memory = torch.Generator().manual_seed(3), Memory({}, guard=True, undoable=False, kernel=kernel)
+            own, base, total, left = (torch.randn(2900, generator=noise_of).to(device_of(way)) for _ in range(4))
+            sent = compress(memory, Bucket([own], [base], None), plan, set(), 9)
+            of_sums = Memory({}, guard=True, undoable=False, kernel=kernel)
+            spread = compress(of_sums, Bucket([total], [left], 1.0), sums, set(), 9)
+            mine = SentPayload(sent.payload, plan)
+            received = Received(spread.payload[None], sums, 0.25, mine, what="Sums", tag=9)
+            apply(memory, received, Bucket([own], [base], None))
+            memory.awaited.synchronize()
+            ended.append([sent.payload.cpu(), spread.payload.cpu(), own.cpu(), base.cpu(), left.cpu()])
+    for others in ended[1:]:
+        assert all(map(torch.equal, ended[0], others))
+
+
+def test_the_launchers_read_no_number() -> None:
+    """The host waits where it reads one; on a card ``gpu_check.py`` has torch raise there."""
+    source = Path(on_gpu.__file__).read_text()
+    assert not re.findall(r"\.item\(|\.tolist\(|float\(|\.cpu\(|nonzero|synchronize", source)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world_size", "exchange", "ranks_per_node"), [(2, "sharded", 1), (4, "by_node", 2)])
+def test_exchanges_of_gradients(world_size: int, exchange: str, ranks_per_node: int) -> None:
+    """Over other buckets, a tensor that is not used, a step that is lost and a refresh."""
+    sizes = {"a": 1400, "b": 50, "c": 700, "d": 120}
+    settings = {"density": 0.1, "min_tensor_size": 60, "value_format": "2bit"}
+    runs = {
+        way: EmulatedRanks(
+            sizes, world_size, exchange, ranks_per_node, loss_scale=lambda: 4.0, defer_unused=True, **settings
+        )
+        for way in WAYS[1:]
+    }
+    noise = torch.Generator().manual_seed(1)
+    for step, buckets in enumerate([[["d", "c", "b", "a"]], [["c"], ["b", "a"], ["d"]]] * 2):
+        gradients = [
+            {name: torch.randn(size, generator=noise).pow(3) for name, size in sizes.items()} for _ in range(world_size)
+        ]
+        gradients[0]["c"][:] = 0.0
+        if step == 2:
+            gradients[1]["a"][5] = math.inf
+        means = []
+        for way, ranks in runs.items():
+            if step == 3:
+                ranks.request_refresh()
+            with way_of(way):
+                means.append(on(CPU, ranks.step(on(device_of(way), gradients), buckets)))
+        for expected_mean, mean in zip(*means, strict=True):
+            assert all(torch.equal(expected_mean[name].nan_to_num(7.0), mean[name].nan_to_num(7.0)) for name in sizes)
+        for expected, found in zip(*(ranks.synchronizers for ranks in runs.values()), strict=True):
+            thresholds = expected.thresholds.state_dict()["values"]
+            assert found.thresholds.state_dict()["values"] == pytest.approx(thresholds, rel=1e-12)
+    for expected_state, state in zip(*(on(CPU, ranks.state_dicts()) for ranks in runs.values()), strict=True):
+        times = {"seconds": 0, "seconds_waiting": 0}
+        assert {**state["traffic"], **times} == {**expected_state["traffic"], **times}
+        assert state["thresholds"]["targets"] == expected_state["thresholds"]["targets"]
+        assert state["residuals"].keys() == expected_state["residuals"].keys()
+        assert state["owned"].keys() == expected_state["owned"].keys()
+        for name, residual in expected_state["residuals"].items():
+            assert torch.equal(bits(residual), bits(state["residuals"][name]))
+        for name, pieces in expected_state["owned"].items():
+            assert all(torch.equal(bits(piece), bits(state["owned"][name][start])) for start, piece in pieces.items())
+
+
+class UpdatingRanks:
+    """The ranks of an exchange, each with its own weights; all changes are random."""
+
+    def __init__(
+        self,
+        world_size: int,
+        exchange: str,
+        ranks_per_node: int,
+        sizes: dict[str, int],
+        device: torch.device = CPU,
+        **given: Any,
+    ) -> None:
+        settings = {"local_steps": 1, "min_tensor_size": 60, **given}
+        emulated = EmulatedRanks(sizes, world_size, exchange, ranks_per_node)
+        self.noise, self.synchronizers, self.optimizers = torch.Generator().manual_seed(1), [], []
+        for rank in range(world_size):
+            parameters = {name: nn.Parameter(torch.linspace(-1, 1, size).to(device)) for name, size in sizes.items()}
+            optimizer, config = torch.optim.SGD(parameters.values(), lr=1.0), DCTConfig(**settings)
+            self.optimizers.append(optimizer)
+            self.synchronizers.append(
+                UpdateSynchronizer(
+                    config,
+                    {parameter: name for name, parameter in parameters.items()},
+                    emulated._exchange(exchange, rank, ranks_per_node, config),
+                    Buffers(),
+                    lambda own=[optimizer]: own,
+                    lambda own=parameters: own.values(),
+                )
+            )
+
+    def step(self, broken: float | None = None) -> None:
+        changes = [
+            [torch.randn(p.shape, generator=self.noise).pow(3) for p in optimizer.param_groups[0]["params"]]
+            for optimizer in self.optimizers
+        ]
+        if broken is not None:
+            changes[1][0][[3, 5, 9]] = broken
+        with mock.patch.object(collectives, "dist", EmulatedDist), ThreadPoolExecutor(len(changes)) as threads:
+            done = [threads.submit(self._step, rank, own) for rank, own in enumerate(changes)]
+            for rank in done:
+                rank.result()
+
+    def _step(self, rank: int, changes: list[Tensor]) -> None:
+        optimizer, synchronizer = self.optimizers[rank], self.synchronizers[rank]
+        synchronizer.before_step(optimizer)
+        for parameter, change in zip(optimizer.param_groups[0]["params"], changes, strict=True):
+            parameter.data.add_(change.to(parameter.device))
+        synchronizer.after_step(optimizer)
+
+    def state_dicts(self) -> list[dict[str, Any]]:
+        states = []
+        for own in self.synchronizers:
+            state, weights = own.state_dict(), own.weights
+            shared = {name: weights.shared(name) for name in weights.parameters}
+            states.append(on(CPU, {part: state[part] for part in ("weights", "owned")} | {"shared": shared}))
+        return states
+
+
+SIZES = {"a": 1400, "b": 50, "c": 700, "d": 120, "e": 16}
+# Ranks, exchange, ranks of a node, value format, density. Elias-Fano below a density of a quarter.
+EXCHANGES = [
+    (2, "all_gather", 1, "1bit", 0.3),
+    pytest.param(3, "all_gather", 1, "bf16", 0.05, marks=pytest.mark.slow),
+    pytest.param(3, "sharded", 1, "1bit", 0.05, marks=pytest.mark.slow),
+    pytest.param(4, "by_node", 2, "1bit", 0.3, marks=pytest.mark.slow),
+]
+EVERY_EXCHANGE = pytest.mark.parametrize(
+    ("world_size", "exchange", "ranks_per_node", "value_format", "density"), EXCHANGES
+)
+
+
+@EVERY_EXCHANGE
+def test_exchanges_of_updates(
+    world_size: int,
+    exchange: str,
+    ranks_per_node: int,
+    value_format: str,
+    density: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In warm-up and after it, over several buckets."""
+    monkeypatch.setattr(rounds, "LARGEST_BUCKET", 1500)
+    monkeypatch.setattr(rounds, "LARGEST_ON_GPU", 1500)
+    settings = {"value_format": value_format, "density": density, "warmup_steps": 1}
+    states = []
+    for way in WAYS[1:]:
+        with way_of(way):
+            ranks = UpdatingRanks(world_size, exchange, ranks_per_node, SIZES, device_of(way), **settings)
+            for _ in range(2):
+                ranks.step()
+            states.append(ranks.state_dicts())
+    assert_same_bits(*states)
+
+
+def test_a_rank_that_sends_nan_is_named_once_its_numbers_are_known() -> None:
+    name_broken_sender.cache_clear()
+    with way_of("triton"), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        ranks = UpdatingRanks(2, "all_gather", 1, {"a": 1400, "b": 50}, device_of("triton"), warmup_steps=0)
+        ranks.step()
+        assert not said
+        ranks.step(math.nan)
+        ranks.step()
+    assert any("Updates from rank 1 of the process group are infinite or NaN" in str(one.message) for one in said)
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_harm_is_reported_once_it_is_known_and_before_anything_is_saved(
+    saved: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    intact, ranks = Meeting.everyone, EmulatedRanks({"a": 1400}, 2, "sharded", density=0.2)
+    local = [{"a": torch.randn(1400, device=DEVICE)} for _ in range(2)]
+
+    def harmed(self: Meeting) -> list[Tensor]:
+        payloads = [payload.clone() for payload in intact(self)]
+        if self in ranks.meetings[1:2]:
+            payloads[1][0] = payloads[1][payloads[1].numel() // 2] = 0
+        return payloads
+
+    monkeypatch.setattr(Meeting, "everyone", harmed)
+    with way_of("triton"):
+        ranks.step(local)
+        with pytest.raises(PayloadError, match=r"^Sums from rank 1 of the process group: the payload is corrupt"):
+            ranks.state_dicts() if saved else ranks.step(local)

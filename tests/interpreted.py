@@ -1,0 +1,55 @@
+"""The GPU's way on a CPU: Triton's interpreter runs the kernels, which takes a second an exchange.
+
+Triton looks for the choice when it is imported, so ``conftest.py`` makes it. With ``TESTS_ON=cuda`` (``gpu_check.py``)
+the kernels run on a card instead.
+"""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Lock
+from typing import Any
+
+import pytest
+
+from one_card import DEVICE
+
+pytest.importorskip("triton")
+
+import triton.language as tl
+from triton.runtime import interpreter
+
+from lightning_dct.compress import awaited, on_gpu
+
+WAYS = ("torch", "numba", "triton")
+
+if DEVICE.type == "cpu":
+    # The interpreter prepares the language anew for every call of a function, which takes most of its time. Once is
+    # enough for each module, and those that see `tl` alone are prepared with their kernel.
+    _prepared: set[int] = set()
+    _one_at_a_time, _launch = Lock(), on_gpu._launch
+
+    def _call(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        if (module := id(self.fn.__globals__)) not in _prepared:
+            _prepared.add(module)
+            if any(value is tl.core for value in self.fn.__globals__.values() if inspect.ismodule(value)):
+                interpreter._patch_lang(self.fn)
+        return self.rewrite()(*arguments, **keywords)
+
+    def _launch_alone(*arguments: Any, **keywords: Any) -> None:
+        # The place in the grid is one for the whole process, in which emulated ranks are threads.
+        with _one_at_a_time:
+            _launch(*arguments, **keywords)
+
+    # One program looks at all samples.
+    on_gpu.LANES = on_gpu.SAMPLES
+    interpreter.InterpretedFunction.__call__ = _call  # type: ignore[method-assign]
+    on_gpu._launch = _launch_alone
+
+
+@contextmanager
+def way_of(way: str) -> Iterator[str]:
+    """Tensors go one of the ways, a context at a time; gives the kernel's name for a :class:`Memory`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(awaited, "WITHOUT_WAITING", {DEVICE.type} if way == "triton" else set())
+        yield "auto" if way == "triton" else way
