@@ -14,7 +14,18 @@ import lightning_dct
 ROOT = Path(__file__).resolve().parent.parent
 
 # transformers is none of ours; torchmetrics imports it where it is.
-OPTIONAL = ["hydra", "omegaconf", "wandb", "numba", "rich", "tokenizers", "matplotlib", "transformers", "torchft"]
+OPTIONAL = [
+    "hydra",
+    "omegaconf",
+    "wandb",
+    "numba",
+    "rich",
+    "tokenizers",
+    "matplotlib",
+    "transformers",
+    "torchft",
+    "triton",
+]
 
 WITHOUT_OPTIONAL_PACKAGES = f"""
     import importlib.metadata as metadata
