@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 import traceback
+import weakref
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -132,6 +133,9 @@ def _run(words: list[str], folder: str, environment: dict[str, str], files: list
     sys.stdin = os.fdopen(0, closefd=False)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    # What is cleaned up when the server ends, such as W&B's folder for tables, is not this process's.
+    for cleaning in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        cleaning.detach()
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)

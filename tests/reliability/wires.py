@@ -89,7 +89,12 @@ def _gradients() -> list[Message]:
             names = tuple(f"tensor {index}" for index in range(len(sizes)))
             plan = BucketPlan(names, sizes, targets, torch.float32, value_format)
             whole = torch.randint(0, 256, (plan.layout.dense_bytes,), dtype=torch.uint8)
-            positions = _some(plan.layout.capacity, sum(plan.layout.tensor_sizes))
+            positions = _some(plan.layout.capacity, sum(plan.sizes[index] for index in plan.compressed))
+            # Each tensor's flags begin at a word.
+            ends = torch.tensor([plan.sizes[index] for index in plan.compressed]).cumsum(0)
+            tensor = torch.searchsorted(ends, positions, right=True)
+            before = torch.cat([torch.zeros(1, dtype=torch.int64), ends])[tensor]
+            positions += torch.tensor(plan.first)[tensor] - before
             payload, _ = pack_entries(plan.layout, positions, torch.randn(positions.numel()), whole)
 
             def decode(data: Tensor, plan: BucketPlan = plan) -> None:
