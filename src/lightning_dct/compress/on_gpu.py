@@ -8,7 +8,7 @@ Results are the bits that :mod:`~lightning_dct.compress.on_cpu` gives, and the s
 """
 
 from collections.abc import Sequence
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -42,6 +42,7 @@ class Table:
         blocks: The tensor of each block: int32, and so many blocks are there.
         coded: The part of each block of flags of Elias-Fano codes: int32; none if all codes are bitmaps.
         words: Words of flags.
+        num_parts: Payloads in a row.
         aims: The guard's exponent and aim of each compressed tensor: fp64.
     """
 
@@ -74,7 +75,7 @@ class Table:
         self.tensors, self.parts = copied(tensors, torch.int64), copied(parts, torch.int64)
         self.aims = copied(aims, torch.float64)
         self.blocks, self.coded = copied(blocks, torch.int32), copied(coded, torch.int32)
-        self.words, self.count = words, len(tensors) - 1
+        self.words, self.count, self.num_parts = words, len(tensors) - 1, len(parts) - 1
         most = max((-(-size // BLOCK) for size in plan.sizes), default=1)
         self.rounds, self.steps = -(-most // 1024), most.bit_length() + 1
         bits = [part[6] for part in parts[:-1]]
@@ -90,11 +91,6 @@ class Table:
         if device not in plan.tables:
             plan.tables[device] = Table(plan, device)
         return plan.tables[device]
-
-    @cached_property
-    def num_parts(self) -> int:
-        """The payloads in a row."""
-        return len(self.plan.parts) or 1
 
     def addresses(self, bucket: Bucket) -> Tensor:
         """Where news and bases of the compressed tensors are: shape ``[2 n]``, int64."""
@@ -118,11 +114,6 @@ class Table:
     def room(self, count: int, dtype: torch.dtype) -> Tensor:
         """Memory that a kernel fills."""
         return torch.empty(count, dtype=dtype, device=self.device)
-
-    @cached_property
-    def no_flags(self) -> Tensor:
-        """Running sums of no flags."""
-        return torch.zeros(len(self.blocks) + 1, dtype=torch.int64, device=self.device)
 
     def ends(self, counts: Tensor, rows: int = 0) -> Tensor:
         """Running sums of counts (shape ``[n]``, int64), after a zero: shape ``[n + 1]``, int64.
@@ -186,8 +177,9 @@ class _Packing:
         self, memory: Memory, used: tuple[int, ...], deferred: set[int], tag: int, lost: float
     ) -> Compressed:
         table, plan = self.table, self.plan
-        ends = table.no_flags
-        if table.count:
+        if not table.count:
+            ends = table.ends(self.counts)
+        else:
             taus, ends = self.mark(memory, used)
             means, fits, large = self.scales(ends)
             rest: Any = ends, self.scale, self.flags, self.signs, large, fits, self.words
