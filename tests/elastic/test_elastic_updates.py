@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_dct.config import DCTConfig
-from lightning_dct.elastic.elastic_updates import ElasticUpdates, Header
+from lightning_dct.elastic.elastic_updates import HANDS_OVER, ElasticUpdates, Header
 from lightning_dct.exchange.collectives import Link
 from lightning_dct.exchange.compressed import AllGather
 from lightning_dct.sync.buffers import PresentBuffers
@@ -224,7 +224,7 @@ def test_a_rank_that_leaves_hands_over_what_it_has_not_sent(gradient: torch.Tens
     shared, left = updates.weights.shared("w").clone(), (parameter.data - updates.weights.shared("w")).clone()
     assert left.abs().sum() > 0
     present.others = [other_rank(0, torch.zeros(400), updates._history)]
-    updates.hand_over()
+    updates.apply_all(ready=HANDS_OVER)
     torch.testing.assert_close(updates.weights.shared("w"), shared + left / 2)
     assert [len(sent) for sent in present.sent[-2:]] == [len(Header._fields), 400]
 
@@ -246,7 +246,7 @@ def test_nothing_is_handed_over_while_a_rank_joins(gradient: torch.Tensor) -> No
     train_and_meet(updates, parameter, optimizer, gradient)
     shared, sent = updates.weights.shared("w").clone(), len(present.sent)
     present.others = [other_rank(0, torch.zeros(400), updates._history, step=-1)]
-    updates.hand_over()
+    updates.apply_all(ready=HANDS_OVER)
     assert torch.equal(updates.weights.shared("w"), shared)
     assert len(present.sent) == sent + 3  # it tries three times
 

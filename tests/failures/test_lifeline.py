@@ -253,7 +253,7 @@ def train_without() -> dict[str, Any]:
     trainer = trainer_for(strategy)
     with (
         patch("lightning_dct.failures.process_group.meet_in_fresh_store") as meet,
-        patch("lightning_dct.failures.process_group.end_after_gloo") as pause,
+        patch("lightning_dct.failures.process_group.atexit.register") as pause,
     ):
         trainer.fit(Module(), loader(2, 40, 8))
     return {

@@ -27,8 +27,8 @@ from lightning_dct.embedding.changes import Message as Changes
 from lightning_dct.embedding.changes import message_about
 from lightning_dct.embedding.collected import check_announced
 from lightning_dct.embedding.ids import RequestCode
-from lightning_dct.kernels.bits import flags_num_bytes, unpack_bits
-from lightning_dct.pipeline.borders import as_bytes, as_floats
+from lightning_dct.kernels.bits import as_bytes, flags_num_bytes, unpack_bits
+from lightning_dct.pipeline.borders import as_floats
 from lightning_dct.wire.payload import unpack
 from lightning_dct.wire.positions import PositionCode
 from lightning_dct.wire.values import BITS_PER_VALUE
@@ -186,7 +186,7 @@ def _activations() -> list[Message]:
                 # As the pipeline has it: a part crosses as numbers of four bytes.
                 cut = min(4 * layout.on_the_wire[0], data.numel())
                 words = as_floats(data[:cut], -(-cut // 4))
-                activations, read = decode_forward(layout, torch.cat([as_bytes(words, cut), data[cut:]]))
+                activations, read = decode_forward(layout, torch.cat([as_bytes(words)[:cut], data[cut:]]))
                 assert activations.shape == layout.shape
                 if read is not None:
                     _check_positions(read, layout.numel, layout.capacity)

@@ -102,7 +102,11 @@ class CompressionMonitor(pl.Callback):
         # Not before the first step: the strategy chooses settings when training starts, after this callback's turn.
         if trainer.is_global_zero and self._described != (described := (config_of(trainer.strategy),)):
             self._described = described
-            self._describe(trainer)
+            for logger in trainer.loggers:
+                if isinstance(logger, WandbLogger):
+                    describe_run(logger.experiment, settings_of(trainer))
+                elif isinstance(logger, CSVLogger):
+                    logger.log_hyperparams({CONFIG_KEY: settings_of(trainer)})
         totals = self._totals(trainer)
         if not totals:
             return
@@ -129,7 +133,8 @@ class CompressionMonitor(pl.Callback):
         modules = _modules_of(trainer)
         if mp.steps:
             norm = math.hypot(*(module.residual_norm() for module in modules))
-            metrics |= part_metrics("mp", totals["mp"], mp, _thresholds_inside(modules), norm)
+            thresholds = [threshold for module in modules for threshold in module.thresholds_in_use()]
+            metrics |= part_metrics("mp", totals["mp"], mp, thresholds, norm)
         if overflows := sum(module.overflows for module in modules if isinstance(module, SplitPoint)):
             metrics["dct/mp/overflows"] = overflows
         self._at_last_log = totals
@@ -184,13 +189,6 @@ class CompressionMonitor(pl.Callback):
             media = {**summary_media(tables), **self._tensors(trainer)}
             logger.log_metrics(media, step=logged_step(trainer))
 
-    def _describe(self, trainer: pl.Trainer) -> None:
-        for logger in trainer.loggers:
-            if isinstance(logger, WandbLogger):
-                describe_run(logger.experiment, settings_of(trainer))
-            elif isinstance(logger, CSVLogger):
-                logger.log_hyperparams({CONFIG_KEY: settings_of(trainer)})
-
     def _totals(self, trainer: pl.Trainer) -> dict[str, TrafficTotals]:
         """The totals of data parallelism ("dp") and inside the model ("mp"); empty if nothing is counted."""
         inside: Traffic | None = getattr(trainer.strategy, "split_traffic", None)
@@ -210,7 +208,7 @@ class CompressionMonitor(pl.Callback):
             return {}
         synchronizer = getattr(trainer.strategy, "synchronizer", None)
         figures = [] if synchronizer is None else synchronizer.figures_by_tensor()
-        return tensor_media(figures, _thresholds_inside(_modules_of(trainer)))
+        return tensor_media(figures, [one for module in _modules_of(trainer) for one in module.thresholds_in_use()])
 
 
 def part_metrics(
@@ -266,7 +264,3 @@ def _not_sent(trainer: pl.Trainer) -> float | None:
 
 def _modules_of(trainer: pl.Trainer) -> list[CompressedModule]:
     return getattr(trainer.strategy, "activation_modules", [])
-
-
-def _thresholds_inside(modules: list[CompressedModule]) -> list[float]:
-    return [threshold for module in modules for threshold in module.thresholds_in_use()]

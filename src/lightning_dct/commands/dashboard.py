@@ -28,22 +28,19 @@ def run(arguments: argparse.Namespace) -> int:
     if output is None:
         print(push(entity, project, arguments.name, arguments.quality))
         return 0
-    _write(output, to_json(make_workspace(entity or "", project, arguments.name, arguments.quality)))
+    text = to_json(make_workspace(entity or "", project, arguments.name, arguments.quality))
+    try:
+        if output.exists() and not _may_be_replaced(output):
+            raise UsageError(f"--output {output}: this is no dashboard; name another file or remove it")
+        output.write_text(text)
+    except OSError as error:
+        raise UsageError(f"--output {output}: {error.strerror}") from error
     print(output)
     return 0
 
 
-def _write(file: Path, text: str) -> None:
-    """Write a dashboard, over an empty file or another dashboard and nothing else."""
-    try:
-        if file.exists() and not _may_be_replaced(file):
-            raise UsageError(f"--output {file}: this is no dashboard; name another file or remove it")
-        file.write_text(text)
-    except OSError as error:
-        raise UsageError(f"--output {file}: {error.strerror}") from error
-
-
 def _may_be_replaced(file: Path) -> bool:
+    """Whether it is an empty file or another dashboard."""
     if not file.is_file():
         return False
     with file.open("rb") as content:

@@ -47,25 +47,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Compute and print the forecast."""
+    ranks, steps = arguments.world_size, arguments.steps
+    names = ("compress", "local_steps", "density", "value_format", "min_tensor_size")
     try:
-        _print_forecast(arguments)
+        layout = layout_of(ranks, ranks if arguments.nodes is None else arguments.nodes)
+        given, workload = Given.of({name: getattr(arguments, name) for name in names}), _workload(arguments)
+        config = given.for_run(ranks, steps)
     except ValueError as error:
         print(f"lightning-dct plan: error: {error}", file=sys.stderr)
         return 2
-    return 0
-
-
-def _print_forecast(arguments: argparse.Namespace) -> None:
-    ranks, steps = arguments.world_size, arguments.steps
-    layout = layout_of(ranks, ranks if arguments.nodes is None else arguments.nodes)
-    names = ("compress", "local_steps", "density", "value_format", "min_tensor_size")
-    given, workload = Given.of({name: getattr(arguments, name) for name in names}), _workload(arguments)
-    config = given.for_run(ranks, steps)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     speed = measure_speed(config, workload.sizes_under(config), 1.0, device)
     print(f"A run of {steps:,} optimizer steps:")
     notes = notes_at_start(given, ranks, RunLength(steps), device.type, "", "`strategy='ddp'`")
     print(describe(Forecast(config, workload, layout, arguments.link, speed), notes))
+    return 0
 
 
 def _workload(arguments: argparse.Namespace) -> Workload:

@@ -59,10 +59,8 @@ class Step:
 def dense_step(workload: Workload, layout: NodeLayout) -> Step:
     """The all-reduce of all gradients in fp32, the reference of ratios."""
     ranks = len(layout.places)
-    sent = SentBytes()
-    for bucket in workload.buckets:
-        entries = sum(real_numel(workload.parameters[name]) for name in bucket)
-        sent += _ring(all_reduce_bytes(FP32_BYTES * entries, ranks), layout)
+    sizes = [sum(real_numel(workload.parameters[name]) for name in bucket) for bucket in workload.buckets]
+    sent = sum((_ring(all_reduce_bytes(FP32_BYTES * size, ranks), layout) for size in sizes), SentBytes())
     return Step((sent,) * ranks, 0, (0,) * ranks)
 
 

@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from lightning_dct.callbacks.evaluations import EvaluationJoin
 from lightning_dct.callbacks.requirements import InternalCallback, run_length
 from lightning_dct.callbacks.run_advice import RunAdvice
-from lightning_dct.elastic.elastic_updates import ElasticUpdates, Header, refuse_not_in_place
+from lightning_dct.elastic.elastic_updates import HANDS_OVER, ElasticUpdates, Header, refuse_not_in_place
 from lightning_dct.elastic.joining import (
     checkpoint_folders,
     compare_settings,
@@ -335,7 +335,7 @@ class DCTElasticStrategy(DCTStrategy):
         """Hand over to the others what this rank has not sent, if its machine asks it to end."""
         if isinstance(exception, SIGTERMException) and self.is_fitting and self._elastic.step:
             print(f"lightning_dct: rank {self.global_rank} hands over what it has not sent, and leaves.", flush=True)
-            self._elastic.hand_over()
+            self._elastic.apply_all(ready=HANDS_OVER)
         super().on_exception(exception)
 
     def teardown(self) -> None:

@@ -152,12 +152,11 @@ class ElasticUpdates(UpdateSynchronizer):
             self._exchange()
         self.seconds_met += time.monotonic() - began
 
-    def hand_over(self) -> None:
-        """Give the others what this rank has moved and not sent, before it leaves a run that goes on."""
-        self.apply_all(ready=HANDS_OVER)
-
     def apply_all(self, ready: int = 1) -> None:
-        """Meet the others once more before leaving: a rank that has missed the last exchange takes it from them."""
+        """Meet the others once more before leaving: a rank that has missed the last exchange takes it from them.
+
+        With ``HANDS_OVER`` this rank gives them what it has moved and not sent, because the run goes on without it.
+        """
         self.continue_training()
         self._round = self.present.round
         header = Header(self._rank, self.step, 0, 0, 0, ready=ready, history=self._history)

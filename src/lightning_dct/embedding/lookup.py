@@ -36,7 +36,7 @@ from lightning_dct.embedding.changes import (
 from lightning_dct.embedding.collected import Incoming
 from lightning_dct.embedding.copies import RememberedRows, add_entries
 from lightning_dct.embedding.owners import Int64Array
-from lightning_dct.embedding.row_gradients import deliver, when_backward_ends
+from lightning_dct.embedding.row_gradients import DeliverRows, when_backward_ends
 from lightning_dct.embedding.state import TableState
 from lightning_dct.kernels import add_rows
 from lightning_dct.traffic import FP32_BYTES, ID_BYTES
@@ -160,7 +160,7 @@ class ChangesLookup:
                 held, slots = self._held(rank)
                 torch.index_select(held.copies, 0, slots, out=part)
             pooled = rows.bags.pool(found.to(module.weight.dtype).index_select(0, rows.inverse))
-        return deliver(module.weight, pooled, self.reach)
+        return DeliverRows.apply(module.weight, pooled, self.reach)
 
     def reach(self, pooled_gradient: Tensor) -> None:
         """Note the gradient of pooled rows, which is sent when backward ends."""

@@ -14,11 +14,6 @@ from lightning_dct.kernels import add_rows
 MOST_EXPECTED = 16
 
 
-def deliver(weight: Tensor, pooled: Tensor, send_gradient: Callable[[Tensor], None]) -> Tensor:
-    """Make backward call ``send_gradient`` with the gradient of ``pooled``. It sets the gradient of ``weight``."""
-    return _DeliverRows.apply(weight, pooled, send_gradient)
-
-
 def when_backward_ends(gradients: CollectedGradients, finish: Callable[[], None]) -> None:
     """Call ``finish`` once for these gradients after the rest of this backward, as DistributedDataParallel does."""
     this_backward = torch._C._current_graph_task_id()
@@ -76,13 +71,17 @@ class CollectedGradients:
         weight.grad = gradient if weight.grad is None else (weight.grad + gradient).coalesce()
 
 
-class _DeliverRows(torch.autograd.Function):
+class DeliverRows(torch.autograd.Function):
+    """Makes backward call ``send_gradient`` with the gradient of ``pooled``. It sets the gradient of ``weight``."""
+
     @staticmethod
     def forward(ctx: Any, weight: Tensor, pooled: Tensor, send_gradient: Callable[[Tensor], None]) -> Tensor:
+        """The pooled rows, as they are."""
         ctx.send_gradient = send_gradient
         return pooled.view_as(pooled)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        """No gradient: ``send_gradient`` has it."""
         ctx.send_gradient(gradient)
         return None, None, None

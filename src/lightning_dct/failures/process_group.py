@@ -67,16 +67,12 @@ def group_is_made(lifelines: bool | int, timeout: timedelta | None) -> Iterator[
         meet_in_fresh_store(timeout)
     yield
     if lifelines:
-        end_after_gloo()
-
-
-def end_after_gloo() -> None:
-    """Let gloo's threads finish before this process ends."""
-    atexit.unregister(_let_finish)
-    atexit.register(_let_finish)
+        atexit.unregister(_let_finish)
+        atexit.register(_let_finish)
 
 
 def _let_finish() -> None:
+    """Let gloo's threads finish before this process ends."""
     time.sleep(LET_FINISH_S)  # other threads run meanwhile
 
 

@@ -197,7 +197,8 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
                         state[key] = value
 
     def _own_state_of(self, optimizer: Optimizer) -> dict[str, Any]:
-        return dict(plain(Strategy.optimizer_state(self, optimizer)))
+        state = Strategy.optimizer_state(self, optimizer)
+        return dict(apply_to_collection(state, Tensor, lambda tensor: local_of(tensor).detach().to("cpu", copy=True)))
 
     def _accumulated_gradients(self) -> dict[str, Tensor]:
         return {name: local_of(gradient) for name, gradient in super()._accumulated_gradients().items()}
@@ -261,11 +262,6 @@ class ShardWeights(SharedWeights):
             local.copy_(others[name])
             others[name].copy_(before)
         return in_model
-
-
-def plain(value: Any) -> Any:
-    """A tree of dicts and lists with a CPU copy of the local part of every tensor."""
-    return apply_to_collection(value, Tensor, lambda tensor: local_of(tensor).detach().to("cpu", copy=True))
 
 
 def count_inside(modules: Iterable[FSDPModule], link: Link) -> None:

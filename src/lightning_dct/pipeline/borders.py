@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map
 
 from lightning_dct.activations.codec import ActivationLayout, decode_backward, decode_forward, encode_backward
 from lightning_dct.activations.split_point import SplitPoint
+from lightning_dct.kernels.bits import as_bytes
 from lightning_dct.pipeline.placement import Piece
 from lightning_dct.pipeline.sequential import NetworkCall, context_of
 
@@ -95,11 +96,6 @@ def as_floats(payload: Tensor, num_floats: int) -> Tensor:
     return (functional.pad(payload, (0, spare)) if spare else payload).view(torch.float32)
 
 
-def as_bytes(floats: Tensor, num_bytes: int) -> Tensor:
-    """Undo :func:`as_floats`."""
-    return floats.detach().contiguous().view(torch.uint8)[:num_bytes]
-
-
 class Send(torch.autograd.Function):
     """Encodes an activation for the next piece; backward decodes its gradient."""
 
@@ -123,7 +119,7 @@ class Send(torch.autograd.Function):
         """The gradient of the activation, zero where nothing was sent."""
         border: Border = ctx.border
         with border.split.timed():
-            payload = as_bytes(grad_outputs[0], border.layout.backward_bytes)
+            payload = as_bytes(grad_outputs[0].detach())[: border.layout.backward_bytes]
             return decode_backward(border.layout, payload, ctx.kept, border.dtype), None
 
 
@@ -135,7 +131,7 @@ class Receive(torch.autograd.Function):
         """The activation, zero where nothing was sent."""
         layout = border.layout
         with border.split.timed():
-            payload = torch.cat([as_bytes(words, 4 * words.numel()), left_over])[: layout.forward_bytes]
+            payload = torch.cat([as_bytes(words.detach()), left_over])[: layout.forward_bytes]
             activation, ctx.kept = decode_forward(layout, payload, border.dtype, border.split.awaited)
         ctx.border, ctx.seed = border, border.split.rounding_seed
         return activation

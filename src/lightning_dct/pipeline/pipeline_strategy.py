@@ -110,8 +110,8 @@ class DCTPipelineStrategy(DCTStrategy):
         self.schedule = schedule
         # Set when the processes have started.
         self.mesh: PipelineMesh | None = None
-        self._placement: Placement | None = None
-        self._runner: Runner | None = None
+        self._placement: Any = None  # a Placement, and the Runner of its pieces
+        self._runner: Any = None
         self._example_input: Any = None
         self._metrics: list[Metric] = []
 
@@ -184,7 +184,6 @@ class DCTPipelineStrategy(DCTStrategy):
 
     def model_to_device(self) -> None:
         """Move this rank's pieces to its device, and free the others for training."""
-        assert self._placement is not None
         if self._module.trainer.state.fn == TrainerFn.FITTING:
             self._placement.spread_out()
         with self._placement.without_foreign():
@@ -200,8 +199,7 @@ class DCTPipelineStrategy(DCTStrategy):
 
     def configure_ddp(self) -> None:
         """Have data parallelism leave other stages' parameters alone."""
-        assert self._placement is not None
-        self._module._ddp_params_and_buffers_to_ignore = self._placement.not_synchronised  # type: ignore[assignment]
+        self._module._ddp_params_and_buffers_to_ignore = self._placement.not_synchronised
         self._ddp_kwargs["process_group"] = self._placed.data_parallel
         super().configure_ddp()
 
@@ -226,8 +224,6 @@ class DCTPipelineStrategy(DCTStrategy):
 
     def training_step(self, *arguments: Any) -> Tensor:
         """Run a batch through the pipeline, forward and backward, and return its loss on every rank."""
-        assert self._runner is not None
-        assert self._placement is not None
         self._come_to_stages("training_step")
         own = self._placement.own_parameters  # callbacks unfreeze some
         with set_aside(own) as gradients:
@@ -243,7 +239,6 @@ class DCTPipelineStrategy(DCTStrategy):
 
     def _evaluate(self, step: str, context: str, *arguments: Any) -> Any:
         """Run a batch through the stages, and the step on the last."""
-        assert self._runner is not None
         self._come_to_stages(step)
         with getattr(self.precision_plugin, context)():
             return self._runner.evaluate(step, *arguments)
@@ -303,7 +298,6 @@ class DCTPipelineStrategy(DCTStrategy):
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
 
     def _restore(self, synchronizer: Synchronizer, state: dict[str, Any]) -> None:
-        assert self._placement is not None
         self._placement.drop_foreign(state)
         super()._restore(synchronizer, state)
 

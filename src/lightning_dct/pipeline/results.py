@@ -32,7 +32,7 @@ class StepResults:
     def post_receive(self) -> None:
         """Start to receive the object of this step, except on the last stage."""
         self._frame = torch.zeros(_LENGTH + self._capacity, dtype=torch.uint8)
-        self._works: list[dist.Work | None] = []
+        self._works: list[Any] = []
         if not self._mesh.is_last:
             self._works.append(dist.irecv(self._frame, group=self._mesh.control, group_src=self._mesh.stages - 1))
 
@@ -45,7 +45,6 @@ class StepResults:
             self._frame[_LENGTH:][: written.numel()] = written[: self._capacity]
             self._works = [dist.isend(self._frame, group=group, group_dst=stage) for stage in range(last)]
         for work in self._works:
-            assert work is not None
             work.wait()
         length = int(self._frame[:_LENGTH].view(torch.int64))
         rest = written[self._capacity :] if self._mesh.is_last else written.new_empty(max(length - self._capacity, 0))

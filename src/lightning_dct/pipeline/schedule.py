@@ -12,6 +12,7 @@ The bytes, their order and the arithmetic stay the same.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -115,25 +116,19 @@ def _post(op: dist.P2POp) -> dist.P2POp:
     return op
 
 
+@dataclass
 class Pipeline:
     """The pieces and the schedule of one rank; ``precision`` opens forward's context."""
 
-    def __init__(
-        self,
-        pieces: Sequence[Piece],
-        mesh: PipelineMesh,
-        schedule: str,
-        micro_batches: int,
-        device: torch.device,
-        precision: Callable[[], AbstractContextManager[Any]],
-    ) -> None:
-        self.pieces = pieces
-        self.stages = [Stage(piece, precision) for piece in pieces[mesh.stage :: mesh.stages]]
-        self.mesh = mesh
-        self.micro_batches = micro_batches
-        self.device = device
-        self.precision = precision
-        self._schedule_name = schedule
+    pieces: Sequence[Piece]
+    mesh: PipelineMesh
+    schedule: str
+    micro_batches: int
+    device: torch.device
+    precision: Callable[[], AbstractContextManager[Any]]
+
+    def __post_init__(self) -> None:
+        self.stages = [Stage(piece, self.precision) for piece in self.pieces[self.mesh.stage :: self.mesh.stages]]
         self._schedule: Any = None
         self._layouts: Any = None
 
@@ -167,7 +162,7 @@ class Pipeline:
             The last piece's result for each micro-batch; None on ranks without that piece.
         """
         outputs: list[Any] = []
-        sending: list[dist.Work | None] = []
+        sending: list[Any] = []
         kept: list[Tensor] = []  # payloads must live until they are sent
         for stage in self.stages:
             stage.calls, outputs, waiting = calls, [], []
@@ -189,7 +184,6 @@ class Pipeline:
                     kept, waiting = kept + waiting, []
             stage.calls = ()
         for work in sending:
-            assert work is not None
             work.wait()
         return outputs if self.stages[-1].leaving is None else None
 
@@ -217,7 +211,7 @@ class Pipeline:
             )
         # The stage returns the loss itself, divided by the number of micro-batches.
         settings: dict[str, Any] = {"loss_fn": lambda output, target: output, "scale_grads": False}
-        if self._schedule_name == "interleaved_1f1b":
+        if self.schedule == "interleaved_1f1b":
             return ScheduleInterleaved1F1B(stages, self.micro_batches, **settings)  # type: ignore[arg-type]
-        schedule = ScheduleGPipe if self._schedule_name == "gpipe" else Schedule1F1B
+        schedule = ScheduleGPipe if self.schedule == "gpipe" else Schedule1F1B
         return schedule(stages[0], self.micro_batches, **settings)

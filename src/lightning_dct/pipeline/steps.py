@@ -272,17 +272,13 @@ def _combine(calls: Sequence[LogCall]) -> LogCall:
     if len(calls) == 1 or any(value is None for value in values):
         return replace(last, settings=settings)
 
+    reduce_fx = settings.get("reduce_fx", "mean")
+    name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
+
     def combined(*leaf: Any) -> Tensor:
         stacked = torch.stack([torch.as_tensor(value).float().squeeze() for value in leaf])
-        return _reduce(stacked, settings.get("reduce_fx", "mean"), weights)
+        if name in ("mean", "avg"):
+            return stacked.mean() if weights is None else (stacked * weights).sum() / weights.sum()
+        return getattr(stacked, name)() if name in ("sum", "max", "min") else reduce_fx(stacked)
 
     return replace(last, value=tree_map(combined, *values), settings=settings)
-
-
-def _reduce(values: Tensor, reduce_fx: Any, weights: Tensor | None) -> Tensor:
-    name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
-    if name in ("mean", "avg"):
-        return values.mean() if weights is None else (values * weights).sum() / weights.sum()
-    if name in ("sum", "max", "min"):
-        return getattr(values, name)()
-    return reduce_fx(values)
