@@ -39,12 +39,12 @@ _AGREEMENT = "_broadcast_sigterm_tensor"
 def handle_signals(trainer: pl.Trainer, handler: Callable[[int, Any], None], are_carried: bool) -> None:
     """Have Lightning register this handler instead of its own; it removes it when the run ends.
 
-    If lifelines carry signals, Lightning broadcasts nothing before a batch.
+    If lifelines carry signals, which costs nothing in a step without one, Lightning broadcasts nothing before a batch.
     """
     connector: Any = trainer._signal_connector
     connector._sigterm_notifier_fn = connector._slurm_sigusr_handler_fn = handler
     if are_carried:
-        setattr(trainer.fit_loop.epoch_loop, _AGREEMENT, _is_not_needed)
+        setattr(trainer.fit_loop.epoch_loop, _AGREEMENT, lambda: None)
 
 
 def restore_agreement_on_signals(trainer: pl.Trainer) -> None:
@@ -93,7 +93,3 @@ def is_last_of_evaluation(trainer: pl.Trainer) -> bool:
     """Whether this batch is the last of an evaluation; Lightning may not know."""
     loop: Any = trainer._active_loop
     return bool(loop.batch_progress.is_last_batch)
-
-
-def _is_not_needed() -> None:
-    """Lifelines carry signals, and cost nothing in a step without one."""

@@ -14,12 +14,14 @@ import torch
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from torch.profiler import record_function
 
+NAME = "[Strategy]DCTStrategy.{}"
+
 
 def recorded(work: str) -> AbstractContextManager[Any]:
     """A span of ``torch.profiler``; none while nothing profiles, when it would take 6 microseconds."""
     # torch tells its own optimizers by this flag.
     profiles = getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
-    return record_function(_name(work)) if profiles else nullcontext()
+    return record_function(NAME.format(work)) if profiles else nullcontext()
 
 
 def shown_by(trainer: Any) -> Callable[[str], AbstractContextManager[Any]]:
@@ -27,8 +29,4 @@ def shown_by(trainer: Any) -> Callable[[str], AbstractContextManager[Any]]:
     profiler: Profiler = trainer.profiler
     if isinstance(profiler, PassThroughProfiler):
         return recorded
-    return lambda work: profiler.profile(_name(work))
-
-
-def _name(work: str) -> str:
-    return f"[Strategy]DCTStrategy.{work}"
+    return lambda work: profiler.profile(NAME.format(work))

@@ -309,7 +309,8 @@ class DCTElasticStrategy(DCTStrategy):
         """Begin to measure."""
         super().on_train_start()
         if self._given is not None:
-            self._elastic.start_from(self._given)
+            self._elastic.note_peer(self._given)
+            self._elastic.commit()  # the round in which this rank has joined
             self._given = None
         self._marked, self._seconds, self._trained = time.monotonic(), 0.0, None
 

@@ -214,7 +214,7 @@ class ElasticUpdates(UpdateSynchronizer):
             # has none to send. Ranks that have met others in rounds of the same number take the weights of the most.
             apart = self._history != mode(histories)
             if self._say_farewell(headers, ready=0):
-                self._commit()
+                self.commit()
                 if apart:
                     present.forget()
             return
@@ -256,7 +256,7 @@ class ElasticUpdates(UpdateSynchronizer):
             if own.step < step:  # the next exchange may be with others that are behind, too
                 self._choose_settings(own.step)
             return
-        self._commit()
+        self.commit()
         rounds.cosine.value = next(header.cosine for header in headers if header.step == step)
         if senders:
             self._take(rounds, buckets, rows[senders], senders.index(present.rank()) if sends else None, changed)
@@ -288,7 +288,8 @@ class ElasticUpdates(UpdateSynchronizer):
         self.memory.awaited.poll()
         self.exchanges += 1
 
-    def _commit(self) -> None:
+    def commit(self) -> None:
+        """Note that this rank has taken the round that has ended."""
         latest = self.present.round - 1, self.present.quorum
         self._commits.append(latest)
         self._history = zlib.crc32(repr(latest).encode(), self._history)
@@ -340,14 +341,10 @@ class ElasticUpdates(UpdateSynchronizer):
             own.add_(shared - base) if kept else own.copy_(shared)
             base.copy_(shared)
         self.resume_at = max(self.resume_at, int(given["step"]))
-        self._note_peer(given)
+        self.note_peer(given)
 
-    def start_from(self, given: Mapping[str, Any]) -> None:
-        """Start as a joiner from what a peer has given, once its checkpoint is loaded."""
-        self._note_peer(given)
-        self._commit()  # the round in which it has joined
-
-    def _note_peer(self, given: Mapping[str, Any]) -> None:
+    def note_peer(self, given: Mapping[str, Any]) -> None:
+        """Take what a peer knows of earlier rounds."""
         self._commits, self._history = deque(given["commits"], maxlen=REMEMBERED), given["history"]
         self.buffers.agreed = {name: buffer.clone() for name, buffer in given["buffers"].items()}
 

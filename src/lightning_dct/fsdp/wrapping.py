@@ -17,6 +17,8 @@ UNIT = 1_000_000
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 # These use the weights of their children without calling them.
 OPAQUE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+# Nothing calls these.
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 def wrap(model: pl.LightningModule, mesh: DeviceMesh, unit: Unit, **settings: Any) -> None:
@@ -106,17 +108,13 @@ def _inside_out(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
         if not isinstance(child, OPAQUE):
             yield from _inside_out(child)
-        if _is_called(child):
+        if not isinstance(child, CONTAINERS):
             yield child
 
 
 def _callable_children(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
-        if _is_called(child):
-            yield child
-        else:
+        if isinstance(child, CONTAINERS):
             yield from _callable_children(child)
-
-
-def _is_called(module: nn.Module) -> bool:
-    return not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict))
+        else:
+            yield child

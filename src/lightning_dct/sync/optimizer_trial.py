@@ -56,12 +56,8 @@ class Trial(NamedTuple):
 UNTRIED = Trial(False, ())
 
 
-class _CollectiveInStep(Exception):
-    """A step calls a collective."""
-
-
-class _StepsCopies(Exception):
-    """A change of a weight does not survive a step."""
+class _Refused(Exception):
+    """Why an optimizer does not go with weights of the rank's own, and the remedy."""
 
 
 def try_out(optimizer: Optimizer) -> Trial:
@@ -77,16 +73,8 @@ def try_out(optimizer: Optimizer) -> Trial:
     for keeps_state, is_sparse in product((False, True), (False, True)):
         try:
             return _tried(partial(_Miniature, optimizer, keeps_state, is_sparse))
-        except _CollectiveInStep as error:
-            raise ValueError(
-                f"`{kind}` calls the collective `{error}` in its step. It needs the same weights on every rank, and"
-                " with `compress='updates'` each rank trains its own. Use `compress='gradients'`, or another optimizer."
-            ) from None
-        except _StepsCopies:
-            raise ValueError(
-                f"`{kind}` steps copies of the weights and writes them into the model, which undoes every exchange. Use"
-                " `compress='gradients'`, or an optimizer that steps the model's own weights."
-            ) from None
+        except _Refused as reason:
+            raise ValueError(f"`{kind}` {reason}") from None
         except Exception as error:
             errors.append(error)
     rank_zero_info(
@@ -117,7 +105,10 @@ def _tried(miniature: Callable[..., "_Miniature"]) -> Trial:
     )
     moved = [index for index, move in enumerate(moves) if move.norm() > 0]
     if moved and all((moves[index] - pushed[index]).mean() / PUSH > 1 - SURVIVES for index in moved):
-        raise _StepsCopies
+        raise _Refused(
+            "steps copies of the weights and writes them into the model, which undoes every exchange. Use"
+            " `compress='gradients'`, or an optimizer that steps the model's own weights."
+        )
     grows = any(larger[index].norm() > GROWS * moves[index].norm() for index in moved)
     return Trial(bool(moved) and not grows, _decays(miniature(weight_decay=WEIGHT_DECAY)))
 
@@ -125,7 +116,7 @@ def _tried(miniature: Callable[..., "_Miniature"]) -> Trial:
 def _last_move(small: "_Miniature", gradient: float, push: float) -> list[Tensor]:
     """The last of a few steps of a miniature, by parameter; before it, ``push`` is added to the weights."""
     numbers = torch.Generator().manual_seed(0)
-    with small:
+    with torch.random.fork_rng(devices=small.gpus), small:
         for step in range(1, STEPS + 1):
             for parameter in small.parameters:
                 small.set_gradient(parameter, torch.randn(parameter.shape, generator=numbers).mul_(gradient))
@@ -138,7 +129,7 @@ def _last_move(small: "_Miniature", gradient: float, push: float) -> list[Tensor
 def _decays(small: "_Miniature") -> tuple[bool, ...]:
     """Of each group, whether zero gradients shrink weights by ``1 - lr * weight_decay`` in each step."""
     left = WEIGHT * (1 - LEARNING_RATE * WEIGHT_DECAY) ** DECAYING_STEPS
-    with small:
+    with torch.random.fork_rng(devices=small.gpus), small:
         for _ in range(DECAYING_STEPS):
             for parameter in small.parameters:
                 small.set_gradient(parameter, torch.zeros(parameter.shape))
@@ -177,16 +168,7 @@ class _Miniature(TorchDispatchMode):
         self._optimizer = self._copy(optimizer)
         self.groups: list[dict[str, Any]] = self._optimizer.param_groups
         self.parameters: list[Tensor] = list({id(p): p for group in self.groups for p in group["params"]}.values())
-        cuda = {p.device.index for p in self.parameters if p.device.type == "cuda"}
-        self._forked = torch.random.fork_rng(devices=cuda)
-
-    def __enter__(self) -> "_Miniature":
-        self._forked.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._forked.__exit__(*error)
+        self.gpus = {p.device.index for p in self.parameters if p.device.type == "cuda"}
 
     def step(self) -> None:
         """Make a step, without the hooks and wrappers of the optimizer itself."""
@@ -200,7 +182,11 @@ class _Miniature(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Refuse collectives, and writes into tensors that this miniature has not made."""
         if "c10d" in func.namespace:
-            raise _CollectiveInStep(func.name().partition("::")[2])
+            raise _Refused(
+                f"calls the collective `{func.name().partition('::')[2]}` in its step. It needs the same weights on"
+                " every rank, and with `compress='updates'` each rank trains its own. Use `compress='gradients'`, or"
+                " another optimizer."
+            )
         named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
         for argument in func._schema.arguments:
             if argument.alias_info is not None and argument.alias_info.is_write:

@@ -79,6 +79,9 @@ class Updates:
         for optimizer in self.optimizers:
             refuse(optimizer)
         self.project = project
+        # As torchrun says it; without it, each rank counts as a node of its own.
+        self.node_rank = int(os.environ.get("GROUP_RANK", dist.get_rank()))
+        self.local_rank = int(os.environ["LOCAL_RANK"]) if "GROUP_RANK" in os.environ else 0
         self.traffic = Traffic(recorded)
         self.traffic.clock = clock_of(next(model.parameters()).device)
         check_settings(given.config, model, {"process_group": group}, {"steps": steps})
@@ -95,17 +98,6 @@ class Updates:
                 optimizer.register_step_pre_hook(partial(_of_step, self.synchronizer.before_step)),
                 optimizer.register_step_post_hook(partial(_of_step, self.synchronizer.after_step)),
             ]
-
-    # As torchrun says it; without it, each rank counts as a node of its own.
-    @property
-    def node_rank(self) -> int:
-        """The number of this rank's node."""
-        return int(os.environ.get("GROUP_RANK", dist.get_rank()))
-
-    @property
-    def local_rank(self) -> int:
-        """The number of this rank on its node."""
-        return int(os.environ["LOCAL_RANK"]) if "GROUP_RANK" in os.environ else 0
 
     _timeout: timedelta | None = None
 
