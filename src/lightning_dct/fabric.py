@@ -20,17 +20,9 @@ from torch.optim import Optimizer
 from lightning_dct.activations.module import modules_of
 from lightning_dct.agreement import check_agreement, describe_optimizers, gather_objects
 from lightning_dct.checkpoint import format as saved
+from lightning_dct.checkpoint import reading
 from lightning_dct.checkpoint.files import AtomicCheckpointIO, cleans_own_disk, lock, unlock
 from lightning_dct.checkpoint.merging import checksum_of_groups, with_edited_groups
-from lightning_dct.checkpoint.reading import (
-    agreed_notes,
-    check_replicas,
-    compared,
-    digest_of,
-    on_all_ranks,
-    restore_state,
-    state_of_nothing,
-)
 from lightning_dct.compress.awaited import clock_of
 from lightning_dct.config import DCTConfig, check_density, check_keywords
 from lightning_dct.embedding.sharded import ShardedEmbeddingBags
@@ -40,14 +32,8 @@ from lightning_dct.law import Given, RunSettings
 from lightning_dct.lightning_private import BackwardSyncControl, StrategyRegistry
 from lightning_dct.profiling import recorded
 from lightning_dct.strategy import DCTStrategy as TrainerStrategy
+from lightning_dct.sync import setup
 from lightning_dct.sync.optimizer_trial import refuse
-from lightning_dct.sync.setup import (
-    check_settings,
-    exchanges_buffers,
-    make_gradient_synchronizer,
-    make_update_synchronizer,
-    parameter_names,
-)
 from lightning_dct.sync.step_guard import StepGuard
 from lightning_dct.sync.synchronizer import Synchronizer
 from lightning_dct.sync.updates import UpdateSynchronizer
@@ -122,21 +108,21 @@ class DCTStrategy(DDPStrategy):
             )
         if self.config.compress == "updates":
             self._refuse_shared(module)
-        group = check_settings(self.config, module, self._ddp_kwargs, {})
+        group = setup.check_settings(self.config, module, self._ddp_kwargs, {})
         synchronizer: Synchronizer
         optimizers: list[weakref.ref[Optimizer]] = []
         if self.config.compress == "gradients":
             module = super().setup_module(module)
-            synchronizer = make_gradient_synchronizer(self, module, self.precision)
+            synchronizer = setup.make_gradient_synchronizer(self, module, self.precision)
             module.register_comm_hook(None, synchronizer.hook)
         else:
             # The module must not live as long as its synchronizer, which lives as long as the module.
             proxy: Any = weakref.proxy(module)
-            synchronizer = updates = make_update_synchronizer(
+            synchronizer = updates = setup.make_update_synchronizer(
                 self,
                 proxy,
                 group,
-                exchanges_buffers(self._ddp_kwargs),
+                setup.exchanges_buffers(self._ddp_kwargs),
                 optimizers=lambda: [one() for one in optimizers],
             )
             updates.run_settings = self._run_settings
@@ -168,7 +154,7 @@ class DCTStrategy(DDPStrategy):
 
     def _refuse_shared(self, module: Module) -> None:
         """Refuse a module with parameters of another one that was set up (ValueError): both would exchange them."""
-        names = parameter_names(module)
+        names = setup.parameter_names(module)
         for other, its in self._synchronized.items():
             shared = [names[one] for one in its.synchronizer.parameter_names if one in names]
             if shared and other is not module and isinstance(its.synchronizer, UpdateSynchronizer):
@@ -277,19 +263,21 @@ class DCTStrategy(DDPStrategy):
             CheckpointError: A file is damaged, was changed or belongs to another checkpoint.
         """
         file = saved.resolve_symlink(str(path))
-        with compared(file) as fingerprints, self._shared_weights():
+        with reading.compared(file) as fingerprints, self._shared_weights():
             remainder = super().load_checkpoint(path, state, strict, weights_only)
         wanted = state if isinstance(state, dict) else {}
-        notes = agreed_notes(remainder.pop(saved.CHECKPOINT_KEY, []) if wanted else [], file, fingerprints)
+        notes = reading.agreed_notes(remainder.pop(saved.CHECKPOINT_KEY, []) if wanted else [], file, fingerprints)
         by_key = {note.get("module"): (_part(file, index), note) for index, note in enumerate(notes)}
         for key, synchronizer in self._modules_in(wanted):
             if key in by_key:
-                load = partial(_continue, synchronizer, restore_state(self, *by_key[key], weights_only), wanted)
-                check_replicas(on_all_ranks(load, file), file)
+                load = partial(_continue, synchronizer, reading.restore_state(self, *by_key[key], weights_only), wanted)
+                reading.check_replicas(reading.on_all_ranks(load, file), file)
             else:
                 rank_zero_info(f"{path} holds no state of DCTStrategy for {key!r}: its residuals start at zero.")
                 traffic = synchronizer.traffic.state_dict()  # of all modules
-                synchronizer.load_state_dict({**state_of_nothing(synchronizer.synchronisations), "traffic": traffic})
+                synchronizer.load_state_dict(
+                    {**reading.state_of_nothing(synchronizer.synchronisations), "traffic": traffic}
+                )
         return remainder
 
     def _modules_in(self, state: Mapping[str, Any]) -> list[tuple[str, Synchronizer]]:
@@ -368,7 +356,7 @@ def _continue(synchronizer: Synchronizer, own: dict[str, Any], state: Mapping[st
             theirs = optimizer.state_dict()  # Lightning's file has been loaded
             (mine,) = with_edited_groups([states[key]], [theirs], groups.get(key))
             optimizer.load_state_dict(dict(mine))
-    return digest_of(synchronizer)
+    return reading.digest_of(synchronizer)
 
 
 def _optimizers_of(synchronizer: Synchronizer, state: Mapping[str, Any]) -> list[tuple[str, Optimizer]]:

@@ -18,25 +18,9 @@ from torch.optim import Optimizer
 
 from lightning_dct.activations.module import CompressedModule, modules_of, plain_name
 from lightning_dct.agreement import gather_objects
+from lightning_dct.checkpoint import files, reading
 from lightning_dct.checkpoint import format as saved
-from lightning_dct.checkpoint.files import (
-    OWN_FOLDERS,
-    AtomicCheckpointIO,
-    cleans_own_disk,
-    finish_writing,
-    lock,
-    unlock,
-    write_at_once,
-)
 from lightning_dct.checkpoint.merging import checksum_of_groups, with_edited_groups
-from lightning_dct.checkpoint.reading import (
-    agreed_notes,
-    check_replicas,
-    compared,
-    digest_of,
-    on_all_ranks,
-    restore_state,
-)
 from lightning_dct.config import DCTConfig
 from lightning_dct.embedding.sharded import ShardedEmbeddingBags
 from lightning_dct.embedding.state import saved_in_shards
@@ -157,9 +141,9 @@ class CheckpointedStrategy(ParallelStrategy):
     def checkpoint_io(self) -> CheckpointIO:
         """Reads and writes files: an ``AtomicCheckpointIO`` unless the user has chosen another."""
         if self._checkpoint_io is None:
-            self._checkpoint_io = AtomicCheckpointIO()
+            self._checkpoint_io = files.AtomicCheckpointIO()
         elif getattr(self._checkpoint_io, "checkpoint_io", self) is None:  # Lightning's wrapper without content
-            self._checkpoint_io.checkpoint_io = AtomicCheckpointIO()  # type: ignore[attr-defined]
+            self._checkpoint_io.checkpoint_io = files.AtomicCheckpointIO()  # type: ignore[attr-defined]
         return self._checkpoint_io
 
     @checkpoint_io.setter
@@ -191,9 +175,10 @@ class CheckpointedStrategy(ParallelStrategy):
         path, save, groups = self.broadcast((*begun, checksum_of_groups(checkpoint.get("optimizer_states", []))))
         if self.updates is not None and self.is_fitting:
             self.updates.check_alike()
-        if cleans_own_disk(self, path):
+        if files.cleans_own_disk(self, path):
             # Rank 0 has finished all earlier saves.
-            saved.remove(self.checkpoint_io, self._outdated)
+            for file in self._outdated:
+                self.checkpoint_io.remove_checkpoint(file)
             self._outdated = [file for file in saved.files_beside(path) if saved.save_of(file) != save]
         tables, note = self.sharded_tables(), None
         # Checkpoints of weights alone have no optimizer states.
@@ -203,7 +188,7 @@ class CheckpointedStrategy(ParallelStrategy):
             note = saved.make_note(self.world_size, steps, save, has_state, bool(tables), self.stages)
             written = ""
             if has_state:
-                io, state = write_at_once(self.checkpoint_io), {**self._state(), "groups": groups}
+                io, state = files.write_at_once(self.checkpoint_io), {**self._state(), "groups": groups}
                 written = saved.write_state(io, path, note, self.global_rank, state)
             if tables:
                 save_rows(saved.rows_path(path, note), tables, self.optimizers if has_state else [])
@@ -213,16 +198,16 @@ class CheckpointedStrategy(ParallelStrategy):
         super().save_checkpoint(checkpoint, path, storage_options)
         if self.is_global_zero:
             self._unfinished[path] = self._outdated
-        if write_at_once(self.checkpoint_io) is self.checkpoint_io:
+        if files.write_at_once(self.checkpoint_io) is self.checkpoint_io:
             self._finish_saving()
 
     def _begin_saving(self, path: str) -> tuple[str, str]:
         """The checkpoint, which other runs then do not save, and the name of this save; on rank 0."""
-        lock(path)
+        files.lock(path)
         save, outdated = secrets.token_hex(4), saved.files_beside(path)
         if path in self._saves and not all(saved.save_of(file) in self._saves for file in outdated):
             rank_zero_warn(
-                f"Another run saves {path!r} too, and each run replaces the other's checkpoint. {OWN_FOLDERS}"
+                f"Another run saves {path!r} too, and each run replaces the other's checkpoint. {files.OWN_FOLDERS}"
             )
         self._saves |= {path, save}
         # A save that fails removes nothing: the checkpoint still points at these files.
@@ -235,7 +220,7 @@ class CheckpointedStrategy(ParallelStrategy):
         Files on disks that rank 0 does not see go with the next save.
         """
         self._finish_saving()
-        if cleans_own_disk(self, str(filepath)):
+        if files.cleans_own_disk(self, str(filepath)):
             self._outdated += saved.files_beside(str(filepath))
         super().remove_checkpoint(filepath)
         if self.is_global_zero:
@@ -255,18 +240,21 @@ class CheckpointedStrategy(ParallelStrategy):
                 f"The checkpoint {path!r} is a folder of shards, which only `strategy='dct_fsdp'` reads. For other"
                 " strategies save with `DCTFSDPStrategy(save_distributed_checkpoint=False)`."
             )
-        with compared(path) as fingerprints, nullcontext() if self.updates is None else self.updates.weights.in_model():
+        with (
+            reading.compared(path) as fingerprints,
+            nullcontext() if self.updates is None else self.updates.weights.in_model(),
+        ):
             # ModelParallelStrategy loads into the model here.
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         found = [checkpoint[saved.CHECKPOINT_KEY]] if saved.CHECKPOINT_KEY in checkpoint else []
-        note = next(iter(agreed_notes(found, path, fingerprints)), {})
+        note = next(iter(reading.agreed_notes(found, path, fingerprints)), {})
         if note.get("has_rows"):
             checkpoint[ROWS_KEY] = saved.rows_path(path, note)
         # After `dct_spawn` the module has no Trainer in the process that started the others.
         trainer = getattr(self.lightning_module, "_trainer", None)
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             if note.get("has_state"):
-                checkpoint[STATE_KEY] = restore_state(self, path, note, weights_only)
+                checkpoint[STATE_KEY] = reading.restore_state(self, path, note, weights_only)
             else:
                 rank_zero_info(f"{checkpoint_path} holds no state of DCTStrategy: residuals start at zero.")
         return checkpoint
@@ -299,10 +287,10 @@ class CheckpointedStrategy(ParallelStrategy):
             if state is None or self.synchronizer is None:
                 return {}
             self._restore(self.synchronizer, state)
-            return digest_of(self.synchronizer)
+            return reading.digest_of(self.synchronizer)
 
         path = str(self._module.trainer.ckpt_path)
-        check_replicas(on_all_ranks(load, path), path)
+        reading.check_replicas(reading.on_all_ranks(load, path), path)
         if ROWS_KEY in checkpoint:
             load_row_states(checkpoint[ROWS_KEY], self.sharded_tables(), self.optimizers)
 
@@ -357,11 +345,11 @@ class CheckpointedStrategy(ParallelStrategy):
 
     def _finish_saving(self) -> None:
         """Wait for background writes, then remove files of earlier saves."""
-        finish_writing(self.checkpoint_io)
+        files.finish_writing(self.checkpoint_io)
         while self._unfinished:
             path, outdated = self._unfinished.popitem()
             saved.finish(self.checkpoint_io, path, outdated)
-            unlock(path)
+            files.unlock(path)
 
 
 def warn_of_uploads(loggers: Iterable[Logger]) -> None:

@@ -12,16 +12,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_dct.activations.module import CompressedModule
 from lightning_dct.activations.split_point import SplitPoint
+from lightning_dct.callbacks import wandb_runs
 from lightning_dct.callbacks.run_advice import RunAdvice
-from lightning_dct.callbacks.wandb_runs import (
-    CONFIG_KEY,
-    config_of,
-    describe_run,
-    settings_of,
-    summary_media,
-    tensor_media,
-    wandb_loggers,
-)
 from lightning_dct.compress.bucket_plan import local_of, real_numel
 from lightning_dct.config import check_integer
 from lightning_dct.lightning_private import is_logged, logged_step
@@ -100,13 +92,13 @@ class CompressionMonitor(pl.Callback):
     ) -> None:
         """Describe the run to W&B and CSV files if its settings are new, and log when the Trainer logs."""
         # Not before the first step: the strategy chooses settings when training starts, after this callback's turn.
-        if trainer.is_global_zero and self._described != (described := (config_of(trainer.strategy),)):
+        if trainer.is_global_zero and self._described != (described := (wandb_runs.config_of(trainer.strategy),)):
             self._described = described
             for logger in trainer.loggers:
                 if isinstance(logger, WandbLogger):
-                    describe_run(logger.experiment, settings_of(trainer))
+                    wandb_runs.describe_run(logger.experiment, wandb_runs.settings_of(trainer))
                 elif isinstance(logger, CSVLogger):
-                    logger.log_hyperparams({CONFIG_KEY: settings_of(trainer)})
+                    logger.log_hyperparams({wandb_runs.CONFIG_KEY: wandb_runs.settings_of(trainer)})
         totals = self._totals(trainer)
         if not totals:
             return
@@ -185,8 +177,8 @@ class CompressionMonitor(pl.Callback):
         for title, rows in tables.items():
             width = max(len(name) for name, _ in rows)
             print(f"\n{title}", *(f"{name.ljust(width)}  {fact}" for name, fact in rows), sep="\n", flush=True)
-        for logger in wandb_loggers(trainer):
-            media = {**summary_media(tables), **self._tensors(trainer)}
+        for logger in wandb_runs.wandb_loggers(trainer):
+            media = {**wandb_runs.summary_media(tables), **self._tensors(trainer)}
             logger.log_metrics(media, step=logged_step(trainer))
 
     def _totals(self, trainer: pl.Trainer) -> dict[str, TrafficTotals]:
@@ -204,11 +196,12 @@ class CompressionMonitor(pl.Callback):
 
     def _tensors(self, trainer: pl.Trainer) -> dict[str, Any]:
         """Figures of every tensor, if a W&B logger takes them."""
-        if not self.tensors_every_n_steps or not wandb_loggers(trainer):
+        if not self.tensors_every_n_steps or not wandb_runs.wandb_loggers(trainer):
             return {}
         synchronizer = getattr(trainer.strategy, "synchronizer", None)
         figures = [] if synchronizer is None else synchronizer.figures_by_tensor()
-        return tensor_media(figures, [one for module in _modules_of(trainer) for one in module.thresholds_in_use()])
+        inside = [threshold for module in _modules_of(trainer) for threshold in module.thresholds_in_use()]
+        return wandb_runs.tensor_media(figures, inside)
 
 
 def part_metrics(

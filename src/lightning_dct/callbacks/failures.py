@@ -9,14 +9,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info
 
+from lightning_dct import lightning_private as private
 from lightning_dct.callbacks.requirements import InternalCallback
-from lightning_dct.lightning_private import (
-    act_on_slurm_signal,
-    end_on_sigterm,
-    handle_signals,
-    restore_agreement_on_signals,
-    signal_checkpoint_path,
-)
 
 # How long a rank that has finished training waits for the others to finish.
 PATIENCE_S = 10.0
@@ -83,11 +77,11 @@ class SignalsAfterStep(InternalCallback):
         self._lifeline, self._received = strategy.lifeline, []
         if self._lifeline is None and trainer.world_size > 1:
             return  # ranks that cannot agree leave it to Lightning
-        handle_signals(trainer, self._record, are_carried=self._lifeline is not None)
+        private.handle_signals(trainer, self._record, are_carried=self._lifeline is not None)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Give Lightning its own agreement back."""
-        restore_agreement_on_signals(trainer)
+        private.restore_agreement_on_signals(trainer)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Note the first step."""
@@ -117,11 +111,11 @@ class SignalsAfterStep(InternalCallback):
             if signal_number == signal.SIGTERM:
                 if trainer.state.fn == TrainerFn.FITTING and not self._requeued:
                     _save(trainer)
-                end_on_sigterm(trainer)
+                private.end_on_sigterm(trainer)
                 raise SIGTERMException(0 if self._requeued else 128 + signal.SIGTERM)
             if not self._requeued:
                 self._requeued = True
-                act_on_slurm_signal(trainer, signal_number)
+                private.act_on_slurm_signal(trainer, signal_number)
 
     on_test_batch_end = on_predict_batch_end = _act
 
@@ -137,6 +131,6 @@ def _save(trainer: pl.Trainer) -> None:
     if any(isinstance(saver, OnExceptionCheckpoint) or getattr(saver, "save_on_exception", False) for saver in savers):
         return  # they save when they see the exception
     if savers:
-        path = signal_checkpoint_path(trainer)
+        path = private.signal_checkpoint_path(trainer)
         trainer.save_checkpoint(path, weights_only=False)
         rank_zero_info(f'SIGTERM: {path} is saved. `fit(ckpt_path="hpc")` continues from it.')

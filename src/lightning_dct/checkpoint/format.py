@@ -335,14 +335,9 @@ def files_beside(path: str) -> list[str]:
     return [f"{folder}/{name}" for name in sorted(names - {os.path.basename(place)})]
 
 
-def remove(checkpoint_io: CheckpointIO, outdated: Iterable[str]) -> None:
-    """Remove files of earlier saves."""
-    for name in outdated:
-        checkpoint_io.remove_checkpoint(name)
-
-
 def finish(checkpoint_io: CheckpointIO, path: str, outdated: Iterable[str]) -> None:
     """Remove the files of earlier saves once Lightning's file points at newer ones."""
-    remove(checkpoint_io, outdated)
+    for file in outdated:
+        checkpoint_io.remove_checkpoint(file)
     if not files_beside(path):
         checkpoint_io.remove_checkpoint(state_folder(path))

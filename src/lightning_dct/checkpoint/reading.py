@@ -12,17 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_dct.agreement import gather_objects
-from lightning_dct.checkpoint.format import (
-    CHECKPOINT_KEY,
-    NOTE_FIELDS,
-    REMEDY,
-    check_note,
-    fingerprint_of,
-    identity,
-    read_checked,
-    state_folder,
-    state_path,
-)
+from lightning_dct.checkpoint import format as saved
 from lightning_dct.checkpoint.merging import merge_states, put_together, without_place
 from lightning_dct.checksums import CheckpointError, checksum_of
 from lightning_dct.sync.synchronizer import Synchronizer
@@ -66,7 +56,7 @@ def on_all_ranks(
 
 def _unreadable(path: str, error: Exception) -> CheckpointError:
     chained = CheckpointError(
-        f"The checkpoint {path!r} is damaged or does not fit ({type(error).__name__}: {error}). {REMEDY}"
+        f"The checkpoint {path!r} is damaged or does not fit ({type(error).__name__}: {error}). {saved.REMEDY}"
     )
     chained.__cause__ = error
     return chained
@@ -82,7 +72,7 @@ def compared(path: str) -> Iterator[list[str]]:
         FileNotFoundError: Some rank does not find it. Raised on every rank.
         CheckpointError: Some rank's file is corrupt. Raised on every rank.
     """
-    found = on_all_ranks(lambda: fingerprint_of(path, compare=True), path)
+    found = on_all_ranks(lambda: saved.fingerprint_of(path, compare=True), path)
     if not all(found):
         # Only some are files of `torch.save`: reading them would fail on some ranks.
         check_alike({rank: {"checksum": theirs} for rank, theirs in enumerate(found)}, path)
@@ -107,13 +97,15 @@ def agreed_notes(notes: Any, path: str, fingerprints: Sequence[str] = ()) -> lis
     def read() -> dict[str, Any]:
         if not isinstance(notes, list):
             raise CheckpointError(
-                f"The field {CHECKPOINT_KEY} of {path!r} is not a list. Resume with the code that saved it."
+                f"The field {saved.CHECKPOINT_KEY} of {path!r} is not a list. Resume with the code that saved it."
             )
         for note in notes:
-            check_note(note, path)
-        names = [CHECKPOINT_KEY, *(f"{CHECKPOINT_KEY} of module {number}" for number in range(1, len(notes)))]
-        fields = ((name, note, field) for name, note in zip(names, notes, strict=False) for field in NOTE_FIELDS)
-        return {f"{name}[{field!r}]": note.get(field) for name, note, field in fields}
+            saved.check_note(note, path)
+        of_module = [f" of module {number}" if number else "" for number in range(len(notes))]
+        pairs = [
+            (note, which, field) for note, which in zip(notes, of_module, strict=True) for field in saved.NOTE_FIELDS
+        ]
+        return {f"{saved.CHECKPOINT_KEY}{which}[{field!r}]": note.get(field) for note, which, field in pairs}
 
     check_alike(dict(enumerate(on_all_ranks(read, path))), path)
     check_alike({rank: {"checksum": theirs} for rank, theirs in enumerate(fingerprints)}, path)
@@ -229,13 +221,13 @@ def read_state(
     fingerprints = note["fingerprints"] or [""] * note["world_size"]
 
     def read_one(saved_rank: int) -> dict[str, Any]:
-        file, known = state_path(path, note, saved_rank), fingerprints[saved_rank]
+        file, known = saved.state_path(path, note, saved_rank), fingerprints[saved_rank]
         try:
-            return read_checked(checkpoint_io, file, identity(note, saved_rank), known, weights_only)
+            return saved.read_checked(checkpoint_io, file, saved.identity(note, saved_rank), known, weights_only)
         except FileNotFoundError as error:
             raise FileNotFoundError(
                 f"The checkpoint {path!r} was saved with compression state, but {file!r} is not there. Put the folder"
-                f" {state_folder(path)!r} beside the checkpoint, or continue without the ranks' residuals:"
+                f" {saved.state_folder(path)!r} beside the checkpoint, or continue without the ranks' residuals:"
                 " `missing_state='reset'` in the strategy."
             ) from error
 
@@ -250,6 +242,6 @@ def read_state(
     except Exception as error:
         # torch raises many kinds of errors on tensors that do not fit.
         raise CheckpointError(
-            f"The ranks' files in {state_folder(path)!r} do not fit each other ({error}). Restore the folder from a"
-            " copy, or resume from an earlier checkpoint."
+            f"The ranks' files in {saved.state_folder(path)!r} do not fit each other ({error}). Restore the folder from"
+            " a copy, or resume from an earlier checkpoint."
         ) from error

@@ -67,11 +67,6 @@ class Workload:
         """The entries of each tensor in these buckets."""
         return [real_numel(self.parameters[name]) for bucket in self.buckets_under(config) for name in bucket]
 
-    @property
-    def entries(self) -> int:
-        """Entries that are synchronised."""
-        return sum(real_numel(self.parameters[name]) for bucket in self.buckets for name in bucket)
-
 
 def one_tensor(entries: int) -> Workload:
     """A model of one large tensor in fp32."""

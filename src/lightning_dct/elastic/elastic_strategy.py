@@ -31,17 +31,8 @@ from torch.optim import Optimizer
 from lightning_dct.callbacks.evaluations import EvaluationJoin
 from lightning_dct.callbacks.requirements import InternalCallback, run_length
 from lightning_dct.callbacks.run_advice import RunAdvice
+from lightning_dct.elastic import joining
 from lightning_dct.elastic.elastic_updates import HANDS_OVER, ElasticUpdates, Header, refuse_not_in_place
-from lightning_dct.elastic.joining import (
-    checkpoint_folders,
-    compare_settings,
-    compare_starts,
-    refuse_searches,
-    settings_of,
-    train_only,
-    trained_names,
-    use_checkpoint_folders,
-)
 from lightning_dct.elastic.present import LIGHTHOUSE, RESTARTED, PresentRanks, import_torchft
 from lightning_dct.exchange.collectives import Link
 from lightning_dct.exchange.compressed import AllGather
@@ -164,7 +155,7 @@ class DCTElasticStrategy(DCTStrategy):
         if not module.automatic_optimization:
             raise ValueError("`strategy='dct_elastic'` needs automatic optimization. Use `strategy='dct'`.")
         if trainer.state.fn == TrainerFn.FITTING:
-            refuse_searches(trainer)
+            joining.refuse_searches(trainer)
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             # Before the view of the shared weights, too.
@@ -199,7 +190,7 @@ class DCTElasticStrategy(DCTStrategy):
         """Take the state of a peer if the run has begun; else wait for the other ranks and start alike."""
         present, began, trainer = self.present, time.monotonic(), self._module.trainer
         # Ranks that start together train the same parameters, too.
-        settings = zlib.crc32(repr((self._settings(), trained_names(self._module))).encode())
+        settings = zlib.crc32(repr((self._settings(), joining.trained_names(self._module))).encode())
         restarted = os.environ.get(RESTARTED) == "1"
         while True:
             late = time.monotonic() - began > START_S
@@ -224,25 +215,25 @@ class DCTElasticStrategy(DCTStrategy):
                     tensor.detach().copy_(same)
                 # Ranks may have more data or less than the first one.
                 length = run_length(trainer) if self.given.left_out else RunLength(math.inf)
-                said = present.spread_text(json.dumps([checkpoint_folders(trainer), *length[:2]]))
+                said = present.spread_text(json.dumps([joining.checkpoint_folders(trainer), *length[:2]]))
                 if present.agree():
                     folders, *self._length = json.loads(said)
-                    use_checkpoint_folders(trainer, folders)
+                    joining.use_checkpoint_folders(trainer, folders)
                     break
             elif late and restarted:
                 raise RuntimeError("This rank was started again, and the others have finished or are gone.")
             time.sleep(0.2)
         if self._given is not None:
-            compare_settings(self._given["settings"], self._settings())
-            train_only(self._module, self._given["trained"])
+            joining.compare_settings(self._given["settings"], self._settings())
+            joining.train_only(self._module, self._given["trained"])
             self._length = self._given["length"]
-            use_checkpoint_folders(trainer, self._given["folders"])
+            joining.use_checkpoint_folders(trainer, self._given["folders"])
             restore_from(trainer, dict(self._given["checkpoint"]))
         said = "has joined a run" if self._given is not None else "starts"
         print(f"lightning_dct: rank {self.global_rank} {said}, {present.size()} ranks are present.", flush=True)
 
     def _settings(self) -> dict[str, str]:
-        return settings_of(self._module, self.given.config, self.fits)
+        return joining.settings_of(self._module, self.given.config, self.fits)
 
     def _agreed_length(self) -> RunLength:
         return RunLength(*self._length)
@@ -258,8 +249,9 @@ class DCTElasticStrategy(DCTStrategy):
         with weights.in_model():
             checkpoint = checkpoint_of(self._module.trainer)
         checkpoint[STATE_KEY] = state
-        said: dict[str, Any] = {"settings": self._settings(), "folders": checkpoint_folders(self._module.trainer)}
-        said |= {"trained": trained_names(self._module), "length": self._length}
+        said: dict[str, Any] = {"settings": self._settings(), "length": self._length}
+        said["folders"] = joining.checkpoint_folders(self._module.trainer)
+        said["trained"] = joining.trained_names(self._module)
         return {**self._elastic.give(), **said, "checkpoint": checkpoint, "shared": shared}
 
     def _take(self, given: Mapping[str, Any]) -> None:
@@ -373,7 +365,7 @@ class DCTElasticStrategy(DCTStrategy):
         with self._by_itself():
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         if self._module.trainer.state.fn == TrainerFn.FITTING:
-            while not compare_starts(self.present, checkpoint, self.global_rank, checkpoint_path, START_S):
+            while not joining.compare_starts(self.present, checkpoint, self.global_rank, checkpoint_path, START_S):
                 self._join()  # with a rank that is started again; the others may have begun meanwhile
                 if self._given is not None:
                     return dict(self._given["checkpoint"])
