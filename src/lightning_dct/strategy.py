@@ -18,13 +18,8 @@ from lightning_dct.config import Compress, DCTConfig, ExchangeName, MissingState
 from lightning_dct.failures.course import EXCHANGE
 from lightning_dct.kernels import KernelName
 from lightning_dct.law import Given
+from lightning_dct.sync import setup
 from lightning_dct.sync.gradients import GradientSynchronizer
-from lightning_dct.sync.setup import (
-    check_settings,
-    exchanges_buffers,
-    make_gradient_synchronizer,
-    make_update_synchronizer,
-)
 from lightning_dct.sync.updates import UpdateSynchronizer
 from lightning_dct.thresholded import ThresholdedStrategy
 
@@ -142,7 +137,7 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
         trainer: Any = self._module.trainer
         refresh = [callback.every_n_steps for callback in trainer.callbacks if isinstance(callback, ThresholdRefresh)]
         # Before DistributedDataParallel's own collectives, which may hang if models differ.
-        check_settings(self.config, self._module, self._ddp_kwargs, {"ThresholdRefresh(every_n_steps)": refresh})
+        setup.check_settings(self.config, self._module, self._ddp_kwargs, {"ThresholdRefresh(every_n_steps)": refresh})
         self.is_fitting = True
         if self.config.compress == "updates":
             self.synchronizer = self._make_updates()
@@ -150,14 +145,14 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
         super().configure_ddp()
         assert isinstance(self.model, DistributedDataParallel)
         if not isinstance(self.synchronizer, GradientSynchronizer):
-            self.synchronizer = make_gradient_synchronizer(self, self.model, self.precision_plugin)
+            self.synchronizer = setup.make_gradient_synchronizer(self, self.model, self.precision_plugin)
         self._synchronised = self._trainable()
         self.model.register_comm_hook(None, self.synchronizer.hook)
 
     def _make_updates(self) -> UpdateSynchronizer:
         assert self.model is not None
-        group, buffers = self._ddp_kwargs.get("process_group"), exchanges_buffers(self._ddp_kwargs)
-        return make_update_synchronizer(self, self.model, group, buffers)
+        group, buffers = self._ddp_kwargs.get("process_group"), setup.exchanges_buffers(self._ddp_kwargs)
+        return setup.make_update_synchronizer(self, self.model, group, buffers)
 
     def on_exception(self, exception: BaseException) -> None:
         """Name this strategy where Lightning's message on unused parameters names DDP's."""

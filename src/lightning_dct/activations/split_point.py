@@ -10,13 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_dct.activations.codec import (
-    ActivationLayout,
-    decode_backward,
-    decode_forward,
-    encode_backward,
-    encode_forward,
-)
+from lightning_dct.activations import codec
 from lightning_dct.activations.module import CompressedModule
 from lightning_dct.activations.noise import mixed_seed
 from lightning_dct.compress.awaited import Awaited
@@ -90,7 +84,7 @@ class SplitPoint(CompressedModule):
         # In this step: entries that have reached the threshold, the capacity, and all entries.
         self._counts = (0, 0, 0)
 
-    def layout(self, shape: torch.Size | tuple[int, ...]) -> ActivationLayout:
+    def layout(self, shape: torch.Size | tuple[int, ...]) -> codec.ActivationLayout:
         """The layout of payloads for activations of a shape."""
         return _layout(tuple(shape), self.density, self.forward_format, self.backward_format)
 
@@ -103,12 +97,12 @@ class SplitPoint(CompressedModule):
         """Compress floating-point activations of any shape, and their gradients on the way back."""
         return _Crossing.apply(activations, self, self.layout(activations.shape))
 
-    def encode(self, layout: ActivationLayout, activations: Tensor) -> tuple[Tensor, Tensor | None]:
+    def encode(self, layout: codec.ActivationLayout, activations: Tensor) -> tuple[Tensor, Tensor | None]:
         """Select and encode activations: the payload, and the positions for :func:`decode_backward`."""
         positions = self.select(layout, activations)
-        return encode_forward(layout, activations, positions, self.rounding_seed), positions
+        return codec.encode_forward(layout, activations, positions, self.rounding_seed), positions
 
-    def select(self, layout: ActivationLayout, activations: Tensor) -> Tensor | None:
+    def select(self, layout: codec.ActivationLayout, activations: Tensor) -> Tensor | None:
         """The positions of the entries that are sent, ascending in the flattened tensor: int64; None for everything.
 
         In training this selects and nudges the threshold.
@@ -143,7 +137,7 @@ class SplitPoint(CompressedModule):
             self._guard(layout, reached, smallest)
         return positions
 
-    def _guard(self, layout: ActivationLayout, reached: int, smallest: float) -> None:
+    def _guard(self, layout: codec.ActivationLayout, reached: int, smallest: float) -> None:
         """Move the next step's threshold by the counts of a training forward."""
         assert self.threshold is not None
         self.overflows += reached > layout.capacity
@@ -165,7 +159,7 @@ class SplitPoint(CompressedModule):
             self.threshold, self._counts = self._next, (0, 0, 0)
         super().advance(completed_steps)
 
-    def count(self, layout: ActivationLayout, bytes_sent: int, kept: Tensor | None) -> None:
+    def count(self, layout: codec.ActivationLayout, bytes_sent: int, kept: Tensor | None) -> None:
         """Count one direction's payload, in training only."""
         if self.training:
             sent = layout.numel if kept is None else kept.numel()
@@ -214,17 +208,19 @@ class SplitPoint(CompressedModule):
 
 
 @lru_cache
-def _layout(shape: tuple[int, ...], density: float, forward_format: str, backward_format: str) -> ActivationLayout:
+def _layout(
+    shape: tuple[int, ...], density: float, forward_format: str, backward_format: str
+) -> codec.ActivationLayout:
     """Cached, because a layout computes its sizes once."""
-    return ActivationLayout(shape, entries_at(density, math.prod(shape)), forward_format, backward_format)
+    return codec.ActivationLayout(shape, entries_at(density, math.prod(shape)), forward_format, backward_format)
 
 
 class _Crossing(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, activations: Tensor, split: SplitPoint, layout: ActivationLayout) -> Tensor:
+    def forward(ctx: Any, activations: Tensor, split: SplitPoint, layout: codec.ActivationLayout) -> Tensor:
         with split.timed():
             payload, _ = split.encode(layout, activations)
-            received, kept = decode_forward(layout, payload, activations.dtype, split.awaited)
+            received, kept = codec.decode_forward(layout, payload, activations.dtype, split.awaited)
         # Not by `save_for_backward`: activation checkpointing would give backward the positions of the second forward.
         ctx.crossing = split, layout, kept, split.rounding_seed
         return received
@@ -234,8 +230,8 @@ class _Crossing(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
         split, layout, kept, seed = ctx.crossing
         with split.timed():
-            payload = encode_backward(layout, grad_outputs[0], kept, seed)
-            gradient = decode_backward(layout, payload, kept, grad_outputs[0].dtype)
+            payload = codec.encode_backward(layout, grad_outputs[0], kept, seed)
+            gradient = codec.decode_backward(layout, payload, kept, grad_outputs[0].dtype)
         # Here, because a forward may run twice.
         words, left_over = layout.on_the_wire
         split.count(layout, 4 * words + left_over, kept)

@@ -21,18 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_dct.embedding import changes
 from lightning_dct.embedding.bags import Bags
-from lightning_dct.embedding.changes import (
-    Message,
-    compress_changes,
-    decode_some,
-    decode_whole,
-    encode_some,
-    encode_whole,
-    message_about,
-    some_num_bytes,
-    whole_num_bytes,
-)
 from lightning_dct.embedding.collected import Incoming
 from lightning_dct.embedding.copies import RememberedRows, add_entries
 from lightning_dct.embedding.owners import Int64Array
@@ -78,7 +68,7 @@ class Request(NamedTuple):
     places: Int64Array  # shape `[k]`: the requested rows
     slots: Tensor  # shape `[k]`: the slots of their copies in the mirror
     evicted: Int64Array  # shape `[e]`: the rows that the requesting rank has evicted, whose residuals follow
-    message: Message  # the form of the messages about these rows, in both directions
+    message: changes.Message  # the form of the messages about these rows, in both directions
 
 
 # What a rank announces to each other: what it has come to; of a request the bytes of ids, look-ups and evicted rows,
@@ -140,10 +130,10 @@ class ChangesLookup:
         with module.traffic.timed():
             for peer in self._peers:
                 held, slots = self._held(peer)
-                whole, changes = answers[peer].split(self._answer_sizes(peer))
+                whole, others = answers[peer].split(self._answer_sizes(peer))
                 with reading(f"Embedding rows from rank {peer} of the process group"):
                     self._add_whole(held, slots, whole, self._num_whole[peer])
-                add_entries(held.copies, slots, *self._read(peer, changes, self._messages[peer]))
+                add_entries(held.copies, slots, *self._read(peer, others, self._messages[peer]))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def pooled(self) -> Tensor:
@@ -217,7 +207,7 @@ class ChangesLookup:
             payloads[peer] = module.held[peer].code.encode(wanted).to(device)
             admission, residuals = module.held[peer].admit(wanted)
             self._slots[peer], self._admitted[peer] = torch.from_numpy(admission.slots).to(device), admission.slots
-            evicted[peer] = encode_whole(residuals, module.value_format)
+            evicted[peer] = changes.encode_whole(residuals, module.value_format)
             numbers[peer, 1:] = payloads[peer].numel(), self._rows.lookups[peer], len(residuals)
         return payloads, evicted, numbers
 
@@ -242,7 +232,7 @@ class ChangesLookup:
         """
         module, dim, value_format = self._module, self._module.embedding_dim, self._module.value_format
         evicted = {peer: request.evicted for peer, request in self._requests.items()}
-        sizes = {peer: whole_num_bytes(places.size, dim, value_format) for peer, places in evicted.items()}
+        sizes = {peer: changes.whole_num_bytes(places.size, dim, value_format) for peer, places in evicted.items()}
         incoming = module.exchange_group.start(payloads, sizes, module.traffic)
 
         def arrive() -> Iterator[tuple[Tensor, Tensor]]:
@@ -250,7 +240,7 @@ class ChangesLookup:
             for peer, places in evicted.items():
                 if places.size:
                     with module.traffic.timed():
-                        rows = decode_whole(received[peer], places.size, dim, value_format)
+                        rows = changes.decode_whole(received[peer], places.size, dim, value_format)
                     if rows.any():  # not of look-ups without a backward
                         yield torch.from_numpy(places).to(rows.device), rows.to(module.remembered_dtype)
 
@@ -263,10 +253,10 @@ class ChangesLookup:
         now = module.own_rows(request.places).to(module.remembered_dtype)
         missed = now - mirror.copies.index_select(0, request.slots)
         outdated = (missed != 0).any(dim=1) & mirror.take_outdated(request.slots)
-        whole, count = encode_some(missed, outdated, module.value_format)
+        whole, count = changes.encode_some(missed, outdated, module.value_format)
         self._add_whole(mirror, request.slots, whole, count)
         known = mirror.copies.index_select(0, request.slots)
-        sent = compress_changes(now, known, request.message, mirror.thresholds, scale=-1)
+        sent = changes.compress_changes(now, known, request.message, mirror.thresholds, scale=-1)
         add_entries(mirror.copies, request.slots, sent.positions, sent.received)
         num_sent = count * module.embedding_dim + sent.positions.numel()
         module.traffic.add(entries_sent=num_sent, entries=now.numel())
@@ -274,21 +264,23 @@ class ChangesLookup:
 
     def _add_whole(self, rows: RememberedRows, slots: Tensor, payload: Tensor, count: int) -> None:
         """Add the whole rows of an answer to the copies of the requested rows."""
-        some, values = decode_some(payload, count, len(slots), self._module.embedding_dim, self._module.value_format)
+        some, values = changes.decode_some(
+            payload, count, len(slots), self._module.embedding_dim, self._module.value_format
+        )
         rows.copies.index_add_(0, slots[some], values.to(rows.copies))
 
     def _answer_sizes(self, owner: int) -> list[int]:
         """The bytes of the two parts of an owner's answer."""
         module, message = self._module, self._messages[owner]
         num_rows, count = len(self._slots[owner]), self._num_whole[owner]
-        whole = some_num_bytes(count, num_rows, module.embedding_dim, module.value_format)
+        whole = changes.some_num_bytes(count, num_rows, module.embedding_dim, module.value_format)
         return [whole, message.layout.num_bytes]
 
     def _gradient_payload(self, owner: int, gradient: Tensor) -> Tensor:
         module = self._module
         held, slots = self._held(owner)
         rows = held.residual.index_select(0, slots)
-        sent = compress_changes(rows, gradient, self._messages[owner], held.thresholds)
+        sent = changes.compress_changes(rows, gradient, self._messages[owner], held.thresholds)
         flat = rows.view(-1)
         left = torch.where(sent.left.isfinite(), sent.left, flat.index_select(0, sent.positions))
         held.residual.index_copy_(0, slots, flat.index_copy_(0, sent.positions, left).view_as(rows))
@@ -305,12 +297,12 @@ class ChangesLookup:
             )
         return held, slots
 
-    def _message(self, owner: int, places: Int64Array) -> Message:
+    def _message(self, owner: int, places: Int64Array) -> changes.Message:
         module = self._module
         tables = module.placement.tables_of(owner, places)
-        return message_about(tables, module.embedding_dim, module.density, module.value_format)
+        return changes.message_about(tables, module.embedding_dim, module.density, module.value_format)
 
-    def _read(self, peer: int, payload: Tensor, message: Message) -> tuple[Tensor, Tensor]:
+    def _read(self, peer: int, payload: Tensor, message: changes.Message) -> tuple[Tensor, Tensor]:
         with reading(f"Embedding rows from rank {peer} of the process group"):
             unpacked = unpack(message.layout, payload)
         return unpacked.positions, unpacked.values

@@ -33,8 +33,6 @@ STRANGERS = 16
 # Reports in a verdict: those of all ranks could be too long for a message.
 MOST_NAMED = 8
 
-_Place = tuple[tuple[int, ...], int]  # some ranks, and the number of a place that they share
-
 
 class Hub:
     """Serves all lifelines in a thread until rank 0, which messages call ``who``, has left.
@@ -59,13 +57,10 @@ class Hub:
         self._verdict: dict[str, Any] | None = None
         # For each signal: the number of stop points that each rank had passed when it received the question.
         self._passed: dict[int, dict[int, int]] = {}
-        # For each place that ranks have asked about and not agreed on: who has been asked, with the groups that it
-        # shares with the rank that asks, and who does the same there. And by ranks, the last place on which all agree.
-        self._asked: dict[_Place, set[tuple[int, frozenset[frozenset[int]]]]] = {}
-        self._agreeing: dict[_Place, set[int]] = {}
+        # The questions on which not all agree yet, and by ranks, the last place on which all do.
+        self._open: dict[tuple[tuple[int, ...], int], _Question] = {}
         self._agreed: dict[tuple[int, ...], int] = {}
-        # The first question about each of those places. And by rank that has left, how many places it has come to.
-        self._questions: dict[_Place, dict[str, Any]] = {}
+        # By rank that has left, how many places it has come to.
         self._came_to: dict[int, dict[tuple[int, ...], int]] = {}
         # Seconds of a step and of waiting in it, by rank.
         self.paces: dict[int, tuple[float, float]] = {}
@@ -150,7 +145,7 @@ class Hub:
             self._left.add(caller.rank)
             self._came_to[caller.rank] = {tuple(peers): count for peers, count in message["left"]}
             self._settle_signals()
-            for question in [one for (peers, _), one in self._questions.items() if caller.rank in peers]:
+            for question in [one.first for (peers, _), one in self._open.items() if caller.rank in peers]:
                 self._answer_for(caller.rank, question)
         elif "signal" in message:
             number = int(message["signal"])
@@ -207,8 +202,7 @@ class Hub:
         place = int(message["place"])
         if place <= self._agreed.get(peers, 0):
             return
-        asked = self._asked.setdefault((peers, place), set())
-        self._questions.setdefault((peers, place), message)
+        asked = self._open.setdefault((peers, place), _Question(message)).asked
         groups = [frozenset(group) for group, _ in message["counts"]]
         for other in set(peers) - {rank}:
             question = other, frozenset(group for group in groups if {rank, other} <= group)
@@ -224,18 +218,17 @@ class Hub:
         peers, place = tuple(question["peers"]), int(question["place"])
         if self._came_to[rank].get(peers, 0) >= place:
             self._settle_place(peers, place, rank)
-        elif self._verdict is None and (peers, place) in self._asked:
+        elif self._verdict is None and (peers, place) in self._open:
             places = f"rank {question['rank']} to {question['said']} and rank {rank} to its end"
             self._announce([], f"The ranks have come apart: {places}. {SAME_BATCHES}")
 
     def _settle_place(self, peers: tuple[int, ...], place: int, rank: int) -> None:
         """Note that a rank does the same as one that asks, and tell all once all do."""
-        if (peers, place) not in self._asked:  # all have agreed, and this rank was asked by several
-            return
-        agreeing = self._agreeing.setdefault((peers, place), set())
-        agreeing.add(rank)
-        if agreeing == set(peers):
-            del self._asked[peers, place], self._agreeing[peers, place], self._questions[peers, place]
+        if (question := self._open.get((peers, place))) is None:
+            return  # all have agreed, and this rank was asked by several
+        question.agreeing.add(rank)
+        if question.agreeing == set(peers):
+            del self._open[peers, place]
             self._agreed[peers] = place
             for other in peers:
                 self._send(self._members[other], {"agreed": place, "peers": peers})
@@ -276,6 +269,15 @@ class Hub:
     def _send_all(self, message: dict[str, Any]) -> None:
         for member in self._members.values():
             self._send(member, message)
+
+
+@dataclass
+class _Question:
+    """What some ranks have been asked about a place that they share."""
+
+    first: dict[str, Any]  # the message of the rank that has asked first
+    asked: set[tuple[int, frozenset[frozenset[int]]]] = field(default_factory=set)  # and groups shared with who asks
+    agreeing: set[int] = field(default_factory=set)
 
 
 @dataclass(eq=False)

@@ -6,6 +6,7 @@ The last stage runs the steps to their end, and every rank logs.
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -41,22 +42,22 @@ _DIFFERENT = {
 }
 
 
+@dataclass
 class Runner:
     """The steps of a user's module on one rank, during a Trainer's run; ``network`` in it is cut into pieces."""
 
-    def __init__(
-        self, module: pl.LightningModule, network: nn.Sequential, pipeline: Pipeline, metrics: Sequence[Metric]
-    ) -> None:
-        self._module = module
-        self._network = network
-        self._pipeline = pipeline
-        self._metrics = metrics
-        self._mesh = pipeline.mesh
-        self._step_results = StepResults(pipeline.mesh)
+    module: pl.LightningModule
+    network: nn.Sequential
+    pipeline: Pipeline
+    metrics: Sequence[Metric]
+
+    def __post_init__(self) -> None:
+        self._mesh = self.pipeline.mesh
+        self._step_results = StepResults(self._mesh)
         self._borders: dict[Any, list[Border]] = {}
         self._checked: set[tuple[str, str]] = set()
         # Of the random numbers in steps, the same on all ranks of this pipeline.
-        self._seed = pipeline.mesh.share(torch.initial_seed(), 0)
+        self._seed = self._mesh.share(torch.initial_seed(), 0)
 
     def train(self, batch: Any, *arguments: Any) -> Tensor:
         """Run forward and backward of a batch, which adds gradients to the parameters' ``.grad``.
@@ -76,9 +77,9 @@ class Runner:
                 " as bytes that read as NaN. Look for anomalies with one process and `strategy='auto'`."
             )
         self._check_same_data("training_step", "batches", batch)
-        micro_batches = self._pipeline.micro_batches
+        micro_batches = self.pipeline.micro_batches
         parts = steps.split_batch(batch, micro_batches)
-        with self._pipeline.precision():
+        with self.pipeline.precision():
             calls = [self._capture("training_step", number, part, *arguments) for number, part in enumerate(parts)]
         self._check_same_data("training_step", "keywords", [call.context for call in calls])
         losses: list[Tensor] = []
@@ -98,9 +99,9 @@ class Runner:
                 " of one size. Pad the inputs to the same shape for the whole batch."
             )
         self._step_results.post_receive()
-        self._pipeline.train(calls, borders, loss_of)
+        self.pipeline.train(calls, borders, loss_of)
         result = (torch.stack(losses).mean().cpu(), steps.combine(logged)) if self._mesh.is_last else None
-        return self._share(result, self._step_results.share).to(self._pipeline.device)
+        return self._share(result, self._step_results.share).to(self.pipeline.device)
 
     def evaluate(self, step: str, batch: Any, *arguments: Any) -> Any:
         """Run ``"validation_step"``, ``"test_step"`` or ``"predict_step"``, and return its result on every rank.
@@ -111,47 +112,47 @@ class Runner:
         self._check_same_data(step, "batches", batch)
         whole = self._capture(step, 0, batch, *arguments)
         self._check_same_data(step, "keywords", whole.context)
-        calls = steps.split_ragged(whole, self._pipeline.micro_batches, batch)
-        outputs = self._pipeline.forward(calls, [self._borders_of(call) for call in calls])
+        calls = steps.split_ragged(whole, self.pipeline.micro_batches, batch)
+        outputs = self.pipeline.forward(calls, [self._borders_of(call) for call in calls])
         sent, result = None, None
         if outputs is not None:
             result, logs = self._run(step, 0, steps.join(outputs), batch, *arguments)
             sent = to_device(result, "cpu"), logs
         shared = self._share(sent, partial(self._mesh.share, stage=self._mesh.stages - 1))
-        return to_device(shared, self._pipeline.device) if outputs is None else result
+        return to_device(shared, self.pipeline.device) if outputs is None else result
 
     def _share(self, result: tuple[Any, list[steps.LogCall]] | None, share: Callable[[Any], Any]) -> Any:
         """Share the last stage's result and logs (None elsewhere), and repeat its logs and its metrics' counts."""
-        own = None if result is None else (*result, [metric._update_count for metric in self._metrics])
+        own = None if result is None else (*result, [metric._update_count for metric in self.metrics])
         shared, logs, counts = share(own)
-        for metric, count in zip(self._metrics, counts, strict=True):
+        for metric, count in zip(self.metrics, counts, strict=True):
             if metric._update_count != count:
                 # Without this hack, metrics would warn about computing without data, and return cached values.
                 metric._update_count, metric._computed = count, None
-        steps.replay(self._module, logs)
+        steps.replay(self.module, logs)
         return shared
 
     def _capture(self, step: str, number: int, batch: Any, *arguments: Any) -> NetworkCall:
         given = steps.copied(batch) if self._mesh.is_last else batch
         with self._seeded(step, number, arguments):
-            return steps.capture_call(self._module, self._network, step, (given, *arguments))
+            return steps.capture_call(self.module, self.network, step, (given, *arguments))
 
     def _run(self, step: str, number: int, output: Any, batch: Any, *arguments: Any) -> tuple[Any, list[steps.LogCall]]:
         with self._seeded(step, number, arguments):
-            return steps.run_step(self._module, self._network, step, (batch, *arguments), output)
+            return steps.run_step(self.module, self.network, step, (batch, *arguments), output)
 
     def _seeded(self, step: str, number: int, arguments: Sequence[Any]) -> AbstractContextManager[None]:
         """Have a step draw the same random numbers whenever it has this micro-batch, also in a resumed run."""
-        trainer = self._module.trainer
+        trainer = self.module.trainer
         place = step, trainer.current_epoch, trainer.global_step, [one for one in arguments if isinstance(one, int)]
         return steps.seeded(zlib.crc32(repr((self._seed, self._mesh.replica, place, number)).encode()))
 
     def _borders_of(self, call: NetworkCall) -> list[Border]:
         leaves, structure = tree_flatten(call)
         kinds = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
-        key = (self._module.training, structure, kinds)
+        key = (self.module.training, structure, kinds)
         if key not in self._borders:
-            pipeline = self._pipeline
+            pipeline = self.pipeline
             self._borders[key] = trace_borders(pipeline.pieces, call, pipeline.device, pipeline.precision)
         return self._borders[key]
 
