@@ -5,13 +5,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import (
-    EarlyStopping,
-    GradientAccumulationScheduler,
-    StochasticWeightAveraging,
-    Timer,
-    WeightAveraging,
-)
+from lightning.pytorch import callbacks
 
 from lightning_dct.law import COUNTED, RunLength
 
@@ -19,7 +13,7 @@ LIGHTNINGS_EPOCHS = 1000
 """``max_epochs`` of a Trainer that was given no limit."""
 FIRST_COUNTED = 16
 """Batches after which a run's steps are counted first."""
-AVERAGING = (StochasticWeightAveraging, WeightAveraging)
+AVERAGING = (callbacks.StochasticWeightAveraging, callbacks.WeightAveraging)
 
 # Hooks that Lightning calls in every training step.
 _STEP_HOOKS = (
@@ -62,19 +56,18 @@ def trainer_settings(trainer: pl.Trainer) -> dict[str, Any]:
 
 def run_length(trainer: pl.Trainer) -> RunLength:
     """How long a fit is. For steps that are not known Lightning says -1 (data without a length)."""
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     steps, epochs, most = float(trainer.estimated_stepping_batches), trainer.max_epochs or -1, trainer.max_steps
     steps = math.inf if steps < 0 else steps
     batches = float(trainer.num_training_batches) * (math.inf if epochs < 0 else epochs)
     unknown = "" if trainer.lightning_module.automatic_optimization else COUNTED
     if unknown and most > 0:  # of all optimizers together
         steps = min(steps, most / max(1, len(trainer.optimizers)))
-    for callback in callbacks:
-        if isinstance(callback, GradientAccumulationScheduler) and math.isfinite(batches):
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, callbacks.GradientAccumulationScheduler) and math.isfinite(batches):
             each = map(callback.get_accumulate_grad_batches, range(epochs))
             steps = sum(math.ceil(trainer.num_training_batches / accumulated) for accumulated in each)
             steps, batches = min(steps, most if most > 0 else math.inf), 0.0
-        if isinstance(callback, EarlyStopping | Timer):
+        if isinstance(callback, callbacks.EarlyStopping | callbacks.Timer):
             unknown = f"`{type(callback).__name__}` may end it"
     if epochs == LIGHTNINGS_EPOCHS and most < 0 and unknown in ("", COUNTED):
         unknown = f"max_epochs={epochs} is what Lightning takes for a run without any limit"

@@ -80,7 +80,13 @@ class Lifeline:
         if not problems:
             problem = ""
             if rank > 0:
-                lifeline, problem = cls._connect(rank, *answers[0])
+                addresses, port, token, hub_who = answers[0]
+                hello = {"token": token, "rank": rank, "who": _who(rank)}
+                try:
+                    # The thread starts after the welcome, so an error before it is not reported as a death.
+                    lifeline = cls(rank, enter(addresses, port, hello, CONNECT_S), hub_who)
+                except OSError as error:
+                    problem = f"rank {rank} cannot connect to rank 0 at {addresses}, port {port}: {error}"
             problems = [problem for problem in gather_objects(problem) if problem]
         if not problems:
             return lifeline
@@ -93,17 +99,6 @@ class Lifeline:
                 stacklevel=2,
             )
         return None
-
-    @classmethod
-    def _connect(
-        cls, rank: int, addresses: list[str], port: int, token: str, hub_who: str
-    ) -> tuple[Lifeline | None, str]:
-        hello = {"token": token, "rank": rank, "who": _who(rank)}
-        try:
-            # The thread starts after the welcome, so an error before it is not reported as a death.
-            return cls(rank, enter(addresses, port, hello, CONNECT_S), hub_who), ""
-        except OSError as error:
-            return None, f"rank {rank} cannot connect to rank 0 at {addresses}, port {port}: {error}"
 
     def report(self, exception: BaseException) -> str:
         """Report that this rank is failing, and wait for the hub's verdict on which ranks have died or failed.
