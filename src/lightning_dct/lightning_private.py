@@ -28,11 +28,7 @@ from lightning.fabric.strategies.registry import _StrategyRegistry as StrategyRe
 from lightning.fabric.strategies.strategy import _BackwardSyncControl as BackwardSyncControl
 from lightning.fabric.utilities.load import _METADATA_FILENAME as METADATA_FILENAME
 
-__all__ = [
-    "METADATA_FILENAME",
-    "BackwardSyncControl",
-    "StrategyRegistry",
-]
+__all__ = ["METADATA_FILENAME", "BackwardSyncControl", "StrategyRegistry"]
 _AGREEMENT = "_broadcast_sigterm_tensor"
 
 

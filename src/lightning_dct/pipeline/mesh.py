@@ -54,6 +54,9 @@ class PipelineMesh:
         with without_bound_device():
             self.control, _ = dist.new_subgroups(stages, timeout=timeout, backend="gloo")
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PipelineMesh":
+        return self  # metrics that synchronise over it are copied, and process groups cannot be
+
     @property
     def is_last(self) -> bool:
         """Whether this rank has the pipeline's last piece, which computes the loss."""

@@ -1,8 +1,7 @@
 """Results that only the last stage computes, on every rank: the loss and the logs of a step, and metrics' states."""
 
-from __future__ import annotations
-
 import pickle
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,29 +55,20 @@ class StepResults:
         return pickle.loads(torch.cat([self._frame[_LENGTH:][:length], rest]).numpy().tobytes())
 
 
-class LastStageGather:
-    """A ``dist_sync_fn`` for metrics: gathers over the last stages of all pipelines, and broadcasts to other stages.
+def gather_last_stages(mesh: PipelineMesh, state: Tensor, group: Any = None) -> list[Tensor]:
+    """Gather every pipeline's state of a metric, from the last stages, on every rank: a ``dist_sync_fn``.
 
     torchmetrics' own would gather over all ranks, most of which never update the metric. That is wrong for averaged
     states, and a mismatch of dtypes for lists.
     """
-
-    def __init__(self, mesh: PipelineMesh) -> None:
-        self._mesh = mesh
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> LastStageGather:
-        return self  # metrics are copied, and process groups cannot be
-
-    def __call__(self, state: Tensor, group: Any = None) -> list[Tensor]:
-        """Every pipeline's state, on every rank."""
-        gathered = None
-        if self._mesh.is_last:
-            gathered = [part.cpu() for part in gather_all_tensors(state, group=self._mesh.data_parallel)]
-        return [part.to(state.device) for part in self._mesh.share(gathered, self._mesh.stages - 1)]
+    gathered = None
+    if mesh.is_last:
+        gathered = [part.cpu() for part in gather_all_tensors(state, group=mesh.data_parallel)]
+    return [part.to(state.device) for part in mesh.share(gathered, mesh.stages - 1)]
 
 
 def synchronise_metrics(module: nn.Module, mesh: PipelineMesh) -> list[Metric]:
-    """Give metrics without a ``dist_sync_fn`` a :class:`LastStageGather`, and return them.
+    """Give metrics without a ``dist_sync_fn`` a :func:`gather_last_stages`, and return them.
 
     Raises:
         ValueError: A metric has ``dist_sync_on_step``, but not all ranks run steps to their end.
@@ -93,5 +83,5 @@ def synchronise_metrics(module: nn.Module, mesh: PipelineMesh) -> list[Metric]:
         if isinstance(child, Metric) and child.dist_sync_fn is None:
             found.append(child)
     for metric in found:
-        metric.dist_sync_fn = LastStageGather(mesh)
+        metric.dist_sync_fn = partial(gather_last_stages, mesh)
     return found
