@@ -64,11 +64,6 @@ def _shortened(data: Tensor) -> Tensor:
     return torch.cat([words.view(torch.int64).view(-1, WORDS).sum(1).view(torch.uint8), rest])
 
 
-def write_sums(folder: Path, sums: Mapping[str, int]) -> None:
-    """Write the checksums of a folder's files, by name."""
-    (folder / SUMS).write_bytes(with_checksum(json.dumps(sums).encode()))
-
-
 def check_sums(folder: Path, part: int, parts: int) -> None:
     """Compare every ``parts``-th of a folder's files, from number ``part`` on, with its checksum.
 

@@ -109,7 +109,7 @@ def start(kind: str, replicas: int, path: Path) -> dict[str, Any]:
 
 def mean_of(states: list[dict[str, Any]], shards: int, part: str) -> dict[str, torch.Tensor]:
     """The mean over replicas of what whole replicas hold."""
-    replicas = put_together(states, shards)
+    replicas = [put_together(states[first : first + shards]) for first in range(0, len(states), shards)]
     names = {name: state[part][name] for state in replicas for name in state[part]}
     return {
         name: sum(state[part][name].double() for state in replicas if name in state[part]) / len(replicas)

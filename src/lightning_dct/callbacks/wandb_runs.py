@@ -28,20 +28,9 @@ from lightning_dct.sync.synchronizer import TensorFigures
 CONFIG_KEY = "lightning_dct"
 STEP = "trainer/global_step"
 """The optimizer step, which Lightning's logger adds to every row."""
-SUMMARIES = {
-    "dct/compression_ratio": "last,mean",
-    "dct/overhead_ms": "mean,max",
-    **{
-        f"dct/{part}/{key}": summary
-        for part in ("dp", "mp")
-        for key, summary in {
-            "compression_ratio": "last,mean",
-            "density": "last,mean",
-            "threshold": "last",
-            "residual_norm": "last,max",
-        }.items()
-    },
-}
+_OF_PARTS = {"compression_ratio": "last,mean", "density": "last,mean", "threshold": "last", "residual_norm": "last,max"}
+SUMMARIES = {"dct/compression_ratio": "last,mean", "dct/overhead_ms": "mean,max"}
+SUMMARIES |= {f"dct/{part}/{key}": summary for part in ("dp", "mp") for key, summary in _OF_PARTS.items()}
 """How W&B summarizes the history of a metric; for other metrics it shows the last value."""
 
 

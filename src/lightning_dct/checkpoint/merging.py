@@ -90,16 +90,12 @@ def _mean_residual(states: Sequence[Mapping[str, Any]], name: str, replicas: int
     return (total / replicas).to(dtype)
 
 
-def put_together(states: Sequence[Mapping[str, Any]], shards: int) -> list[dict[str, Any]]:
-    """The states of whole replicas of ``shards`` ranks each, from the states of all ranks, to be cut anew.
+def put_together(pieces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The state of a whole replica, to be cut anew, from the states of its ranks.
 
     ``"shards"`` in a state has the shapes of its pieces: consecutive ranks of a replica have consecutive rows of every
     parameter and of its residual.
     """
-    return [_whole(states[first : first + shards]) for first in range(0, len(states), shards)]
-
-
-def _whole(pieces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     # Checksums of pieces make none of a whole.
     whole = {key: value for key, value in pieces[0].items() if key not in ("shards", "shared")}
     for part in ("weights", "residuals", "accumulated"):

@@ -237,7 +237,8 @@ def read_state(
     states = [read_one(saved_rank) for saved_rank in range(note["world_size"])]
     try:
         if "shards" in states[0]:
-            states, saved_stages = put_together(states, saved_stages), 1
+            replicas = [states[first : first + saved_stages] for first in range(0, len(states), saved_stages)]
+            states, saved_stages = [put_together(replica) for replica in replicas], 1
         return without_place(merge_states(states, saved_stages))
     except Exception as error:
         # torch raises many kinds of errors on tensors that do not fit.

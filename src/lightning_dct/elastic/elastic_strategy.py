@@ -315,9 +315,8 @@ class DCTElasticStrategy(DCTStrategy):
         """Leave the others, and say what each rank has done."""
         super().on_train_end()
         updates = self._elastic
-        tallies = sorted(updates.tallies.items())
         rows = [["rank", "steps trained", "exchanges"]]
-        rows += [[str(rank), f"{tally.trained:,}", f"{tally.exchanges:,}"] for rank, tally in tallies]
+        rows += [[f"{rank}", f"{done:,}", f"{met:,}"] for rank, (done, met) in sorted(updates.tallies.items())]
         rank_zero_info(
             f"Ranks that this rank has met in {updates.exchanges} exchanges ({updates.seconds_met:.1f} s);"
             f" {updates.present.lost} more exchanges have failed:\n" + plain_table(rows)

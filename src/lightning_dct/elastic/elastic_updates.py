@@ -76,13 +76,6 @@ class Header(NamedTuple):
     buffers: int = 0
 
 
-class Tally(NamedTuple):
-    """What a rank has done, as far as this one has seen it: steps trained, and exchanges it has taken part in."""
-
-    trained: int
-    exchanges: int
-
-
 class ElasticUpdates(UpdateSynchronizer):
     """Exchanges the updates of one rank's weights with the ranks that are present.
 
@@ -93,7 +86,7 @@ class ElasticUpdates(UpdateSynchronizer):
         passed_over: Steps that this rank has not trained.
         exchanges: Exchanges that this rank has taken part in.
         seconds_met: Time in meetings, in which this rank has waited for others.
-        tallies: What the ranks of all exchanges have done, by rank.
+        tallies: What the ranks of all exchanges have done, by rank: steps trained, and exchanges taken part in.
     """
 
     present: PresentRanks
@@ -110,7 +103,7 @@ class ElasticUpdates(UpdateSynchronizer):
         self.passed_over = self.exchanges = self._trained = 0
         self.seconds_met = 0.0
         self._times: deque[float] = deque(maxlen=LAST_STEPS)
-        self.tallies: dict[int, Tally] = {}
+        self.tallies: dict[int, tuple[int, int]] = {}
         self._said: list[int] = []
         self._round = 0
         # By round: the quorum in which this rank has committed it. And what it has sent in one that has failed.
@@ -353,8 +346,8 @@ class ElasticUpdates(UpdateSynchronizer):
     def _note(self, headers: list[Header], step: int) -> None:
         """Count what the ranks have done, and decide how many steps this one trains until the next exchange."""
         for header in headers:
-            before = self.tallies.get(header.rank, Tally(0, 0))
-            self.tallies[header.rank] = Tally(before.trained + header.trained, before.exchanges + 1)
+            trained, exchanges = self.tallies.get(header.rank, (0, 0))
+            self.tallies[header.rank] = trained + header.trained, exchanges + 1
         ranks = sorted(header.rank for header in headers)
         if ranks != self._said:
             self._said = ranks

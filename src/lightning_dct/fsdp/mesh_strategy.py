@@ -1,5 +1,6 @@
 """A mesh of replicas x shards for Lightning's ModelParallelStrategy, with atomic checkpoints of one replica."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_dct.agreement import gather_objects
 from lightning_dct.checkpoint.reading import on_all_ranks
-from lightning_dct.checksums import check_sums, checksum_of_file, write_sums
+from lightning_dct.checksums import SUMS, check_sums, checksum_of_file, with_checksum
 from lightning_dct.fsdp.wrapping import Unit, wrap
 from lightning_dct.lightning_private import METADATA_FILENAME
 
@@ -105,7 +106,8 @@ class MeshStrategy(ModelParallelStrategy):
             sums = {name: checksum_of_file(part / name) for name in files[self.global_rank :: self.shards]}
         gathered = gather_objects(sums)
         if self.is_global_zero:
-            write_sums(part, {name: one for theirs in gathered for name, one in theirs.items()})
+            of_all = {name: one for theirs in gathered for name, one in theirs.items()}
+            (part / SUMS).write_bytes(with_checksum(json.dumps(of_all).encode()))
             torch.save(checkpoint, part / METADATA_FILENAME)
             replace(part, path)
         self.barrier()
