@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dct import ShardedEmbeddingBags
+from lightning_dct.embedding.cache import RememberedRows
 from lightning_dct.embedding.collected import RowCollectives
-from lightning_dct.embedding.copies import RememberedRows
 from lightning_dct.embedding.row_gradients import CollectedGradients
 
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_dct.embedding.copies import RememberedRows
+from lightning_dct.embedding.cache import RememberedRows
 from lightning_dct.embedding.ids import HALVE_EVERY, REGROUP_EVERY, RequestCode
 from lightning_dct.kernels.bits import pack_bits, unpack_bits
 from lightning_dct.wire.positions import PayloadError, PositionCode

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from distributed.harness import RankFailure
 from lightning_dct import ShardedEmbeddingBags
-from lightning_dct.embedding.copies import RememberedRows, add_entries
+from lightning_dct.embedding.cache import RememberedRows, add_entries
 from strategies_for_hypothesis import examples
 
 UNIVERSE, DIM = 30, 3

@@ -28,7 +28,7 @@ from lightning_dct.checkpoint.reading import agreed_notes
 from lightning_dct.checkpoint.row_files import INDEX
 from lightning_dct.compress.bucket_plan import OwnedPiece
 from lightning_dct.compress.memory import Memory
-from lightning_dct.embedding.copies import RememberedRows
+from lightning_dct.embedding.cache import RememberedRows
 from lightning_dct.embedding.memory_checks import check_memory
 from lightning_dct.embedding.owners import place_tables
 from lightning_dct.embedding.sharded import ShardedEmbeddingBags

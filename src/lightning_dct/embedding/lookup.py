@@ -23,8 +23,8 @@ from torch import Tensor
 
 from lightning_dct.embedding import changes
 from lightning_dct.embedding.bags import Bags
+from lightning_dct.embedding.cache import RememberedRows, add_entries
 from lightning_dct.embedding.collected import Incoming
-from lightning_dct.embedding.copies import RememberedRows, add_entries
 from lightning_dct.embedding.owners import Int64Array
 from lightning_dct.embedding.row_gradients import DeliverRows, when_backward_ends
 from lightning_dct.embedding.state import TableState

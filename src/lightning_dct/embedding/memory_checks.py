@@ -64,7 +64,7 @@ def _check_parts(state: Mapping[str, Any], saved: RowOwners, dim: int) -> None:
 
 
 def _soundness(rows: Mapping[str, Any], universe: int, dim: int, tables: int, with_residual: bool) -> dict[str, bool]:
-    """Whether each part of the state of :class:`~lightning_dct.embedding.copies.RememberedRows` is sound."""
+    """Whether each part of the state of :class:`~lightning_dct.embedding.cache.RememberedRows` is sound."""
     cache, code, thresholds = rows["cache"], rows["code"], rows["thresholds"]
     if not all(isinstance(cache[name], Tensor) and cache[name].dtype == torch.int64 for name in CACHE_ARRAYS):
         return {"the cache": False}

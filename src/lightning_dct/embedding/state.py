@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from lightning_dct.activations.module import CompressedModule
+from lightning_dct.embedding.cache import RememberedRows
 from lightning_dct.embedding.collected import RowCollectives
-from lightning_dct.embedding.copies import RememberedRows
 from lightning_dct.embedding.kept_pieces import PIECES, KeptPieces
 from lightning_dct.embedding.memory_checks import check_memory
 from lightning_dct.embedding.owners import Int64Array, RowOwners, initial_rows, place_tables
