@@ -203,10 +203,7 @@ def check_keywords(kind: type, given: Iterable[str], *more: type) -> None:
 
 
 def check_density(
-    setting: str,
-    value: Any,
-    meaning: str = "the share of entries that is sent",
-    remedy: str = "To send everything",
+    setting: str, value: Any, meaning: str = "the share of entries that is sent", remedy: str = "To send everything"
 ) -> None:
     """Refuse what is not a number (TypeError) in (0, 1] (ValueError); ``remedy`` says what 1.0 does."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):

@@ -83,7 +83,11 @@ class AccordionSchedule(Callback):
         if self._begun >= 0:
             if now - self._begun < (self.every_n_steps or 1):
                 return
-            self._decide(self._moved_by(strategy), rates)
+            before, self._previous_norm = self._previous_norm, self._moved_by(strategy)
+            settled = before is not None and abs(before - self._previous_norm) < self.threshold * before
+            least = 1.0 - self.threshold
+            dropped = any(now <= least * then for now, then in zip(rates, self._rates, strict=False) if then)
+            self.density = self.low if settled and not dropped else self.high
             if strategy.config.density != self.density:
                 strategy.set_density(self.density)
         self._begun, self._rates = now, rates
@@ -124,15 +128,6 @@ class AccordionSchedule(Callback):
             return _norm(self._kept)
         shared = _shared_weights(strategy)
         return _norm({name: shared[name] - old.to(shared[name].device) for name, old in self._kept.items()})
-
-    def _decide(self, norm: float, rates: list[float]) -> None:
-        before = self._previous_norm
-        settled = before is not None and abs(before - norm) < self.threshold * before
-        dropped = any(
-            now <= (1.0 - self.threshold) * then for now, then in zip(rates, self._rates, strict=False) if then
-        )
-        self.density = self.low if settled and not dropped else self.high
-        self._previous_norm = norm
 
     def _now(self, trainer: Trainer) -> int:
         strategy: Any = trainer.strategy

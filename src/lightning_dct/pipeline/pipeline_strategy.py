@@ -78,10 +78,9 @@ class DCTPipelineStrategy(DCTStrategy):
     not_copied_because = "and each rank has the parameters of its own stage only"
     without_tables = "Use `torch.nn.EmbeddingBag` in a stage, or `DCTStrategy`."
     registered_names = {
-        "dct_pipeline": {"start_method": "popen"},
-        "dct_pipeline_spawn": {"start_method": "spawn"},
-        "dct_pipeline_fork": {"start_method": "fork"},
-        "dct_pipeline_notebook": {"start_method": "fork"},
+        name.replace("dct", "dct_pipeline"): settings
+        for name, settings in DCTStrategy.registered_names.items()
+        if "find_unused_parameters" not in settings
     }
 
     def __init__(

@@ -3,18 +3,21 @@
 The last stage runs the steps to their end, and every rank logs.
 """
 
+import random
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from torchmetrics import Metric
 
 from lightning_dct.agreement import gather_objects
@@ -133,19 +136,26 @@ class Runner:
         return shared
 
     def _capture(self, step: str, number: int, batch: Any, *arguments: Any) -> NetworkCall:
-        given = steps.copied(batch) if self._mesh.is_last else batch
+        if self._mesh.is_last:  # which runs the step again, and a step may change tensors in place
+            batch = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
         with self._seeded(step, number, arguments):
-            return steps.capture_call(self.module, self.network, step, (given, *arguments))
+            return steps.capture_call(self.module, self.network, step, (batch, *arguments))
 
     def _run(self, step: str, number: int, output: Any, batch: Any, *arguments: Any) -> tuple[Any, list[steps.LogCall]]:
         with self._seeded(step, number, arguments):
             return steps.run_step(self.module, self.network, step, (batch, *arguments), output)
 
-    def _seeded(self, step: str, number: int, arguments: Sequence[Any]) -> AbstractContextManager[None]:
+    @contextmanager
+    def _seeded(self, step: str, number: int, arguments: Sequence[Any]) -> Iterator[None]:
         """Have a step draw the same random numbers whenever it has this micro-batch, also in a resumed run."""
         trainer = self.module.trainer
         place = step, trainer.current_epoch, trainer.global_step, [one for one in arguments if isinstance(one, int)]
-        return steps.seeded(zlib.crc32(repr((self._seed, self._mesh.replica, place, number)).encode()))
+        seed = zlib.crc32(repr((self._seed, self._mesh.replica, place, number)).encode())
+        with isolate_rng():
+            torch.manual_seed(seed)
+            np.random.seed(seed)
+            random.seed(seed)
+            yield
 
     def _borders_of(self, call: NetworkCall) -> list[Border]:
         leaves, structure = tree_flatten(call)

@@ -6,16 +6,13 @@ the last stage the code before the call runs twice. It has the same batch and dr
 """
 
 import inspect
-import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torchmetrics import Metric
@@ -94,21 +91,6 @@ def run_step(
             " `DCTPipelineStrategy` every step calls it once: join the inputs into one batch."
         )
     return result, calls
-
-
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Draw the random numbers of a seed inside (below 2**32), and go on with others afterwards."""
-    with isolate_rng():
-        torch.manual_seed(seed)
-        np.random.seed(seed)
-        random.seed(seed)
-        yield
-
-
-def copied(batch: Any) -> Any:
-    """A batch with copies of its tensors, which a step may change in place."""
-    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
 
 
 def loss_in(result: Any) -> Tensor:
