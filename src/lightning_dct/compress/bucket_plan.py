@@ -128,21 +128,13 @@ class BucketPlan:
     @cached_property
     def beyond(self) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
         """The words of flags that are in part beyond the end of their tensor, and which of their flags are."""
-        sizes = [self.sizes[index] for index in self.compressed]
-        edges = [(start + size, size % WORD) for start, size in zip(self.first, sizes, strict=True)]
-        ends = np.array([edge for edge in edges if edge[1]], np.int64).reshape(-1, 2)
-        return ends[:, 0] // WORD, (0xFFFFFFFF << ends[:, 1] & 0xFFFFFFFF).astype(np.uint32)
-
-    @cached_property
-    def _of_tensors(self) -> dict[tuple[int, ...], tuple[tuple[str, ...], tuple[int, ...]]]:
-        return {}
+        sizes = np.array([self.sizes[index] for index in self.compressed], np.int64)
+        words, over = (np.array(self.first, np.int64) + sizes) // WORD, sizes % WORD
+        return words[over > 0], (0xFFFFFFFF << over[over > 0] & 0xFFFFFFFF).astype(np.uint32)
 
     def of_tensors(self, indices: tuple[int, ...]) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        """Names and targets of some tensors; kept, because every step needs the same."""
-        if indices not in self._of_tensors:
-            names, targets = tuple(self.names[i] for i in indices), tuple(self.targets[i] for i in indices)
-            self._of_tensors[indices] = names, targets
-        return self._of_tensors[indices]
+        """Names and targets of some tensors."""
+        return tuple([self.names[index] for index in indices]), tuple([self.targets[index] for index in indices])
 
     @cached_property
     def residual_dtype(self) -> torch.dtype:

@@ -15,7 +15,7 @@ threshold for each tensor. Two functions do the work, ``pack`` and ``add``: thos
 Triton. All give the same bits.
 """
 
-from typing import Any
+from importlib import import_module
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ from lightning_dct.compress.memory import Memory
 from lightning_dct.compress.threshold import sample_of, threshold_from
 from lightning_dct.kernels import weights_by_senders
 from lightning_dct.wire.positions import PayloadError
+
+# Imported where it is used: Triton is there only with torch for CUDA.
+ON_GPU = "lightning_dct.compress.on_gpu"
 
 
 def compress(
@@ -55,7 +58,7 @@ def compress(
         memory.thresholds.set(names[number], target, threshold_from(sampled, size, target))
     memory.selected |= bool(missing)
     if must_not_wait(bucket.bases[0].device):
-        return _on_gpu().pack(memory, bucket, plan, used, deferred, tag, lost)
+        return import_module(ON_GPU).pack(memory, bucket, plan, used, deferred, tag, lost)
     if not plan.parts:
         return on_cpu.pack(memory, bucket, plan, deferred, tag, lost)
     sent, before = [], 0
@@ -124,7 +127,7 @@ def apply(memory: Memory, received: Received, bucket: Bucket) -> None:
             f" {plan.num_bytes}: use the same model, settings and version of lightning_dct on every rank."
         )
     if must_not_wait(payloads.device):
-        _on_gpu().add(memory, received, bucket, said)
+        import_module(ON_GPU).add(memory, received, bucket, said)
         return
     parts = len(plan.parts) or 1
     owns = own.plan.divide(own.payload) if isinstance(own, SentPayload) else []
@@ -138,10 +141,3 @@ def apply(memory: Memory, received: Received, bucket: Bucket) -> None:
             arrived.append(SentPayload(owns[number][1], owns[number][0]))
         weights = weights_by_senders(len(rows), factor, memory.lengthening, plan.residual_dtype)
         on_cpu.add(part, bucket, arrived, weights, mine, tag, memory.kernel)
-
-
-def _on_gpu() -> Any:
-    # Triton is there only with torch for CUDA.
-    from lightning_dct.compress import on_gpu
-
-    return on_gpu

@@ -58,9 +58,9 @@ class Table:
             layout, number = part.layout, len(parts)
             ends = [start // 4 + end // 4 for end in accumulate(layout.part_sizes, initial=0)]
             code = layout.position_code
-            low_bits = -1 if code.is_bitmap else code.low_bits
-            parts.append([ends[0], ends[2], ends[3], len(blocks), words, len(tensors), low_bits, code.num_flags,
-                          layout.capacity, layout.fingerprint, len(coded), 0])  # fmt: skip
+            parts.append([ends[0], ends[2], ends[3], len(blocks), words, len(tensors),
+                          -1 if code.is_bitmap else code.low_bits,
+                          code.num_flags, layout.capacity, layout.fingerprint, len(coded), 0])  # fmt: skip
             if layout.capacity and not code.is_bitmap:
                 coded += -(-code.num_flags // BLOCK) * [number]
             for place, (index, first) in enumerate(zip(part.compressed, part.first, strict=True)):
@@ -71,15 +71,14 @@ class Table:
             start, words = start + layout.num_bytes, words + sum(layout.tensor_sizes) // WORD
         tensors.append([0, len(blocks), words, 0, 0, 0, 0, 0])
         parts.append([0, 0, 0, len(blocks), words, len(tensors) - 1, 0, 0, 0, 0, len(coded), 0])
-        copied = partial(_copied, device=device)
-        self.tensors, self.parts = copied(tensors, torch.int64), copied(parts, torch.int64)
-        self.aims = copied(aims, torch.float64)
-        self.blocks, self.coded = copied(blocks, torch.int32), copied(coded, torch.int32)
+        self.tensors, self.parts = (_copied(rows, torch.int64, device) for rows in (tensors, parts))
+        self.blocks, self.coded = (_copied(row, torch.int32, device) for row in (blocks, coded))
+        self.aims = _copied(aims, torch.float64, device)
         self.words, self.count, self.num_parts = words, len(tensors) - 1, len(parts) - 1
         most = max((-(-size // BLOCK) for size in plan.sizes), default=1)
         self.rounds, self.steps = -(-most // 1024), most.bit_length() + 1
-        bits = [part[6] for part in parts[:-1]]
-        self.loops = {"PLANES": max(*bits, 0, 0), "GROUPS": max(32 >> min(max(own, 0), 5) for own in bits)}
+        low_bits = [max(part[6], 0) for part in parts]
+        self.loops = {"PLANES": max(low_bits), "GROUPS": max(32 >> own if 0 < own < 5 else 1 for own in low_bits)}
         self.header = MAGIC | VERSION << 8 | FORMAT_CODES[plan.value_format] << 16
         self._ends: dict[tuple[int, int], Tensor] = {}
         self._where: tuple[tuple[int, ...], list[tuple[int, int]]] | None = None
@@ -156,7 +155,7 @@ def pack(
 
     ``used`` are the indices of the compressed tensors that send something; all have thresholds.
     """
-    return _Packing(Table.of(plan, bucket.bases[0].device), bucket).payload_of(memory, used, deferred, tag, lost)
+    return _Packing(Table.of(plan, bucket.bases[0].device), bucket).pack(memory, used, deferred, tag, lost)
 
 
 class _Packing:
@@ -173,9 +172,7 @@ class _Packing:
         self.payload = torch.zeros(self.plan.num_bytes, dtype=torch.uint8, device=table.device)
         self.words = self.payload.view(torch.uint32)
 
-    def payload_of(
-        self, memory: Memory, used: tuple[int, ...], deferred: set[int], tag: int, lost: float
-    ) -> Compressed:
+    def pack(self, memory: Memory, used: tuple[int, ...], deferred: set[int], tag: int, lost: float) -> Compressed:
         table, plan = self.table, self.plan
         if not table.count:
             ends = table.ends(self.counts)
@@ -298,8 +295,7 @@ def add(memory: Memory, received: Received, bucket: Bucket, said: str) -> None:
     """
     payloads, plan, factor, own, _, tag = received
     arrived, rows, base = _read(payloads, plan, tag), len(payloads), DTYPES[plan.residual_dtype]
-    table, words = arrived.table, arrived.words
-    addresses = table.addresses(bucket)
+    table, words, addresses = arrived.table, arrived.words, arrived.table.addresses(bucket)
     weights = _weights(rows, factor, memory.lengthening, plan.residual_dtype, table.device)
     mine, apart, own_format = own if isinstance(own, int) else -1, arrived, None
     if isinstance(own, SentPayload) and bucket.news:

@@ -31,14 +31,9 @@ GUARD_AIM = 0.98
 GUARD_RESELECT = 2.0
 # So many of the entries that have reached a threshold are looked at, if not all of them fit.
 LIMIT_SAMPLE = 1 << 12
-# Selection from more entries than this begins with a sample of about SAMPLE_SIZE.
-EXACT_UP_TO = 1 << 18
-SAMPLE_SIZE = 1 << 16
 # A sample for a threshold has at least so many entries, and so many of those that are wanted: within 5% of the target.
 SMALLEST_SAMPLE = 1 << 14
 WANTED_IN_SAMPLE = 400
-# kthvalue counts in int32 on CUDA. Only tensors that sampling does not reduce, such as billions of zeros, have more.
-MOST_TO_SELECT_FROM = 2**31 - 1
 SMALLEST_THRESHOLD = torch.finfo(torch.float32).tiny
 
 
@@ -63,10 +58,8 @@ def threshold_from(sampled: Tensor, size: int, target: int) -> float | Tensor:
     On a GPU it is a tensor of shape ``[]``, so that the host does not wait.
     """
     k = max(1, math.ceil(target * sampled.numel() / size))
-    if must_not_wait(sampled.device):
-        magnitudes = sampled.abs().nan_to_num_(nan=0.0, posinf=0.0)
-        return magnitudes.kthvalue(magnitudes.numel() - k + 1).values.clamp(SMALLEST_THRESHOLD)
-    return kth_magnitude(sampled, k)
+    kth = _kth_largest(sampled.abs().nan_to_num_(nan=0.0, posinf=0.0), k)
+    return kth.clamp(SMALLEST_THRESHOLD) if must_not_wait(sampled.device) else max(float(kth), SMALLEST_THRESHOLD)
 
 
 def kth_magnitude(values: Tensor, k: int) -> float:
@@ -75,24 +68,13 @@ def kth_magnitude(values: Tensor, k: int) -> float:
     Infinite and NaN entries count as zero.
     """
     magnitudes = values.abs().nan_to_num_(nan=0.0, posinf=0.0)
-    candidates = _candidates(magnitudes, k) if magnitudes.numel() > EXACT_UP_TO else magnitudes
-    return max(float(_kth_largest(candidates, k)), SMALLEST_THRESHOLD)
-
-
-def _candidates(magnitudes: Tensor, k: int) -> Tensor:
-    """A small subset of the magnitudes that contains the ``k`` largest; all of them if the sample was misleading."""
-    # A regular sample gives a lower bound on the k-th magnitude, by four standard deviations of the sample's rank.
-    sample = magnitudes[:: magnitudes.numel() // SAMPLE_SIZE]
-    expected = k / magnitudes.numel() * sample.numel()
-    rank = min(math.ceil(expected + 4 * math.sqrt(expected) + 4), sample.numel())
-    candidates = magnitudes[nonzero_indices(magnitudes >= _kth_largest(sample, rank))]
-    return candidates if candidates.numel() >= k else magnitudes
+    return max(float(_kth_largest(magnitudes, k)), SMALLEST_THRESHOLD)
 
 
 def _kth_largest(values: Tensor, k: int) -> Tensor:
     index = values.numel() - k
     # Both select the k-th smallest without sorting; numpy uses vector instructions.
-    if values.device.type == "cuda" and values.numel() <= MOST_TO_SELECT_FROM:
+    if values.device.type == "cuda":
         return torch.kthvalue(values, index + 1).values
     numbers = values.cpu() if values.dtype == torch.float64 else values.cpu().to(torch.float32)
     return torch.as_tensor(np.partition(numbers.numpy(), index)[index])

@@ -15,8 +15,6 @@ from lightning_dct.traffic import Traffic, all_gather_bytes, all_reduce_bytes, b
 # Bytes that gloo sends at a time. On a link of 100 Mbit/s a payload of 700 kB took 60 to 115 ms as a whole, and 60 like
 # this. Smaller segments cost more calls.
 SEGMENT = 1 << 17
-
-
 # Tags of a user's own messages are usually small.
 FIRST_TAG, TAGS = 1 << 30, 1 << 29
 _streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -38,13 +36,9 @@ class Link:
     ranks_per_node: int = 1
 
     @cached_property
-    def host_memory(self) -> "HostMemory":
-        """The way of a GPU's payloads over gloo."""
-        return HostMemory(self.group)
-
-    def is_by_host(self, payload: Tensor) -> bool:
-        """Whether a payload goes through host memory."""
-        return payload.is_cuda and dist.get_backend(self.group) == "gloo"
+    def host_memory(self) -> "HostMemory | None":
+        """The way of a GPU's payloads over gloo; None over another backend."""
+        return HostMemory(self.group) if dist.get_backend(self.group) == "gloo" else None
 
     @property
     def size(self) -> int:
@@ -111,16 +105,14 @@ class HostMemory:
         rank, received = self._group.rank(), payloads.new_empty(sum(expected))
         outgoing, incoming = (_room((sum(n),), payloads.device) for n in (sizes, expected))
         copied, tag = _copy_beside(payloads, outgoing), self._tags(1)
-        pairs = (
-            [*zip(memory.split(n), self._ranks, strict=True)] for memory, n in ((outgoing, sizes), (incoming, expected))
+        sent, arriving = (
+            [(part, peer) for part, peer in zip(memory.split(n), self._ranks, strict=True) if part.numel()]
+            for memory, n in ((outgoing, sizes), (incoming, expected))
         )
-        sent, arriving = ([pair for pair in some if pair[0].numel()] for some in pairs)
-        own = self._ranks[rank]
 
         def travel() -> None:
             copied()
-            to_others, from_others = ([pair for pair in some if pair[1] != own] for some in (sent, arriving))
-            self._swap(to_others, from_others, tag)
+            self._swap(sent, arriving, tag)
 
         def arrive() -> None:
             received.copy_(incoming, non_blocking=True)
@@ -133,8 +125,9 @@ class HostMemory:
         return FIRST_TAG + (self._started - count) % TAGS
 
     def _swap(self, sent: list[tuple[Tensor, int]], received: list[tuple[Tensor, int]], tag: int) -> None:
-        works = [dist.irecv(memory, source, self._group, tag) for memory, source in received]
-        works += [dist.isend(memory, target, self._group, tag) for memory, target in sent]
+        own = self._ranks[self._group.rank()]
+        works = [dist.irecv(memory, source, self._group, tag) for memory, source in received if source != own]
+        works += [dist.isend(memory, target, self._group, tag) for memory, target in sent if target != own]
         for work in works:
             work.wait()  # type: ignore[union-attr]
 
@@ -145,15 +138,15 @@ class Travel:
     def __init__(self, travel: Callable[[], None], arrive: Callable[[], None], payload: Tensor) -> None:
         self._arrive, self._payload = arrive, payload  # which the stream beside reads
         self._done: Future[None] = Future()
-        # Not joined at the end of the process: a rank may be gone for which it waits.
-        Thread(target=self._run, args=(travel,), daemon=True, name="dct-wire").start()
 
-    def _run(self, travel: Callable[[], None]) -> None:
-        try:
-            travel()
-            self._done.set_result(None)
-        except BaseException as error:
-            self._done.set_exception(error)
+        def run() -> None:
+            try:
+                self._done.set_result(travel())
+            except BaseException as error:
+                self._done.set_exception(error)
+
+        # Not joined at the end of the process: a rank may be gone for which it waits.
+        Thread(target=run, daemon=True, name="dct-wire").start()
 
     def wait(self) -> None:
         """Wait until everything is on this host, and start copying it to the GPU."""
@@ -198,7 +191,7 @@ def all_gather_payload(payload: Tensor, link: Link) -> tuple[dist.Work | Segment
     Return the work to wait for, and the payloads by rank: shape ``[ranks, size]``, uint8.
     """
     link.count(all_gather_bytes(payload.numel(), link.size))
-    if link.is_by_host(payload):
+    if payload.is_cuda and link.host_memory is not None:
         return link.host_memory.all_gather(payload)
     gathered = payload.new_empty(link.size, payload.numel())
     if payload.is_cuda or payload.numel() <= SEGMENT:
@@ -220,7 +213,7 @@ def all_to_all(
     Return the work to wait for, and what arrives, uint8: ``expected[r]`` bytes from rank ``r``, in the ranks' order.
     """
     link.count(sum(sizes) - sizes[link.rank])
-    if link.is_by_host(payloads):
+    if payloads.is_cuda and link.host_memory is not None:
         return link.host_memory.all_to_all(payloads, list(sizes), list(expected))
     received = payloads.new_empty(sum(expected))
     work = dist.all_to_all_single(received, payloads, list(expected), list(sizes), group=link.group, async_op=True)

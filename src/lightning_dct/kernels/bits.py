@@ -34,11 +34,7 @@ def pack_bits(flags: Tensor) -> Tensor:
     if flags.device.type == "cpu":
         return torch.from_numpy(np.packbits(flags.numpy(), bitorder="little"))
     spare = -flags.numel() % 8
-    return pack_marks(torch.nn.functional.pad(flags, (0, spare)) if spare else flags)
-
-
-def pack_marks(marks: Tensor) -> Tensor:
-    """The same of marks of shape ``[8 n]`` on any device, in one operation."""
+    marks = torch.nn.functional.pad(flags, (0, spare)) if spare else flags
     return (marks.view(torch.int64) * GATHER_BITS).view(torch.uint8)[7::8]
 
 
