@@ -201,7 +201,10 @@ def test_whatever_the_numbers_and_sizes(data: st.DataObject) -> None:
     kind = data.draw(st.sampled_from([numbers, numbers, rarely_broken]))
     drawn = st.lists(kind, min_size=sum(sizes) + 2, max_size=sum(sizes) + 2)
     deferred = data.draw(st.sets(st.integers(0, len(sizes) - 1), max_size=1))
-    steps = [(torch.tensor(data.draw(drawn)).to(dtype), deferred)]
+    news = torch.tensor(data.draw(drawn)).to(dtype)
+    if dtype == torch.bfloat16:  # of which Triton's interpreter reads denormals wrongly
+        news[news.abs() < torch.finfo(dtype).tiny] = 0.0
+    steps = [(news, deferred)]
     assert_same_ways(plan, steps, guard=data.draw(st.booleans()))
 
 

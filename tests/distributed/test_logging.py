@@ -14,8 +14,8 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from distributed.training import Module, Run, fit, rank
 from lightning_dct import CompressionMonitor, DCTStrategy
+from lightning_dct.compress.bucket_plan import BucketPlan
 from lightning_dct.traffic import all_gather_bytes, all_reduce_bytes
-from lightning_dct.wire.payload import PayloadLayout
 from offline_runs import OfflineRun
 
 KEYS = {
@@ -63,7 +63,8 @@ def test_logged_bytes_are_the_payloads(ranks: Any, world_size: int, value_format
     results = ranks(world_size).run(train, 12, {"log_every_n_steps": 4}, {"value_format": value_format})
     run, rows = results[0]
     assert [step for step, _ in rows] == [3, 7, 11]
-    layout = PayloadLayout(SIZES, TARGETS, value_format, WHOLE_BYTES)
+    layout = BucketPlan(("",) * 5, SIZES, TARGETS, torch.float32, value_format).layout
+    assert layout.dense_bytes == WHOLE_BYTES
     payload, dense = layout.num_bytes, all_reduce_bytes(4 * sum(SIZES), world_size)
     for step, row in rows:
         assert set(row) == KEYS

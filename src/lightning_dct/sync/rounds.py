@@ -141,7 +141,7 @@ def buckets_of(parameters: Sequence[tuple[str, Tensor]], turns: int) -> list[lis
             buckets.append([name])
             continue
         number, filled = filling.get(kind, (0, largest))
-        if filled + size > largest:
+        if filled + size > largest or kind not in filling:
             number, filled = len(buckets), 0
             buckets.append([])
         buckets[number].append(name)
