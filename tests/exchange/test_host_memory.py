@@ -16,11 +16,11 @@ def payload_of(rank: int, size: int) -> Tensor:
 
 
 def gather_several(size: int) -> list[Tensor]:
-    """Several at once, and collectives of the same group between them, which come in another order."""
+    """Several at once over two links, and collectives of the group between them, which come in another order."""
     group, rank = dist.group.WORLD, dist.get_rank()
     assert group is not None
-    way, total = HostMemory(group), torch.ones(3)
-    started = [way.all_gather(payload_of(rank + 10 * number, size)) for number in range(3)]
+    ways, total = [HostMemory(group) for _ in range(2)], torch.ones(3)
+    started = [ways[number % 2].all_gather(payload_of(rank + 10 * number, size)) for number in range(3)]
     dist.all_reduce(total)
     for travel, _ in reversed(started):
         travel.wait()

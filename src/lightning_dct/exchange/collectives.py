@@ -1,5 +1,6 @@
 """The collectives: the only place where this rank sends bytes, and where they are counted."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -15,9 +16,10 @@ from lightning_dct.traffic import Traffic, all_gather_bytes, all_reduce_bytes, b
 # Bytes that gloo sends at a time. On a link of 100 Mbit/s a payload of 700 kB took 60 to 115 ms as a whole, and 60 like
 # this. Smaller segments cost more calls.
 SEGMENT = 1 << 17
-# Tags of a user's own messages are usually small.
+# Tags of a user's own messages are usually small. All links of a group count together.
 FIRST_TAG, TAGS = 1 << 30, 1 << 29
 _streams: dict[torch.device, torch.cuda.Stream] = {}
+_started: Counter[str] = Counter()
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class HostMemory:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self._started = group, 0
+        self._group = group
         self._ranks = dist.get_process_group_ranks(group)
 
     def all_gather(self, payload: Tensor) -> tuple["Travel", Tensor]:
@@ -83,16 +85,14 @@ class HostMemory:
         ranks, rank = len(self._ranks), self._group.rank()
         gathered = payload.new_empty(ranks, payload.numel())
         host = _room(gathered.shape, payload.device)
-        copied = _copy_beside(payload, host[rank])
+        copied, tag = _copy_beside(payload, host[rank]), self._tags(ranks)
         gathered[rank].copy_(payload)
-        next_rank, last_rank = self._ranks[(rank + 1) % ranks], self._ranks[rank - 1]
-        tag = self._tags(ranks)
 
         def travel() -> None:
             copied()
             for step in range(ranks - 1):
                 sent, received = host[(rank - step) % ranks], host[(rank - step - 1) % ranks]
-                self._swap([(sent, next_rank)], [(received, last_rank)], tag + step)
+                self._swap([(sent, self._ranks[(rank + 1) % ranks])], [(received, self._ranks[rank - 1])], tag + step)
 
         def arrive() -> None:
             for rows in (slice(0, rank), slice(rank + 1, ranks)):
@@ -121,8 +121,8 @@ class HostMemory:
         return Travel(travel, arrive, payloads), received
 
     def _tags(self, count: int) -> int:
-        self._started += count
-        return FIRST_TAG + (self._started - count) % TAGS
+        _started[name := self._group.group_name] += count
+        return FIRST_TAG + (_started[name] - count) % TAGS
 
     def _swap(self, sent: list[tuple[Tensor, int]], received: list[tuple[Tensor, int]], tag: int) -> None:
         own = self._ranks[self._group.rank()]
