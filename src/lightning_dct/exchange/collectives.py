@@ -135,9 +135,9 @@ class HostMemory:
 class Travel:
     """A payload on its way."""
 
-    def __init__(self, travel: Callable[[], None], arrive: Callable[[], None], payload: Tensor) -> None:
+    def __init__(self, travel: Callable[[], object], arrive: Callable[[], None], payload: Tensor) -> None:
         self._arrive, self._payload = arrive, payload  # which the stream beside reads
-        self._done: Future[None] = Future()
+        self._done: Future[object] = Future()
 
         def run() -> None:
             try:
