@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lightning_dct import ShardedEmbeddingBags
 from lightning_dct.embedding.owners import place_tables
-from lightning_dct.embedding.row_gradients import deliver
+from lightning_dct.embedding.row_gradients import DeliverRows
 from lightning_dct.wire.rows import decode_rows, encode_rows, row_scales_num_bytes, row_values_num_bytes
 
 
@@ -81,7 +81,7 @@ class DenseLookup:
             for tables, data in zip(self._tables, received, strict=True):
                 rows = module.decode(data, self._samples * len(tables))
                 pooled[:, tables] = rows.view(self._samples, -1, module.embedding_dim)
-        return deliver(module.weight, pooled, self.send_gradient)
+        return DeliverRows.apply(module.weight, pooled, self.send_gradient)
 
     def send_gradient(self, pooled_gradient: Tensor) -> None:
         """Send each owner the gradient of its rows; it arrives when backward ends."""

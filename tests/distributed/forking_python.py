@@ -136,6 +136,8 @@ def _run(words: list[str], folder: str, environment: dict[str, str], files: list
     # What is cleaned up when the server ends, such as W&B's folder for tables, is not this process's.
     for cleaning in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         cleaning.detach()
+    if (wandb_types := sys.modules.get("wandb.sdk.data_types._private")) is not None:
+        atexit.unregister(wandb_types.MEDIA_TMP.cleanup)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)

@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning_utilities.core.apply_func import apply_to_collection
 
 from distributed.harness import begin_rank
 from distributed.training import Module, Noise, perceptron, trainer_for
@@ -21,8 +22,8 @@ from embedding.hybrid import Batches, Hybrid
 from embedding.pruned import Pruned
 from fsdp.training import Plain
 from lightning_dct import DCTFSDPStrategy, DCTPipelineStrategy, DCTStrategy, EmbeddingPruning
+from lightning_dct.compress.bucket_plan import local_of
 from lightning_dct.failures.lifeline import Lifeline
-from lightning_dct.fsdp.fsdp_strategy import plain
 from pipeline.split_models import SplitModule, replica
 
 # In one epoch. Plain Lightning 2.6 trains an epoch too many when it resumes twice, the first time from a checkpoint
@@ -155,6 +156,11 @@ class Reporting(Callback):
 
     def tell(self, trainer: Trainer, event: str) -> None:
         self.pipe.send((event, trainer.fit_loop.total_batch_idx))
+
+
+def plain(value: Any) -> Any:
+    """A tree of dicts and lists with a CPU copy of the local part of every tensor."""
+    return apply_to_collection(value, torch.Tensor, lambda tensor: local_of(tensor).detach().to("cpu", copy=True))
 
 
 def train(rank: int, world_size: int, port: int, kind: str, folder: Path, batches: int, pipe: Connection) -> None:
