@@ -42,7 +42,7 @@ if DEVICE.type == "cpu":
             _launch(*arguments, **keywords)
 
     # One program looks at all samples.
-    on_gpu.LANES = on_gpu.SAMPLES
+    on_gpu.LANES = on_gpu.LIMIT_SAMPLE
     interpreter.InterpretedFunction.__call__ = _call  # type: ignore[method-assign]
     on_gpu._launch = _launch_alone
 

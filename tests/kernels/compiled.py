@@ -32,14 +32,26 @@ def variants() -> Iterator[tuple[Any, dict[str, Any]]]:
         kinds = {"DTYPE": tl.float16 if scaled else tl.float32, "BASE": tl.float32, "SCALED": scaled}
         for number in range(3):
             yield triton_pack.mark, {**kinds, "PASS": number}
-        yield triton_pack.sample, {**kinds, "STEPS": 12, "LANES": 256}
+        yield triton_pack.sample, {**kinds, "STEPS": 12, "LANES": 256, "SAMPLE": 4096}
         yield triton_pack.enlarge, kinds
         for name in FORMATS:
             yield triton_pack.write, {**kinds, "FORMAT": name, "GROUPS": 16, "PLANES": 6}
             yield triton_pack.settle, {**kinds, "FORMAT": name, "OTHERS_KEEP": scaled}
-    yield triton_pack.limit, {"BASE": tl.float32, "INTEGER": tl.int32, "BITS": 31, "GUARD": True}
+    yield (
+        triton_pack.limit,
+        {
+            "BASE": tl.float32,
+            "INTEGER": tl.int32,
+            "BITS": 31,
+            "SAMPLE": 4096,
+            "GUARD": True,
+            "FACTOR": 1.25,
+            "RESELECT": 2,
+            "TINY": 1e-38,
+        },
+    )
     yield triton_pack.average, {"ROUNDS": 4, "SCALES": True}
-    yield triton_pack.two_levels, {"ROUNDS": 4}
+    yield triton_pack.two_levels, {"ROUNDS": 4, "LARGEST": 1e38}
     yield triton_pack.seal, {}
     yield triton_add.count_flags, {}
     yield triton_add.decode, {"PLANES": 6}

@@ -130,6 +130,7 @@ def apply(memory: Memory, received: Received, bucket: Bucket) -> None:
         import_module(ON_GPU).add(memory, received, bucket, said)
         return
     parts = len(plan.parts) or 1
+    weights = weights_by_senders(len(payloads), factor, memory.lengthening, plan.residual_dtype)
     owns = own.plan.divide(own.payload) if isinstance(own, SentPayload) else []
     for number, (part, rows) in enumerate(plan.divide(payloads)):
         # One rank's payload after the other in each row.
@@ -139,5 +140,4 @@ def apply(memory: Memory, received: Received, bucket: Bucket) -> None:
         if bucket.news and owns:
             mine = len(rows)
             arrived.append(SentPayload(owns[number][1], owns[number][0]))
-        weights = weights_by_senders(len(rows), factor, memory.lengthening, plan.residual_dtype)
         on_cpu.add(part, bucket, arrived, weights, mine, tag, memory.kernel)

@@ -20,15 +20,24 @@ from lightning_dct.compress.awaited import to_device
 from lightning_dct.compress.bucket_plan import WORD, Bucket, BucketPlan, Compressed, Received, SentPayload
 from lightning_dct.compress.memory import Memory
 from lightning_dct.compress.on_cpu import add_dense, name_broken_sender, take_dense
-from lightning_dct.compress.threshold import GUARD_AIM, GUARD_GAIN
+from lightning_dct.compress.threshold import (
+    GUARD_AIM,
+    GUARD_GAIN,
+    GUARD_LARGEST_FACTOR,
+    GUARD_RESELECT,
+    LIMIT_SAMPLE,
+    SMALLEST_THRESHOLD,
+)
 from lightning_dct.kernels import triton_add, triton_pack, weights_by_senders
 from lightning_dct.kernels.triton_bits import BLOCK
 from lightning_dct.wire.payload import FORMAT_CODES, MAGIC, VERSION, read_dense
 from lightning_dct.wire.positions import PayloadError
-from lightning_dct.wire.values import SCALED_FORMATS
+from lightning_dct.wire.values import LARGEST_HALF, SCALED_FORMATS
 
 DTYPES = {getattr(torch, name): getattr(tl, name) for name in ("float32", "float64", "float16", "bfloat16")}
-SAMPLES, LANES = 4096, 256
+# Of the entries that have reached a threshold, so many are looked at by a program.
+LANES = 256
+GUARD = {"FACTOR": GUARD_LARGEST_FACTOR, "RESELECT": int(GUARD_RESELECT), "TINY": SMALLEST_THRESHOLD}
 # Words that are opened of a block, and blocks of which they are: 48 MB.
 OPENED, OPENED_AT_ONCE = 3 * BLOCK // 32, 1 << 16
 
@@ -212,16 +221,14 @@ class _Packing:
         limits, moved = torch.empty_like(taus), torch.empty_like(taus)
         out = self.scale, self.flags, self.signs, self.counts, self.sums, broken
         self.launch(triton_pack.mark, taus, limits, broken, *out, PASS=0)
-        ends, samples = table.ends(self.counts), table.room(table.count * SAMPLES, self.plan.residual_dtype)
+        ends, samples = table.ends(self.counts), table.room(table.count * LIMIT_SAMPLE, self.plan.residual_dtype)
         rest: Any = self.addresses, table.count, table.tensors, ends, self.scale, self.flags, samples
-        _launch(
-            triton_pack.sample, (table.count, SAMPLES // LANES), *rest, STEPS=table.steps, LANES=LANES, **self.kinds
-        )
+        looks = {"STEPS": table.steps, "LANES": LANES, "SAMPLE": LIMIT_SAMPLE}
+        _launch(triton_pack.sample, (table.count, LIMIT_SAMPLE // LANES), *rest, **looks, **self.kinds)
         rest = table.tensors, table.aims, ends, taus, broken, samples, limits, moved
         wide = self.plan.residual_dtype == torch.float64
-        integers = {"INTEGER": tl.int64 if wide else tl.int32, "BITS": 63 if wide else 31}
-        base = self.dtypes["BASE"]
-        _launch(triton_pack.limit, (table.count,), *rest, BASE=base, **integers, GUARD=memory.guard)
+        kinds = {"BASE": self.dtypes["BASE"], "INTEGER": tl.int64 if wide else tl.int32, "BITS": 63 if wide else 31}
+        _launch(triton_pack.limit, (table.count,), *rest, **kinds, SAMPLE=LIMIT_SAMPLE, GUARD=memory.guard, **GUARD)
         if memory.guard and names:
             memory.thresholds.replace(names, moved if len(used) == table.count else moved[table.numbers(used)])
         self.launch(triton_pack.mark, taus, limits, ends, *out, PASS=1)
@@ -231,6 +238,7 @@ class _Packing:
     def scales(self, ends: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Write scales. Means of magnitudes, and of 2bit whether it takes two levels, and which entries are large."""
         table, value_format = self.table, self.plan.value_format
+        # Of formats that do without, any memory does: it is not read.
         means, fits, large = self.sums, self.counts, self.flags
         if value_format in SCALED_FORMATS:
             means = table.room(table.count, torch.float64)
@@ -241,7 +249,7 @@ class _Packing:
             rest = means, self.scale, self.flags, large, self.counts, self.sums
             self.launch(triton_pack.enlarge, *rest)
             rest = table.tensors, ends, means, self.counts, self.sums, self.words, fits
-            _launch(triton_pack.two_levels, (table.count,), *rest, ROUNDS=table.rounds)
+            _launch(triton_pack.two_levels, (table.count,), *rest, ROUNDS=table.rounds, LARGEST=LARGEST_HALF)
         return means, fits, large
 
 
@@ -314,12 +322,13 @@ def add(memory: Memory, received: Received, bucket: Bucket, said: str) -> None:
         wrong = arrived.wrong.view(rows, -1)
         owns_of_parts = own.plan.divide(own.payload) if isinstance(own, SentPayload) else []
         for number, (part, column) in enumerate(plan.divide(payloads)):
+            if not part.dense:
+                continue
             sent = [read_dense(part.layout, row).view(plan.dtype) for row in column]
             wrong[:, number].bitwise_or_(torch.stack(sent).isfinite().all(1).logical_not_().int() * 2)
             if owns_of_parts:
                 sent.append(read_dense(owns_of_parts[number][0].layout, owns_of_parts[number][1]).view(plan.dtype))
-            if part.dense:
-                add_dense(part, bucket, sent, weights, rows if owns_of_parts else mine)
+            add_dense(part, bucket, sent, weights, rows if owns_of_parts else mine)
     memory.awaited.when_known(arrived.wrong, partial(_check, said))
 
 

@@ -58,8 +58,9 @@ def threshold_from(sampled: Tensor, size: int, target: int) -> float | Tensor:
     On a GPU it is a tensor of shape ``[]``, so that the host does not wait.
     """
     k = max(1, math.ceil(target * sampled.numel() / size))
-    kth = _kth_largest(sampled.abs().nan_to_num_(nan=0.0, posinf=0.0), k)
-    return kth.clamp(SMALLEST_THRESHOLD) if must_not_wait(sampled.device) else max(float(kth), SMALLEST_THRESHOLD)
+    if must_not_wait(sampled.device):
+        return _kth_magnitude(sampled, k).clamp(SMALLEST_THRESHOLD)
+    return kth_magnitude(sampled, k)
 
 
 def kth_magnitude(values: Tensor, k: int) -> float:
@@ -67,8 +68,11 @@ def kth_magnitude(values: Tensor, k: int) -> float:
 
     Infinite and NaN entries count as zero.
     """
-    magnitudes = values.abs().nan_to_num_(nan=0.0, posinf=0.0)
-    return max(float(_kth_largest(magnitudes, k)), SMALLEST_THRESHOLD)
+    return max(float(_kth_magnitude(values, k)), SMALLEST_THRESHOLD)
+
+
+def _kth_magnitude(values: Tensor, k: int) -> Tensor:
+    return _kth_largest(values.abs().nan_to_num_(nan=0.0, posinf=0.0), k)
 
 
 def _kth_largest(values: Tensor, k: int) -> Tensor:

@@ -35,7 +35,7 @@ def decode(parts, block_part, blocks, ends, payloads, stride, words, flags, wron
     m = tl.load(code + k, mask=left > 0, other=0) & tb.first_ones(left)
     n = tb.ones(m)
     at = tl.load(ends + row * blocks + b) - tl.load(ends + row * blocks + tl.load(part + 10)) + tl.cumsum(n, 0) - n
-    number = at[:, None] + tb.ones(m[:, None] & tb.first_ones(tl.arange(0, 32))[None, :])
+    number = tb.numbered(at, m)
     flag = k[:, None] * 32 + tl.arange(0, 32)[None, :]
     here = tb.bits_of(m) & (number < capacity)
     # Where the flag before is set, too, the high parts are equal: then the low ones must ascend.
@@ -60,11 +60,14 @@ def decode(parts, block_part, blocks, ends, payloads, stride, words, flags, wron
 
 
 @triton.jit
-def _flags_of(part, payloads, row, stride, flags, words):
-    """Where the flags of a part are: in the payload, or decoded."""
+def _flags_of(part, payloads, row, stride, flags, words, start, size, word):
+    """The words of flags of a block, from the payload or decoded, and which of their flags are in the tensor."""
     in_payload = payloads + row * stride + tl.load(part + 1)
     decoded = flags + row * words + tl.load(part + 4)
-    return tl.where(tl.load(part + 6) < 0, in_payload, decoded)
+    source = tl.where(tl.load(part + 6) < 0, in_payload, decoded) + word - tl.load(part + 4)
+    rows = tl.arange(0, tb.WORDS)
+    left = tl.minimum(tl.maximum(size - start - rows * 32, 0), 32)
+    return tl.load(source + rows, mask=left > 0, other=0), tb.first_ones(left)
 
 
 @triton.jit
@@ -74,11 +77,8 @@ def count_entries(tensors, parts, block_tensor, blocks, payloads, stride, flags,
     t, start, size, word = tb.place(tensors, block_tensor, b)
     p = tl.load(tensors + t * tb.TENSOR + 3)
     part = parts + p * tb.PART
-    rows = tl.arange(0, tb.WORDS)
-    left = tl.minimum(tl.maximum(size - start - rows * 32, 0), 32)
-    source = _flags_of(part, payloads, row, stride, flags, words) + word - tl.load(part + 4)
-    m = tl.load(source + rows, mask=left > 0, other=0)
-    inside = m & tb.first_ones(left)
+    m, valid = _flags_of(part, payloads, row, stride, flags, words, start, size, word)
+    inside = m & valid
     if tl.sum(tb.ones(m ^ inside), axis=0) > 0:
         tl.atomic_or(wrong + row * num_parts + p, 1, sem="relaxed")
     tl.store(counts + row * blocks + b, tl.sum(tb.ones(inside), axis=0))
@@ -86,19 +86,9 @@ def count_entries(tensors, parts, block_tensor, blocks, payloads, stride, flags,
 
 @triton.jit(do_not_specialize=["tag"])
 def judge(
-    tensors,
-    parts,
-    blocks,
-    ends,
-    payloads,
-    stride,
-    wrong,
-    header,
-    tag,
-    num_parts,
-    ROUNDS: tl.constexpr,
-    SCALES: tl.constexpr,
-):
+    tensors, parts, blocks, ends, payloads, stride, wrong, header, tag, num_parts,
+    ROUNDS: tl.constexpr, SCALES: tl.constexpr,
+):  # fmt: skip
     """Into ``wrong``, of each row and part: 1 for a payload that is not one of this layout, 2 for infinite scales."""
     p, row = tl.program_id(0), tl.program_id(1)
     part = parts + p * tb.PART
@@ -146,10 +136,8 @@ def open_words(
     b = first + local
     t, start, size, word = tb.place(tensors, block_tensor, b)
     part = parts + tl.load(tensors + t * tb.TENSOR + 3) * tb.PART
-    rows = tl.arange(0, tb.WORDS)
-    left = tl.minimum(tl.maximum(size - start - rows * 32, 0), 32)
-    source = _flags_of(part, payloads, row, stride, flags, words) + word - tl.load(part + 4)
-    m = tl.load(source + rows, mask=left > 0, other=0) & tb.first_ones(left)
+    m, valid = _flags_of(part, payloads, row, stride, flags, words, start, size, word)
+    m &= valid
     n = tb.ones(m)
     at = tl.load(ends + row * blocks + b) - tl.load(ends + row * blocks + tl.load(part + 3)) + tl.cumsum(n, 0) - n
     # A harmed payload may have more flags than values.
@@ -157,7 +145,7 @@ def open_words(
     at = tl.minimum(at, capacity)
     n = tl.minimum(n, capacity - at)
     values = payloads + row * stride + tl.load(part + 2)
-    out = opened + (row * chunk + local) * (tb.WORDS * 3) + rows
+    out = opened + (row * chunk + local) * (tb.WORDS * 3) + tl.arange(0, tb.WORDS)
     tl.store(out, m)
     if FORMAT == "1bit":
         tl.store(out + tb.WORDS, tb.apart(tb.get_bits(values, at, n), m))

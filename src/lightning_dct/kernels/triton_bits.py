@@ -53,17 +53,22 @@ def _parity_below(x):
 
 
 @triton.jit
+def _step(m, gaps, step: tl.constexpr):
+    """The bits of ``m`` that move by ``1 << step``, and the mask and the gaps below its bits after that."""
+    odd = _parity_below(gaps)
+    move = odd & m
+    return move, (m ^ move) | (move >> (1 << step)), gaps & (odd ^ ALL)
+
+
+@triton.jit
 def together(x, m):
     """The bits of ``x`` that are set in ``m``, moved to the low end (Warren, *Hacker's Delight*, section 7-4)."""
     x &= m
     gaps = (m ^ ALL) << 1
     for step in tl.static_range(5):
-        odd = _parity_below(gaps)
-        move = odd & m
-        m = (m ^ move) | (move >> (1 << step))
+        move, m, gaps = _step(m, gaps, step)
         moved = x & move
         x = (x ^ moved) | (moved >> (1 << step))
-        gaps &= odd ^ ALL
     return x
 
 
@@ -71,24 +76,11 @@ def together(x, m):
 def apart(x, m):
     """The low bits of ``x``, moved to the bits that are set in ``m``: :func:`together` undone (section 7-5)."""
     whole = m
-    gaps = (m ^ ALL) << 1
-    odd = _parity_below(gaps)
-    move0 = odd & m
-    m = (m ^ move0) | (move0 >> 1)
-    gaps &= odd ^ ALL
-    odd = _parity_below(gaps)
-    move1 = odd & m
-    m = (m ^ move1) | (move1 >> 2)
-    gaps &= odd ^ ALL
-    odd = _parity_below(gaps)
-    move2 = odd & m
-    m = (m ^ move2) | (move2 >> 4)
-    gaps &= odd ^ ALL
-    odd = _parity_below(gaps)
-    move3 = odd & m
-    m = (m ^ move3) | (move3 >> 8)
-    gaps &= odd ^ ALL
-    move4 = _parity_below(gaps) & m
+    move0, m, gaps = _step(m, (m ^ ALL) << 1, 0)
+    move1, m, gaps = _step(m, gaps, 1)
+    move2, m, gaps = _step(m, gaps, 2)
+    move3, m, gaps = _step(m, gaps, 3)
+    move4, m, gaps = _step(m, gaps, 4)
     x = (x & (move4 ^ ALL)) | ((x << 16) & move4)
     x = (x & (move3 ^ ALL)) | ((x << 8) & move3)
     x = (x & (move2 ^ ALL)) | ((x << 4) & move2)
@@ -135,6 +127,12 @@ def lanes():
 def bits_of(words):
     """Words as bits: shape ``[WORDS, 32]``, int1."""
     return ((words[:, None] >> tl.arange(0, 32)[None, :].to(tl.uint32)) & 1) != 0
+
+
+@triton.jit
+def numbered(at, m):
+    """The number of each entry's value, if a word's first has number ``at`` and the words' flags are ``m``."""
+    return at[:, None] + ones(m[:, None] & first_ones(tl.arange(0, 32))[None, :])
 
 
 @triton.jit

@@ -8,10 +8,7 @@ import triton.language as tl
 
 from lightning_dct.kernels import triton_bits as tb
 
-SAMPLE = tl.constexpr(4096)  # see threshold.LIMIT_SAMPLE
 BITS_OF_PLANE = tl.constexpr((0xAAAAAAAA, 0xCCCCCCCC, 0xF0F0F0F0, 0xFF00FF00, 0xFFFF0000))
-TINY = tl.constexpr(1.1754943508222875e-38)
-LARGEST_HALF = tl.constexpr(1.7014117331926443e38)
 LARGEST_BF16 = tl.constexpr(3.3895313892515355e38)
 
 
@@ -48,8 +45,7 @@ def mark(
             before = tl.load(flags + word + rows, mask=inside_words, other=0)
             n = tb.ones(before)
             at = tl.load(ends + b) - tl.load(ends + first) + tl.cumsum(n, 0) - n
-            below = tb.first_ones(tl.arange(0, 32))[None, :]
-            number = at[:, None] + tb.ones(before[:, None] & below)
+            number = tb.numbered(at, before)
             here = tb.bits_of(before) & ((number + 1) * target // whole > number * target // whole)
         else:
             # "Not below" instead of "at or above", because it is true for NaN.
@@ -68,7 +64,8 @@ def mark(
 
 @triton.jit
 def sample(
-    addresses, count, tensors, ends, scale, flags, samples, STEPS: tl.constexpr, LANES: tl.constexpr,
+    addresses, count, tensors, ends, scale, flags, samples,
+    STEPS: tl.constexpr, LANES: tl.constexpr, SAMPLE: tl.constexpr,
     DTYPE: tl.constexpr, BASE: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """The magnitudes of a regular sample of a tensor's flagged entries, if there are more than its target."""
@@ -118,7 +115,8 @@ def sample(
 @triton.jit
 def limit(
     tensors, aims, ends, taus, broken, samples, limits, moved,
-    BASE: tl.constexpr, INTEGER: tl.constexpr, BITS: tl.constexpr, GUARD: tl.constexpr,
+    BASE: tl.constexpr, INTEGER: tl.constexpr, BITS: tl.constexpr, SAMPLE: tl.constexpr, GUARD: tl.constexpr,
+    FACTOR: tl.constexpr, RESELECT: tl.constexpr, TINY: tl.constexpr,
 ):  # fmt: skip
     """The limit of each tensor of which too much is flagged, and its next threshold: see ``threshold.py``.
 
@@ -148,8 +146,8 @@ def limit(
     if GUARD:
         ratio = (n.to(tl.float64) + 0.5) / (tl.load(aims + 2 * t + 1) + 0.5)
         factor = tl.exp(tl.load(aims + 2 * t) * tl.log(ratio))
-        nudged = tau * tl.minimum(tl.maximum(factor, 0.8), 1.25)
-        after = tl.maximum(tl.where(n > 2 * target, found, nudged), TINY)
+        nudged = tau * tl.minimum(tl.maximum(factor, 1 / FACTOR), FACTOR)
+        after = tl.maximum(tl.where(n > RESELECT * target, found, nudged), TINY)
         tl.store(moved + t, tl.where(harmed | (tau < 0), tau, after))
 
 
@@ -197,7 +195,7 @@ def enlarge(
 
 
 @triton.jit
-def two_levels(tensors, ends, means, counts, sums, payload, fits, ROUNDS: tl.constexpr):
+def two_levels(tensors, ends, means, counts, sums, payload, fits, ROUNDS: tl.constexpr, LARGEST: tl.constexpr):
     """2bit: the scale of each tensor, as :func:`~lightning_dct.wire.values.encode_values` chooses it."""
     t = tl.program_id(0)
     first, last = tl.load(tensors + t * tb.TENSOR + 1), tl.load(tensors + (t + 1) * tb.TENSOR + 1)
@@ -207,7 +205,7 @@ def two_levels(tensors, ends, means, counts, sums, payload, fits, ROUNDS: tl.con
     product = total + _total(sums, first, last, ROUNDS)
     square = n + 3.0 * _total(counts, first, last, ROUNDS)
     scale = product / square
-    two = (product * product / square > total * mean) & (scale <= LARGEST_HALF)
+    two = (product * product / square > total * mean) & (scale <= LARGEST)
     tl.store(fits + t, two.to(tl.int32))
     chosen = tl.where(two, scale, mean).to(tl.float32)
     tl.store(payload + tl.load(tensors + t * tb.TENSOR + 4), chosen.to(tl.uint32, bitcast=True))
@@ -286,7 +284,7 @@ def write(
     else:
         here = tb.bits_of(m)
         a, _ = tb.entries(addresses, t, count, start + tb.lanes(), here, scale, DTYPE, BASE, SCALED)
-        k = at[:, None] + tb.ones(m[:, None] & tb.first_ones(tl.arange(0, 32))[None, :])
+        k = tb.numbered(at, m)
         v = a.to(tl.float32)
         if FORMAT == "fp32":
             tl.store(values + k, v.to(tl.uint32, bitcast=True), mask=here)

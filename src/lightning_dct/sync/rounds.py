@@ -20,8 +20,8 @@ from lightning_dct.traffic import FP32_BYTES, all_gather_bytes, all_reduce_bytes
 # memory, and leave the link idle while the first is compressed and the last is decompressed. A GPU compresses a hundred
 # times as fast as a CPU, and a launch costs it as much as a million entries.
 LARGEST_BUCKET, LARGEST_ON_GPU = 1 << 20, 1 << 27
-# With this many entries in flight behind the oldest bucket, that one is applied before the next is compressed. So
-# buckets of a single large tensor overlap, too.
+# With this many entries in flight behind the oldest bucket, and those of a whole bucket, that one is applied before the
+# next is compressed. So buckets of a single large tensor overlap, too.
 MOST_IN_FLIGHT = 1 << 21
 # Below this a collective costs more in latency than in bytes.
 SMALLEST_BUCKET = 1 << 16
