@@ -218,7 +218,7 @@ def test_shards_of_one_replica_are_whole_for_another_layout(
 def test_optimizers_that_a_hook_has_changed_are_taken_from_the_checkpoint(theirs: list[dict[str, Any]]) -> None:
     """As where ``on_load_checkpoint`` clears them, to go on with a new optimizer."""
     own = [{"state": {}, "param_groups": [{"lr": 0.1, "params": [0]}]}]
-    with pytest.warns(UserWarning, match="optimizers are others than were saved, or none"):
+    with pytest.warns(UserWarning, match="optimizers are missing or were changed"):
         assert with_edited_groups(own, theirs, 7) == theirs
     assert with_edited_groups([{"state": {}}], [{}], None) == [{"state": {}}]  # an optimizer of the user's own
 

@@ -91,7 +91,7 @@ def describe_schedulers(configs: Sequence[Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A value that ranks can compare: numbers and texts as they are, of other objects the name of their class."""
+    """A value that ranks can compare: a number or text as it is, the class's name of any other object."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
     if isinstance(value, list | tuple):
@@ -102,7 +102,7 @@ def _plain(value: Any) -> Any:
 
 
 def check_alike(shared: Mapping[str, Tensor], others: Mapping[str, Tensor], peers: Sequence[int]) -> None:
-    """Compare this rank's parameters with those of its peers, and warn if others than shared ones differ.
+    """Compare this rank's parameters with those of its peers, and warn if parameters that are not shared differ.
 
     All ranks call this together, also those with other peers.
 
@@ -154,7 +154,7 @@ def _compare(subject: str, values: list[Any]) -> None:
 
 @contextmanager
 def without_bound_device() -> Iterator[None]:
-    """Within, groups of gloo can be made beside a default group of a GPU.
+    """A context in which groups of gloo can be made beside a GPU's default group.
 
     Lightning binds the default group to the GPU, whatever its backend. Then ranks outside a new group ask it to split,
     which gloo cannot do, and NCCL does only if all ranks ask.

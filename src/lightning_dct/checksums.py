@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_dct.kernels.bits import as_bytes
 
-# Tensors of at least so many bytes are first reduced to sums of so many 64-bit words.
+# Tensors of at least so many bytes are first reduced to this many sums of 64-bit words.
 LARGE = 1 << 16
 WORDS = 16
 

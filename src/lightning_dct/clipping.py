@@ -1,4 +1,4 @@
-"""Clips gradients by their norm over several ranks with different parameters, also when Lightning clips."""
+"""Clips gradients by their norm over several ranks with different parameters, in Lightning's clipping too."""
 
 from collections.abc import Callable, Iterable
 from typing import Any

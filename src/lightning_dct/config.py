@@ -31,8 +31,8 @@ class DCTConfig:
             in bursts.
         local_steps: Optimizer steps from one exchange of updates to the next, at least 1; None for 8. Strategies choose
             it by the length of the run, if it is left out. Gradients are exchanged in every step.
-        warmup_steps: Optimizer steps in which updates are exchanged after every step, and each exchange sends as much
-            less, unless a density is 1. Otherwise ranks would drift apart while weights move fast.
+        warmup_steps: Optimizer steps in which updates are exchanged after every step, each time proportionally fewer
+            entries unless a density is 1. Otherwise ranks would drift apart while weights move fast.
         residual_decay: Factor on an update's residual after each exchange of the warm-up, in (0, 1]. Less than 1 keeps
             the ranks together at learning rates that are too large for the batch of one rank. After the warm-up it
             is 1.
@@ -131,15 +131,15 @@ class DCTConfig:
         """Optimizer steps from one exchange to the next, at a step (from 1 on).
 
         Weights move fastest during warm-up, and ranks that drift apart then cannot be averaged any more (Lin et al.,
-        *Don't Use Large Mini-Batches, Use Local SGD*, ICLR 2020). So until then a round is one step long, and sends as
-        much less: the delay, about length / density, is the same. GPT-2 at its largest rate lost 7% in 1,000 steps
-        without that.
+        *Don't Use Large Mini-Batches, Use Local SGD*, ICLR 2020). So until then a round is one step long, and sends
+        proportionally less: the delay, about length / density, is the same. Without that GPT-2 at its largest rate
+        lost 7% in 1,000 steps.
         """
         return 1 if step <= self.warmup_steps else self.round_length
 
     @property
     def steps_of_delay(self) -> float:
-        """About the optimizer steps until an entry is sent."""
+        """About how many optimizer steps an entry waits until it is sent."""
         return self.round_length / self.density
 
     @property
@@ -185,7 +185,7 @@ def check_keywords(kind: type, given: Iterable[str], *more: type) -> None:
     Args:
         kind: The class; it forwards keyword arguments to its base classes.
         given: The names of its keyword arguments.
-        *more: The classes whose settings it takes, for the message; also those that are none of its bases.
+        *more: The classes whose settings it takes, for the message; some may be none of its bases.
     """
     taken = {
         name
@@ -205,7 +205,7 @@ def check_keywords(kind: type, given: Iterable[str], *more: type) -> None:
 def check_density(
     setting: str, value: Any, meaning: str = "the share of entries that is sent", remedy: str = "To send everything"
 ) -> None:
-    """Refuse what is not a number (TypeError) in (0, 1] (ValueError); ``remedy`` says what 1.0 does."""
+    """Refuse a value that is no number (TypeError) in (0, 1] (ValueError); ``remedy`` says what 1.0 does."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"`{setting}` must be a number in (0, 1], such as 0.2; got {value!r}.")
     if not 0.0 < value <= 1.0:
@@ -215,7 +215,7 @@ def check_density(
 
 
 def check_integer(setting: str, value: Any, minimum: int) -> None:
-    """Refuse what is not an integer (TypeError) or is below ``minimum`` (ValueError)."""
+    """Refuse a value that is no integer (TypeError) or is below ``minimum`` (ValueError)."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"`{setting}` must be a whole number of at least {minimum}; got {value!r}.")
     if value < minimum:
@@ -223,6 +223,6 @@ def check_integer(setting: str, value: Any, minimum: int) -> None:
 
 
 def check_choice(setting: str, value: Any, choices: tuple[str, ...]) -> None:
-    """Refuse what is none of the choices (ValueError)."""
+    """Refuse a value that is none of the choices (ValueError)."""
     if value not in choices:
         raise ValueError(f"`{setting}` must be one of {', '.join(map(repr, choices))}; got {value!r}.")

@@ -226,7 +226,7 @@ class DCTStrategy(DDPStrategy):
         path, save = self.broadcast((str(path), secrets.token_hex(4)))
         modules = self._modules_in(state)
         parts = [_part(path, index) for index in range(len(modules))]
-        while saved.files_beside(earlier := _part(path, len(parts))):  # of a save of more modules
+        while saved.files_beside(earlier := _part(path, len(parts))):  # left by a save of more modules
             parts.append(earlier)
         if self.is_global_zero:
             lock(path)

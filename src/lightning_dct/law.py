@@ -37,7 +37,7 @@ CAUTION = 2.0
 ENTRIES = 1 << 20
 """Entries of the tensor whose bytes rank the settings."""
 SHORTEST = 1000
-"""Steps that a run of unknown length is assumed to make, or twice as many as it has made."""
+"""A run of unknown length is assumed to make this many steps, or twice as many as it has made."""
 COUNTED = "with manual optimization DCT counts each optimizer's steps"
 FEWEST_COUNTED = 8
 """Steps of an optimizer after which its total can be extrapolated."""
@@ -67,8 +67,8 @@ class Given:
     """The settings that a user has given.
 
     Attributes:
-        config: These, and the usual values of the others.
-        left_out: Those that the length of the run chooses.
+        config: These, and default values of the others.
+        left_out: The settings that the length of the run chooses.
     """
 
     config: DCTConfig
@@ -76,14 +76,14 @@ class Given:
 
     @staticmethod
     def of(settings: Mapping[str, Any]) -> Given:
-        """The settings of keyword arguments, of which None stands for one that was left out."""
+        """The settings of keyword arguments; None stands for a setting that was left out."""
         config = DCTConfig(**settings)
         if config.compress == "gradients":
             return Given(config)
         return Given(config, frozenset(name for name in BY_LENGTH if settings.get(name) is None))
 
     def rungs(self, ranks: int) -> list[DCTConfig]:
-        """The settings to choose from, from the most bytes to the fewest, each with more loss than the one before."""
+        """The settings to choose from, from the most bytes to the fewest; each loses more than the one before."""
         config, found = self.config, []
         for local_steps, density in CANDIDATES:
             # An exchange has to arrive before the next one begins.
@@ -110,9 +110,9 @@ class RunLength(NamedTuple):
     """How long a run is.
 
     Attributes:
-        steps: Those of each optimizer, at most; infinite if nothing bounds them.
-        unknown: Why there may be fewer; empty if there are so many.
-        batches: Those of the whole run; infinite if nothing bounds them, 0 if steps need no counting.
+        steps: Upper bound on the steps of each optimizer; infinite if nothing bounds them.
+        unknown: Why there may be fewer; empty if the bound is exact.
+        batches: Batches of the whole run; infinite if nothing bounds them, 0 if steps need no counting.
     """
 
     steps: float
@@ -121,7 +121,7 @@ class RunLength(NamedTuple):
 
 
 class RunSettings:
-    """The settings of a run as it goes on: those of its length, or ever fewer bytes if its length is not known.
+    """The settings of a run as it goes on: they fit its length, or send ever fewer bytes if the length is not known.
 
     ``ranks`` exchange with each other. Their optimizers make at most ``steps`` steps each, fewer for a reason
     ``unknown``.
@@ -170,4 +170,4 @@ def _bytes_of_exchange(exchange: str, density: float, value_format: str, ranks: 
     layout = NodeLayout(tuple((rank, 0) for rank in range(ranks)))
     name = choose(plan_for, layout).name if exchange == "auto" else exchange
     costs = costs_of(plan_for, layout)
-    return costs.get(name, costs["all_gather"])  # by node, which needs several ranks on each: between nodes
+    return costs.get(name, costs["all_gather"])  # by node, with several ranks on each: between nodes

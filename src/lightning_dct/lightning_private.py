@@ -13,8 +13,8 @@ private part                       no public hook lies there
                                    that joins, and from one, without a file
 ``_logger_connector``              whether this step is logged
 ``_batches_that_stepped``          the number by which Lightning logs a step
-``_active_loop``                   of an evaluation, also within fit: whether this batch is its last
-``_StrategyRegistry``              the type of the argument of ``register_strategies``
+``_active_loop``                   whether this batch is the last of an evaluation, also within fit
+``_StrategyRegistry``              the type of ``register_strategies``'s argument
 ``_BackwardSyncControl``           how Fabric accumulates gradients
 ``_METADATA_FILENAME``             the mark by which Lightning knows a folder of a distributed checkpoint
 =================================  ==================================================================================
@@ -71,7 +71,7 @@ def checkpoint_of(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def restore_from(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
-    """Have Lightning restore from this what it would from a file."""
+    """Have Lightning restore from this as from a file."""
     trainer._checkpoint_connector._loaded_checkpoint = checkpoint
 
 

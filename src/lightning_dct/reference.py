@@ -131,8 +131,8 @@ def target_of(tensor: Tensor, ranks: int, settings: Settings, share: float = 1.0
 def fitting(a: Tensor, threshold: float, target: int) -> tuple[Tensor, int, float]:
     """Which entries of a tensor are sent, how many reach the threshold, and a second one for those if not all fit.
 
-    That is from a regular sample of them. Of more than ``target`` that reach both, a regular sample is sent. A tensor
-    with infinite or NaN entries sends only those, so that all ranks see them.
+    The second comes from a regular sample of them. If more than ``target`` reach both, a regular sample is sent. A
+    tensor with infinite or NaN entries sends only those, so that all ranks see them.
     """
     limit = 0.0
     mask = a.abs() >= torch.tensor(max(threshold, TINY), dtype=a.dtype)  # M
@@ -163,7 +163,7 @@ class State:
 def send(news: Tensor, state: State, target: int, settings: Settings, others_keep: bool = False) -> Tensor:
     """What a sender sends of one tensor, as receivers decode it: the paper's data-parallel method.
 
-    Who sums updates forgets what it does not send, because the ranks keep that in their own weights.
+    A sender of sums of updates forgets what it does not send, because the ranks keep that in their own weights.
     """
     a, before = state.residual + news, state.residual  # a = e + g
     sent = a
@@ -190,7 +190,7 @@ Memory = defaultdict[tuple[str, int, int], State]  # of one tensor, by sender, i
 
 
 def weighted_sum(sent: list[Tensor], weight: float, dense: bool, longer: float | None) -> Tensor:
-    """``weight`` times the sum, in the order of the ranks, times at most ``longer``; None for by senders."""
+    """``weight`` times the sum in the ranks' order, times at most ``longer``; None: by the number of senders."""
     senders = torch.stack([(one != 0) | dense for one in sent]).double().sum(0).clamp(min=1)
     fewer = len(sent) / senders
     factor = fewer.sqrt() if longer is None else fewer.clamp(max=longer)
@@ -201,7 +201,7 @@ def weighted_sum(sent: list[Tensor], weight: float, dense: bool, longer: float |
 
 
 def send_sum(total: Tensor, owner: State, target: int, settings: Settings, is_update: bool) -> Tensor:
-    """What the owner of a sum sends of it: three times as many entries as a rank, in 2 bits instead of one."""
+    """What an owner sends of its sum: three times as many entries as a rank, in 2 bits instead of one."""
     goal = max(target, min(3 * target, 3 * total.numel() // 4)) if target else 0
     finer = replace(settings, value_format="2bit" if settings.value_format == "1bit" else settings.value_format)
     return send(total, owner, goal, finer, is_update)
@@ -215,7 +215,7 @@ def exchange(
     longer: float | None = 1.0,
     is_update: bool = False,
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """Exchange one tensor of all ranks. Returns the mean, what each rank has sent, and what of that counts.
+    """Exchange one tensor of all ranks. Returns the mean, what each rank has sent, and the part of it that counts.
 
     If several ranks sum, each owns some pieces of the tensor. A piece is sent like a tensor. (So is a piece of a tensor
     that is too large to be handled at once, which this file leaves out.)
@@ -277,7 +277,7 @@ def cosine_of(steps: list[Tensor]) -> int | None:
 def exchange_updates(
     own: list[Tensor], shared: Tensor, memory: Memory, settings: Settings, share: float, decay: float, f: float | None
 ) -> tuple[Tensor, list[Tensor]]:
-    """Exchange one tensor. Returns the mean, and what counts of what each rank has sent; the unsent decays in ``w``."""
+    """Exchange one tensor. Returns the mean, and each rank's sent part that counts; the unsent part decays in ``w``."""
     moved = [w - shared for w in own]  # a = w - S
     mean, sent, counted = exchange(moved, memory, settings, share, f, is_update=True)  # m
     for (sender, _, _), state in memory.items():

@@ -42,7 +42,7 @@ class CheckpointedStrategy(ParallelStrategy):
     # Number of ranks that together hold one replica of the parameters, and whether each has a shard of all of them.
     stages = 1
     holds_shards: ClassVar[bool] = False
-    # What a user is told to do without sharded tables; empty if the strategy can hold them.
+    # The advice to a user with sharded tables; empty if the strategy can hold them.
     without_tables: ClassVar[str] = ""
 
     def __init__(self, config: DCTConfig, **kwargs: Any) -> None:
@@ -117,7 +117,7 @@ class CheckpointedStrategy(ParallelStrategy):
         self._accumulated = {}
 
     def _take_up(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Give a parameter its accumulated gradient; a subclass takes this rank's part of it."""
+        """Give a parameter its accumulated gradient; a subclass takes this rank's part."""
         parameter.grad = gradient.to(parameter.device)
 
     def post_backward(self, closure_loss: Tensor) -> None:

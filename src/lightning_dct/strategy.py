@@ -42,7 +42,7 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
         compress: ``"updates"`` of weights, or ``"gradients"``.
         local_steps: Optimizer steps from one exchange of updates to the next; by default as the length of the run
             allows.
-        warmup_steps: Optimizer steps in which updates are exchanged after every step, each with as much less.
+        warmup_steps: Optimizer steps in which updates are exchanged after every step, but fewer entries each time.
         residual_decay: Factor on an update's residual after each exchange of the warm-up, in (0, 1].
         delay: Optimizer steps for which an exchange may be in flight during training, at most ``local_steps``.
         density: Share of each tensor's entries that an exchange sends, in (0, 1]; by default as the length of the run

@@ -159,7 +159,7 @@ class ThresholdedStrategy(CheckpointedStrategy):
             self.config = self.updates.config
         if (updates := self.updates) is not None:
             for optimizer in self.optimizers:
-                updates.register(optimizer)  # what a forward writes before the first step is sent, too
+                updates.register(optimizer)  # a forward's writes before the first step are sent, too
             updates.check_alike()
             self._step_guard.watch(lambda: (updates,))
 
@@ -191,7 +191,7 @@ class ThresholdedStrategy(CheckpointedStrategy):
         self.config = self.synchronizer.config
 
     def _agreed_length(self) -> RunLength:
-        """The length that the first rank expects. Warns if other ranks have more data or less."""
+        """The length of the run that the first rank expects. Warns if other ranks have more data or less."""
         lengths = gather_objects(run_length(self._module.trainer))
         if any(one != lengths[0] for one in lengths):
             each = "; ".join(f"rank {rank}: {length.steps:,.0f}" for rank, length in enumerate(lengths))
@@ -298,7 +298,7 @@ class ThresholdedStrategy(CheckpointedStrategy):
         def forward_and_backward() -> Any:
             output = closure()
             if updates is not None:
-                updates.register(optimizer)  # what has been unfrozen within
+                updates.register(optimizer)  # parameters may have been unfrozen within
             return output
 
         with self._step_guard.seen(optimizer):
@@ -364,7 +364,7 @@ class ThresholdedStrategy(CheckpointedStrategy):
 
 
 def check_torch(kind: type) -> None:
-    """Refuse versions of torch that are too old for pipelines and sharded models (RuntimeError)."""
+    """Refuse a torch that is too old for pipelines and sharded models (RuntimeError)."""
     if torch.__version__ < "2.13":
         raise RuntimeError(
             f"`{kind.__name__}` needs torch 2.13 or later, and this is torch {torch.__version__}. Install a later one,"

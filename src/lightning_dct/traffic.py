@@ -46,7 +46,7 @@ def all_gather_bytes(num_bytes: int, world_size: int) -> int:
 def bytes_between_nodes(num_bytes: int, world_size: int, ranks_per_node: int) -> int:
     """The part of one rank's bytes in a ring that crosses between nodes, on average over the ranks of a node.
 
-    With one rank a node that is all of its ``num_bytes``.
+    With one rank a node, that is all of ``num_bytes``.
     """
     return 0 if 1 < world_size <= ranks_per_node else -(-num_bytes // ranks_per_node)
 
@@ -101,7 +101,7 @@ class TrafficTotals:
 class Clock:
     """Wall time of the host. :class:`~lightning_dct.compress.awaited.StreamClock` is that of a GPU."""
 
-    # Of a moment.
+    # Marks a moment.
     mark: Callable[[], Any] = staticmethod(perf_counter)
 
     def has_passed(self, mark: Any) -> bool:
@@ -143,7 +143,7 @@ class Traffic:
 
     @property
     def totals(self) -> TrafficTotals:
-        """The totals of the moment."""
+        """The current totals."""
         return TrafficTotals(**self._counts)
 
     def add(self, **amounts: float) -> None:
@@ -164,7 +164,7 @@ class Traffic:
             self._read_times(wait=False)
 
     def settle(self) -> TrafficTotals:
-        """The totals of the moment, with all times up to it; waits for a GPU."""
+        """The current totals, with all times so far; waits for a GPU."""
         self._read_times(wait=True)
         return self.totals
 

@@ -79,7 +79,7 @@ class SplitPoint(CompressedModule):
         # The thresholds of this step and of the next one; None before the first selection.
         self.threshold: float | None = None
         self._next: float | None = None
-        # What GPUs have not told yet of the headers of payloads.
+        # Headers of payloads that GPUs have not reported yet.
         self.awaited = Awaited()
         # In this step: entries that have reached the threshold, the capacity, and all entries.
         self._counts = (0, 0, 0)

@@ -1,4 +1,4 @@
-"""Shorter rows in training: what embedding tables have not learnt to use is no longer stored."""
+"""Shortens the rows of embedding tables in training, where the tables have not learnt to use them."""
 
 from typing import Any
 

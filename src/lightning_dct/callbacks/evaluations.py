@@ -1,4 +1,4 @@
-"""Prepares evaluations: shows them the shared weights, and has ranks without further batches answer the others."""
+"""Prepares evaluations: they see the shared weights, and ranks without further batches answer the others."""
 
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ class SharedWeightsView(InternalCallback):
     just before ``training_step``. The model holds the rank's own weights from there to the end of the optimizer step.
     Around a validation the view opens before Lightning's first hook, which puts the model into eval mode, and closes
     after the last: modules merge or swap weights there.
-    A callback whose hooks of a batch leave weights alone says so with ``reads_weights = False`` in its class.
+    A callback sets ``reads_weights = False`` in its class if its hooks of a batch leave weights alone.
     """
 
     reads_weights = False

@@ -33,8 +33,8 @@ class FailureNotice(InternalCallback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Wait for the others, which must come to the end too.
 
-        Not before updates in flight have arrived, for which another rank may be waiting. And not for long: another rank
-        may be in a collective of the user's, which ends when this rank does.
+        This comes after updates in flight have arrived, because another rank may wait for them. It does not wait long:
+        another rank may be in a collective of the user's, which ends when this rank does.
         """
         strategy: Any = trainer.strategy
         strategy.come_to("the end of training", patience_s=0.0)

@@ -75,7 +75,7 @@ def run_length(trainer: pl.Trainer) -> RunLength:
 
 
 def share_done(trainer: pl.Trainer, batches: float) -> float:
-    """The share of a fit of so many batches that is done, where steps are counted: after 16, 32, 64 ... batches.
+    """The share of a fit that is done, after 16, 32, 64 ... batches, where steps are counted.
 
     Elsewhere, and if nothing bounds the fit, it is 0.
     """

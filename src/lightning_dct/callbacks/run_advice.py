@@ -1,4 +1,4 @@
-"""Advice for a run: unfit settings before it begins, and the time of its steps with a verdict at the end."""
+"""Advises a run: on unfit settings before it begins, and at its end on the time of its steps, with a verdict."""
 
 import math
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from lightning_dct.tables import rate_text
 from lightning_dct.traffic import FP32_BYTES, Traffic, TrafficTotals
 
 DELAYS_OF_GRADIENTS = 10
-"""Multiple of the delay that a run with gradients should last, to make up for its start."""
+"""A run with gradients should last this many delays, to make up for its start."""
 MUCH = 0.1
 """Smallest share of a step that is worth advice."""
 TOO_SLOW = 1 / 3
@@ -35,7 +35,7 @@ FEWEST = 10
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Means over the steps of a run, in seconds: from the end of one to the end of the next, and shares of that."""
+    """Means over the steps of a run, in seconds: from one step's end to the next, and parts of that."""
 
     total: float
     compressing: float
@@ -104,8 +104,8 @@ class SlowRank(NamedTuple):
 def slowest_rank(paces: Mapping[int, tuple[float, float]]) -> SlowRank | None:
     """The slowest rank; None if fewer than two ranks have reported or none waits.
 
-    ``paces`` are seconds of a step and those of them that the rank waits, by rank. A rank waits for the network and for
-    slower ranks, so the slowest waits the least. What the next one waits longer would be saved without it.
+    ``paces`` has each rank's seconds of a step, and the part of them that it waits. A rank waits for the network and
+    for slower ranks, so the slowest waits least. Without it, all would save what the next one waits longer.
     """
     by_waiting = sorted((waiting, rank) for rank, (_, waiting) in paces.items())
     if len(by_waiting) < 2 or by_waiting[-1][0] <= 0.0:
@@ -216,7 +216,7 @@ def notes_at_start(given: Given, ranks: int, length: RunLength, device_type: str
 
 
 def notes_on_link(config: DCTConfig, entries: int, link: MeasuredLink, speed: Speed, dense: str) -> list[str]:
-    """What ``plan`` says of so many entries on this link, if it is that the dense exchange is faster."""
+    """A note if ``plan`` finds the dense exchange of so many entries faster on this link."""
     ranks, rate = link.world_size, link.bits_per_second or math.inf
     break_even = Forecast(config, one_tensor(entries), layout_of(ranks, ranks), 1.0, speed).break_even
     if rate < break_even or math.isinf(break_even):
@@ -240,7 +240,7 @@ def _on_gradients(given: Given, ranks: int, length: RunLength, dense: str) -> li
 
 
 def _on_updates(given: Given, ranks: int, length: RunLength, dense: str) -> list[str]:
-    """Which settings were chosen, and whether the run is long enough for them."""
+    """Says which settings were chosen, and whether the run is long enough for them."""
     (steps, unknown, _), run = length, RunSettings(given, ranks, length.steps, length.unknown)
     config = run.at(0)
     settings, notes = _settings(config), []

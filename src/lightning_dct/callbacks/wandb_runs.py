@@ -50,12 +50,12 @@ def describe_run(run: Any, settings: Mapping[str, Any]) -> None:
 
 
 def config_of(strategy: Any) -> Any:
-    """The settings of this moment; None or those of another package if the strategy is not one of this package's."""
+    """The current settings; of another package's strategy its ``config`` attribute, or None."""
     return getattr(getattr(strategy, "synchronizer", None) or strategy, "config", None)
 
 
 def settings_of(trainer: pl.Trainer) -> dict[str, Any]:
-    """The settings of synchronisation at this moment: plain numbers, strings and dicts."""
+    """The current settings of synchronisation: plain numbers, strings and dicts."""
     strategy = trainer.strategy
     settings = {"strategy": getattr(strategy, "strategy_name", type(strategy).__name__), "ranks": trainer.world_size}
     if isinstance(config := config_of(strategy), DCTConfig):  # DeepSpeed has another `config`

@@ -80,7 +80,7 @@ def lock(path: str) -> None:
             if os.path.samestat(os.fstat(file.fileno()), os.stat(name)):
                 break
         except FileNotFoundError:
-            pass  # whoever had it has removed it
+            pass  # its owner has removed it
         except (BlockingIOError, PermissionError):
             file.seek(0)
             owner = file.read() or "Another process"

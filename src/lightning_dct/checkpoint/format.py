@@ -1,4 +1,4 @@
-"""The format of a checkpoint: its files, the note that names them, and what each may say.
+"""The format of a checkpoint: its files, the note that names them, and the valid contents of each.
 
     epoch=3.ckpt                                Lightning's file, with a note that names the files below
     epoch=3.ckpt.dct/
@@ -117,7 +117,7 @@ _OPTIONAL: dict[str, Rule] = {
 
 
 def _fault(value: Any, rule: Rule) -> str:
-    """What is wrong with a value, as a sentence without its subject; empty for a valid one."""
+    """The fault of a value, as a sentence without its subject; empty for a valid value."""
     if isinstance(rule, dict):
         if not isinstance(value, Mapping) or value.keys() != rule.keys():
             return f" is not a dict of {' and '.join(rule)}"
@@ -323,7 +323,7 @@ def fingerprint_of(file: str, compare: bool) -> str:
 
 
 def files_beside(path: str) -> list[str]:
-    """What lies in the folder of a checkpoint: before a save, files of earlier and of killed saves."""
+    """The contents of a checkpoint's folder: before a save, files of earlier and of killed saves."""
     folder = state_folder(path)
     files, place = url_to_fs(folder)
     try:

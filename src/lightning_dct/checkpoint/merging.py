@@ -126,7 +126,7 @@ def _joined(pieces: Sequence[Mapping[str, Any]], part: str, name: str) -> Tensor
 
 
 def checksum_of_groups(states: Iterable[Mapping[str, Any]]) -> int:
-    """A checksum of the hyperparameters in optimizer states, to see whether somebody edits them in a checkpoint."""
+    """A checksum of the hyperparameters in optimizer states, to notice edits in a checkpoint."""
     plain = (int, float, str, list, tuple, Tensor)  # of others `repr` may have an address
     groups = [group for state in states for group in state.get("param_groups", [])]
     kept = [
@@ -147,8 +147,8 @@ def with_edited_groups(
     their_groups, own_groups = ([len(one.get("param_groups", ())) for one in states] for states in (theirs, own))
     if their_groups != own_groups:
         rank_zero_warn(
-            "The checkpoint's optimizers are others than were saved, or none. Every rank continues with those of the"
-            " checkpoint."
+            "The checkpoint's optimizers are missing or were changed since the save. Every rank continues with those of"
+            " the checkpoint."
         )
         return theirs
     if saved_checksum in (None, checksum_of_groups(theirs)):

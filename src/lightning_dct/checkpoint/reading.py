@@ -113,7 +113,7 @@ def agreed_notes(notes: Any, path: str, fingerprints: Sequence[str] = ()) -> lis
 
 
 def digest_of(synchronizer: Synchronizer) -> dict[str, Any]:
-    """What all ranks that exchange with this one must have alike, each tensor as a checksum; and these ranks."""
+    """The state that must be equal on all ranks that exchange with this one, tensors as checksums; and these ranks."""
     return {"ranks": list(synchronizer.peers)} | {
         name: checksum_of(value) if isinstance(value, Tensor) else value
         for name, value in synchronizer.shared_state().items()
@@ -131,7 +131,7 @@ def check_replicas(digests: Sequence[Mapping[str, Any]], path: str) -> None:
 
 
 def check_alike(everyone: Mapping[int, Mapping[str, Any]], path: str) -> None:
-    """Compare what some ranks have read from a checkpoint, by rank and field.
+    """Compare values that ranks have read from a checkpoint, by rank and field.
 
     Raises:
         CheckpointError: They disagree; with the field and each rank's value.

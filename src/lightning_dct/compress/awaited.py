@@ -2,7 +2,7 @@
 
 Reading a number from a GPU waits until all work before it is done. So the numbers of a synchronisation are copied
 together at its end, and the host reads them after they have arrived: usually during the next synchronisation, and at
-the latest before anything is saved or logged. So are the times of a GPU's work.
+the latest before anything is saved or logged. The times of a GPU's work are read in the same way.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Copy(NamedTuple):
     """A copy on the host of the numbers of several requests; ``arrived`` is None on devices without events."""
 
     numbers: Tensor
-    callbacks: list[tuple[int, Callback]]  # with how many numbers each takes
+    callbacks: list[tuple[int, Callback]]  # and how many numbers each takes
     arrived: torch.cuda.Event | None
 
 
@@ -85,7 +85,7 @@ class Awaited:
 
 
 def read_together(numbers: Mapping[str, Tensor]) -> dict[str, float]:
-    """Numbers by name (shape ``[]``, one dtype), those of a device read at once; each read waits for a GPU."""
+    """Numbers by name (shape ``[]``, one dtype), read from each device at once; each read waits for a GPU."""
     found = dict.fromkeys(numbers, 0.0)
     for device in {number.device for number in numbers.values()}:
         names = [name for name, number in numbers.items() if number.device == device]

@@ -1,4 +1,4 @@
-"""A bucket: its tensors on this rank, how each of them is sent, and what an exchange has brought."""
+"""A bucket: its tensors on this rank, how each of them is sent, and what has been received."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class BucketPlan:
 
 
 def share_of(target: int, entries: int, size: int) -> int:
-    """The part of a tensor's target for a piece of it, rounded up. With FSDP a rank's shard may be empty."""
+    """A piece's part of its tensor's target, rounded up. With FSDP a rank's shard may be empty."""
     return -(-target * entries // max(size, 1))
 
 
@@ -265,17 +265,17 @@ class SentPayload(NamedTuple):
 
 
 class Received(NamedTuple):
-    """What an exchange has brought of a bucket.
+    """What a rank has received of a bucket.
 
     Attributes:
         payloads: Shape ``[rows, bytes]``, uint8. For a plan with parts a row holds one payload for each part, and each
             payload is from another sender, counted through all rows.
         plan: How each tensor was sent.
         factor: Weight of each sender: one over the world size, times the loss scale of mixed-precision training.
-        own: What this rank has sent itself: the number of its row, or a payload that is not among them, of which counts
-            what is in the sums; None if it has sent nothing, or it does not matter.
-        what: What was sent, for error messages; None for the usual.
-        tag: That of the payloads; see :func:`~lightning_dct.wire.payload.tag_of`.
+        own: What this rank has sent itself: the number of its row, or a payload that is not among the rows; then only
+            entries that also appear in the sums count. None if it has sent nothing, or it does not matter.
+        what: Names the payloads in error messages; None for the usual name.
+        tag: The payloads' tag; see :func:`~lightning_dct.wire.payload.tag_of`.
     """
 
     payloads: Tensor

@@ -1,4 +1,4 @@
-"""The way of one bucket: what is new -> threshold -> flags and values -> payload, and back. No communication.
+"""One bucket: select entries, pack them into a payload, and add received payloads. No communication.
 
     gradients   a = e + g        e = a - read(payload)                 e: the residual
     updates     a = w - S        nothing to write                      w: own weights, S: the shared ones
@@ -37,15 +37,15 @@ def compress(
 ) -> Compressed:
     """Pack the entries that reach their threshold.
 
-    Of gradients, the rest is in the residual afterwards: ``decoded(payload) + residual`` equals the earlier ``residual
-    + scale * gradient``. Infinite and NaN entries go into the payload, and the residual keeps its old value. Of
-    weights, nothing changes.
+    The rest of gradients stays in the residual: ``decoded(payload) + residual`` equals the earlier ``residual
+    + scale * gradient``. Infinite and NaN entries go into the payload, and the residual keeps its old value. Weights
+    do not change.
 
     Args:
         memory: Missing thresholds are selected from this bucket.
         bucket: What may be sent.
         plan: How each tensor is sent.
-        deferred: Indices of tensors of which nothing is sent.
+        deferred: Indices of tensors that are not sent.
         tag: Marks the payload: see :func:`~lightning_dct.wire.payload.tag_of`.
         lost: Share of what is not sent that own weights lose.
     """

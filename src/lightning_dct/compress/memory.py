@@ -77,8 +77,8 @@ class Memory:
 
     Attributes:
         what: What is exchanged, for messages.
-        of_updates: Whether updates are exchanged. Then ranks keep what the owner of its sum does not send on.
-        lengthening: The most that a mean is lengthened by; see :func:`~lightning_dct.kernels.weights_by_senders`.
+        of_updates: Whether updates are exchanged. Then ranks keep what the owner of a sum does not send on.
+        lengthening: Upper bound on the factor on a mean; see :func:`~lightning_dct.kernels.weights_by_senders`.
         tag: Marks payloads that are sent now: see :func:`~lightning_dct.compress.codec.compress`.
         gradient_scale: Factor on the gradients that undoes the loss scale.
         selected: Whether the current synchronisation has selected any threshold.
@@ -147,7 +147,7 @@ class Memory:
         """Move the residuals of a bucket's tensors, except deferred ones, into the bucket, which is sent uncompressed.
 
         Such residuals come from other settings: a lower density, or another exchange. ``owned`` includes the residuals
-        of sums. Without it, this rank keeps no residuals of its own gradients from now on, and their memory is freed.
+        of sums. Without it, this rank stops keeping residuals of its own gradients, and their memory is freed.
         """
         for index, (name, (start, _)) in enumerate(zip(plan.names, plan.bounds, strict=True)):
             if index in deferred:
@@ -225,7 +225,7 @@ def _check_size(name: str, entries: int, sizes: Mapping[str, int], partial: bool
 
 
 def pieces_extent(pieces: Mapping[int, Tensor]) -> int:
-    """The end of the last of some pieces of a tensor, which are given by first entry."""
+    """The end of the last of some pieces of a tensor, given by first entry."""
     return max(start + piece.numel() for start, piece in pieces.items())
 
 

@@ -35,10 +35,10 @@ from lightning_dct.wire.positions import PayloadError
 from lightning_dct.wire.values import LARGEST_HALF, SCALED_FORMATS
 
 DTYPES = {getattr(torch, name): getattr(tl, name) for name in ("float32", "float64", "float16", "bfloat16")}
-# Of the entries that have reached a threshold, so many are looked at by a program.
+# A program looks at so many of the entries that have reached a threshold.
 LANES = 256
 GUARD = {"FACTOR": GUARD_LARGEST_FACTOR, "RESELECT": int(GUARD_RESELECT), "TINY": SMALLEST_THRESHOLD}
-# Words that are opened of a block, and blocks of which they are: 48 MB.
+# Words opened for each block, and blocks opened at once: 48 MB.
 OPENED, OPENED_AT_ONCE = 3 * BLOCK // 32, 1 << 16
 
 
@@ -299,7 +299,7 @@ def _open(arrived: _Arrived, rows: int, first: int, chunk: int) -> Tensor:
 def add(memory: Memory, received: Received, bucket: Bucket, said: str) -> None:
     """Add the weighted sum of payloads; see :func:`~lightning_dct.compress.codec.apply`.
 
-    Whoever polls ``memory.awaited`` is told what is wrong with them.
+    ``memory.awaited.poll()`` later raises an error for a corrupt payload.
     """
     payloads, plan, factor, own, _, tag = received
     arrived, rows, base = _read(payloads, plan, tag), len(payloads), DTYPES[plan.residual_dtype]

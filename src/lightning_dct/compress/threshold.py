@@ -27,11 +27,11 @@ GUARD_GAIN = 0.3
 GUARD_LARGEST_FACTOR = 1.25
 # The guard aims a little low, because what does not fit waits for the next exchange.
 GUARD_AIM = 0.98
-# With more than this many times the target, one step would be too small.
+# Beyond this many times the target, one step would be too small.
 GUARD_RESELECT = 2.0
-# So many of the entries that have reached a threshold are looked at, if not all of them fit.
+# If not all entries that have reached a threshold fit, so many of them are looked at.
 LIMIT_SAMPLE = 1 << 12
-# A sample for a threshold has at least so many entries, and so many of those that are wanted: within 5% of the target.
+# A sample for a threshold has at least so many entries, and so many wanted ones: within 5% of the target.
 SMALLEST_SAMPLE = 1 << 14
 WANTED_IN_SAMPLE = 400
 SMALLEST_THRESHOLD = torch.finfo(torch.float32).tiny
@@ -182,11 +182,11 @@ class Thresholds:
         return self._on_device[names][1]
 
     def replace(self, names: tuple[str, ...], thresholds: Tensor) -> None:
-        """Take others for those that :meth:`on_device` gave."""
+        """Replace the thresholds that :meth:`on_device` gave."""
         self._on_device[names] = self._on_device[names][0], thresholds
 
     def _take_back(self, names: Sequence[str]) -> None:
-        """Have no bucket on a GPU with any of these thresholds any more."""
+        """Split up the buckets on a GPU that hold any of these thresholds."""
         if self._on_device:
             some = set(names)
             for bucket in [bucket for bucket in self._on_device if not some.isdisjoint(bucket)]:

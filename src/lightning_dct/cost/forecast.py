@@ -69,7 +69,7 @@ class Forecast:
 
     @cached_property
     def choice(self) -> ExchangeChoice:
-        """That of ``exchange="auto"``."""
+        """The choice of ``exchange="auto"``."""
         return choose_for_model(self.config, self.workload.parameters, self.layout)
 
     @cached_property
@@ -125,7 +125,7 @@ def layout_of(world_size: int, nodes: int) -> NodeLayout:
 
 
 def link_seconds(step: Step, layout: NodeLayout, link: float) -> float:
-    """How long the busiest node's link is busy, and the exchange inside that node.
+    """The seconds for which the busiest node's link is busy, the exchange inside that node included.
 
     The ranks of a node share its link. Like ``exchange="auto"``, this assumes that bytes inside a node move faster.
     """

@@ -1,4 +1,4 @@
-"""Times compressing, and the link between the ranks, for a moment before a run trains."""
+"""Times compressing and the link between the ranks, briefly, before a run trains."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -48,7 +48,7 @@ class Speed:
     move: float = 0.0
 
     def seconds(self, exchange: str, entries: int, world_size: int, ranks_per_node: int) -> float:
-        """How long a rank compresses and decompresses in a step of so many compressed entries."""
+        """The seconds that a rank compresses and decompresses in a step of so many compressed entries."""
         if exchange == "all_gather":
             per_entry = self.compress + self.clear + world_size * self.add
         elif exchange == "sharded":

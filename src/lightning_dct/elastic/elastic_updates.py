@@ -50,13 +50,13 @@ REMEMBERED = 100
 
 
 class Header(NamedTuple):
-    """What a rank says before it sends, as int64.
+    """The header that a rank sends before its payload, as int64.
 
     Attributes:
         rank: Its number among those that were asked for.
         step: Optimizer steps of the run, those passed over included; -1 of a rank that is joining.
         trained: Of these, how many it has trained since its last exchange.
-        num_bytes: What it would send.
+        num_bytes: Bytes that it would send.
         nanoseconds: Its time for a step.
         ready: 1 if a joining rank starts with those that are there, or any other leaves; ``HANDS_OVER`` if it gives the
             others what it has not sent.
@@ -86,7 +86,7 @@ class ElasticUpdates(UpdateSynchronizer):
         passed_over: Steps that this rank has not trained.
         exchanges: Exchanges that this rank has taken part in.
         seconds_met: Time in meetings, in which this rank has waited for others.
-        tallies: What the ranks of all exchanges have done, by rank: steps trained, and exchanges taken part in.
+        tallies: By rank, the steps trained and the exchanges taken part in.
     """
 
     present: PresentRanks
@@ -311,7 +311,7 @@ class ElasticUpdates(UpdateSynchronizer):
     # A joiner, and a rank that is behind.
 
     def give(self) -> dict[str, Any]:
-        """What a rank that is behind or joins needs beside the checkpoint."""
+        """The state that a rank which is behind or joins needs beside the checkpoint."""
         known = {"commits": list(self._commits), "history": self._history}
         return {"step": self.step, "buffers": dict(self.buffers.agreed), **known}
 

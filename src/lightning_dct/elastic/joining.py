@@ -1,4 +1,4 @@
-"""What a rank compares with the others, and takes from them, before it starts with them or joins them."""
+"""Compares a rank with the others before it starts with them or joins them, and takes their settings."""
 
 import zlib
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ def refuse_searches(trainer: pl.Trainer) -> None:
 
 
 def settings_of(module: Module, config: DCTConfig, fit: int) -> dict[str, str]:
-    """What must be the same on a rank that joins; what is trained may change during a fit."""
+    """Settings that a rank which joins must have, too. The trained parameters may change during a fit."""
     parameters = {name: said.rpartition(" ")[0] for name, said in describe_parameters(module).items()}
     chosen = {name: repr(value) for name, value in vars(config).items() if name != "kernel"}
     versions = {"lightning_dct": __version__, "torch": torch.__version__}

@@ -1,6 +1,6 @@
 """The ranks that are present: a quorum of torchft, and a group of theirs that is made anew when it changes.
 
-    meet      wait for the others, in a quorum; whoever is behind first takes the state of a peer
+    meet      wait for the others, in a quorum; a rank that is behind first takes the state of a peer
     gather    every rank's bytes, in the group of this quorum
     agree     whether this rank takes what was gathered; a rank that does not is behind at the next meeting
 
@@ -93,8 +93,8 @@ class PresentRanks:
     Args:
         rank: This rank's number among those that were asked for.
         lighthouse: Its address, such as ``http://10.0.0.1:29510``.
-        give: What a rank that is behind gets from this one; called in a thread while this rank waits in :meth:`meet`.
-        take: Takes that from a peer, within :meth:`meet`.
+        give: Returns the state for a rank that is behind; called in a thread while this rank waits in :meth:`meet`.
+        take: Takes that state from a peer, within :meth:`meet`.
 
     Attributes:
         lost: Meetings of this rank that have brought nothing.
@@ -172,7 +172,7 @@ class PresentRanks:
         return False
 
     def gather(self, sent: Tensor, patience_s: float | None = None) -> Tensor | None:
-        """What all ranks of the meeting have sent, by rank: shape ``[ranks, *sent.shape]``; None if that has failed.
+        """The tensors that all ranks of the meeting have sent: shape ``[ranks, *sent.shape]``; None if that has failed.
 
         ``patience_s`` is how long to wait for the others, by default as for any transfer.
         """
@@ -206,7 +206,7 @@ class PresentRanks:
         return bytes(spread.tolist()).decode(errors="replace")
 
     def agree(self) -> bool:
-        """End a meeting, and return whether this rank takes what it has brought; if not, it is behind."""
+        """End a meeting, and return whether this rank takes its result; if not, it is behind."""
         failed = self._manager.errored()
         try:
             if self._manager.should_commit():

@@ -33,7 +33,7 @@ class Admission(NamedTuple):
 _SMALLEST_BITS = 6
 # The arrays of a cache's state, by slot.
 CACHE_ARRAYS = ("row_at", "last_used", "counts")
-# What has an entry for each slot of the cache.
+# Parts with an entry for each slot of the cache.
 ROW_STATE = ("copies", "residual", "outdated")
 
 

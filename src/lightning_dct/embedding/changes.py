@@ -49,7 +49,7 @@ class Message(NamedTuple):
 
 
 class SentRows(NamedTuple):
-    """A message, and what remains to be sent."""
+    """A message, and the rest that remains to be sent."""
 
     payload: Tensor  # shape `[message.layout.num_bytes]`, uint8
     positions: Tensor  # shape `[count]`, int64: positions in the flattened rows

@@ -53,7 +53,7 @@ class RowCollectives:
         return copied
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        """What a file holds: a group cannot be in one."""
+        """The contents of a file, without the group, which no file can hold."""
         if self.group is not None:
             raise TypeError(
                 "Sharded tables cannot be pickled while they have a process group: each rank has rows of its own."

@@ -189,7 +189,7 @@ class GrowingEmbeddingBags(ShardedEmbeddingBags):
         weakref.finalize(self, register_optimizer_step_pre_hook(before_step).remove)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy or a file holds: a copy has optimizers of its own."""
+        """The state of a copy or a file: a copy has optimizers of its own."""
         return {name: value for name, value in super().__getstate__().items() if name != "_optimizers"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

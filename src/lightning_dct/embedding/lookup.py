@@ -71,7 +71,7 @@ class Request(NamedTuple):
     message: changes.Message  # the form of the messages about these rows, in both directions
 
 
-# What a rank announces to each other: what it has come to; of a request the bytes of ids, look-ups and evicted rows,
+# A rank announces to each other: what it has come to; of a request the bytes of ids, look-ups and evicted rows,
 # and of the end of a backward which of the last look-ups it has reached, as bits.
 ANNOUNCED = 4
 REQUEST, END = 0, 1

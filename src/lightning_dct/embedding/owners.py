@@ -1,4 +1,4 @@
-"""What every rank knows of a row by its table and number: its owner, its place there and its initial value.
+"""Gives every rank a row's owner, its place there and its initial value, from its table and number.
 
 A table of fixed size with more rows than a rank's share is cut into blocks, which the ranks own in turn. So no rank
 has all of it, and its frequent rows, which most vocabularies put first, do not all belong to one rank. The other tables

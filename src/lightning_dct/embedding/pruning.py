@@ -1,4 +1,4 @@
-"""Prunes rows in training: keeps the quarters of rows that matter most, and the optimizer's state of them.
+"""Prunes rows in training: keeps the quarters of rows that matter most, and their optimizer state.
 
 The score of a quarter is how often its row was requested, times the squared distance from its initial value. A quarter
 that is not kept goes back to that value. Pruning pieces of rows in training is from Luo et al., *Fine-Grained Embedding

@@ -111,7 +111,7 @@ class ShardedEmbeddingBags(TableState):
         self.initial_bounds = np.array(bounds, dtype=np.float32)
 
     def extra_repr(self) -> str:
-        """What ``print`` shows."""
+        """The text of ``print``."""
         return (
             f"{len(self.table_rows)} tables, {self.num_rows} rows, embedding_dim={self.embedding_dim},"
             f" density={self.density}, value_format={self.value_format!r}"

@@ -161,7 +161,7 @@ class TableState(CompressedModule):
         return initial_rows(self.seed, tables, rows, self.initial_bounds, self.embedding_dim).to(self.weight)
 
     def rows_replaced(self, places: Int64Array | None = None) -> None:
-        """Have the other ranks receive these of this rank's rows whole, or all: they are no longer what they were."""
+        """Have the other ranks receive these of this rank's rows whole, or all, because they were replaced."""
         for mirror in self.mirrors.values():
             mirror.replaced(places)
 
@@ -250,7 +250,7 @@ class TableState(CompressedModule):
                 self.collected.add(torch.from_numpy(now)[mine].to(device), kept)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy or a file holds, with all messages that are under way."""
+        """The state of a copy or a file, with all messages that are under way."""
         if self.is_materialized:
             if self.latest_lookup is not None:
                 self.latest_lookup.take_answers()

@@ -28,7 +28,7 @@ from lightning_dct.wire.payload import BE_ALIKE
 from lightning_dct.wire.positions import PayloadError
 
 # The exchange of one bucket. It starts a collective and yields its work, the caller waits for that and resumes it, and
-# so on. It returns what has been received: payloads, or of a bucket that is not compressed the mean.
+# so on. It returns what it has received: payloads, or the mean of a bucket that is not compressed.
 Flow = Generator[dist.Work | Segments | Travel, None, Received | Tensor]
 
 
@@ -91,9 +91,9 @@ class Pending:
 
     @property
     def future(self) -> Future[Any]:
-        """The result, for which DistributedDataParallel waits; to be asked for before it is there.
+        """A future of the result, for DistributedDataParallel. Request it before the result is there.
 
-        On a GPU torch looks for tensors in it by pickling it: too slow for what an exchange of updates receives.
+        On a GPU torch pickles the result to find its tensors, which is too slow for an exchange of updates.
         """
         self._future = self._future or Future(devices=[] if self._device.type == "cpu" else [self._device])
         return self._future
@@ -119,7 +119,7 @@ class Pending:
 
 
 def complete(pendings: Sequence[Pending], traffic: Traffic, check_finite: bool = False) -> None:
-    """Complete buckets, in the order of sending, collective by collective: one is read while the next is in flight."""
+    """Complete buckets in the order of sending, collective by collective, and read one while the next is in flight."""
     while under_way := [pending for pending in pendings if pending.rounds_left]:
         for pending in under_way:
             pending.advance(traffic, check_finite)
@@ -134,7 +134,7 @@ def send_sparse(gradient: Tensor, everyone: Link) -> Flow:
 def send_dense(
     buffer: Tensor, plan: BucketPlan, deferred: set[int], memory: Memory, everyone: Link, dtype: torch.dtype
 ) -> Flow:
-    """Exchange a bucket without compressed tensors, and all of its residuals, in a dtype; of updates with their tag."""
+    """Exchange a bucket without compressed tensors, with all of its residuals, in a dtype; updates with their tag."""
     memory.send_out(buffer, plan, deferred, owned=True)
     everyone.traffic.add(entries=buffer.numel(), entries_sent=buffer.numel())
     sent, tag = buffer.to(dtype), memory.tag if memory.of_updates else 0

@@ -39,7 +39,7 @@ class Link:
 
     @cached_property
     def host_memory(self) -> "HostMemory | None":
-        """The way of a GPU's payloads over gloo; None over another backend."""
+        """Carries a GPU's payloads over gloo; None over another backend."""
         return HostMemory(self.group) if dist.get_backend(self.group) == "gloo" else None
 
     @property
@@ -63,7 +63,7 @@ class Link:
 
 
 class HostMemory:
-    """The way of a GPU's payloads over gloo: through pinned memory of the host, between neighbours of a ring.
+    """Carries a GPU's payloads over gloo: through pinned memory of the host, between neighbours of a ring.
 
     gloo's own collectives on tensors of a GPU copy each payload several times, in memory that is new each time. Here a
     stream beside the current one copies the payload to the host, a thread waits for that in the host's place, and sends
@@ -81,7 +81,7 @@ class HostMemory:
         self._ranks = dist.get_process_group_ranks(group)
 
     def all_gather(self, payload: Tensor) -> tuple["Travel", Tensor]:
-        """Start sending a payload (uint8, ``[size]``) to all ranks; what to wait for, and all payloads by rank."""
+        """Start sending a payload (uint8, ``[size]``) to all ranks; return what to wait for, and payloads by rank."""
         ranks, rank = len(self._ranks), self._group.rank()
         gathered = payload.new_empty(ranks, payload.numel())
         host = _room(gathered.shape, payload.device)
@@ -101,7 +101,7 @@ class HostMemory:
         return Travel(travel, arrive, payload), gathered
 
     def all_to_all(self, payloads: Tensor, sizes: list[int], expected: list[int]) -> tuple["Travel", Tensor]:
-        """Start sending each rank its own of payloads, one after the other; what to wait for, and what arrives."""
+        """Start sending each rank its own payload; return what to wait for, and what arrives."""
         rank, received = self._group.rank(), payloads.new_empty(sum(expected))
         outgoing, incoming = (_room((sum(n),), payloads.device) for n in (sizes, expected))
         copied, tag = _copy_beside(payloads, outgoing), self._tags(1)
@@ -208,7 +208,7 @@ def all_gather_payload(payload: Tensor, link: Link) -> tuple[dist.Work | Segment
 def all_to_all(
     payloads: Tensor, sizes: Sequence[int], expected: Sequence[int], link: Link
 ) -> tuple[dist.Work | Travel, Tensor]:
-    """Start sending each rank its own of payloads (uint8, one after the other), ``sizes[r]`` bytes for rank ``r``.
+    """Start sending rank ``r`` its ``sizes[r]`` bytes of ``payloads`` (uint8, one payload after the other).
 
     Return the work to wait for, and what arrives, uint8: ``expected[r]`` bytes from rank ``r``, in the ranks' order.
     """
@@ -221,7 +221,7 @@ def all_to_all(
 
 
 def spread_payload(payload: Tensor, sizes: Sequence[int], link: Link) -> tuple[dist.Work | Travel, Tensor]:
-    """The same with one payload of ``sizes[own rank]`` bytes for all ranks, because all-gather needs equal sizes."""
+    """Start sending one payload of ``sizes[own rank]`` bytes to all ranks; all-gather would need equal sizes."""
     return all_to_all(payload.repeat(link.size), link.size * [payload.numel()], sizes, link)
 
 
@@ -241,7 +241,7 @@ def all_reduce_max(numbers: Tensor, link: Link) -> dist.Work:
 
 def extremes(numbers: Tensor, link: Link) -> tuple[list[int], list[int]]:
     """The smallest and the largest of all ranks' numbers, shape ``[n]``, int64."""
-    both = torch.cat([numbers, ~numbers])  # the largest complement is that of the smallest
+    both = torch.cat([numbers, ~numbers])  # the smallest number has the largest complement
     all_reduce_max(both, link).wait()
     most, least = both.chunk(2)
     return (~least).tolist(), most.tolist()

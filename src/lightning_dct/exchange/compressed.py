@@ -8,8 +8,8 @@ sends ``W - 1`` payloads. There is only one threshold, so residuals are smaller 
 
 ``sharded``: every rank sums the pieces it owns and sends the large entries of the sums. A rank sends ``(W - 1) / W`` of
 its selection, and the same share of the sums: the traffic of a parameter server (Gupta et al., KDD 2021, section 3)
-that is distributed over the ranks. An owner sends three times as many entries as a rank, in 2 bits each. Of
-gradients it keeps the rest. Of updates the ranks keep in their own weights what an owner does not take: otherwise each
+that is distributed over the ranks. An owner sends three times as many entries as a rank, in 2 bits each. It keeps the
+rest of gradients. With updates, the ranks keep in their own weights what an owner does not take; otherwise each rank
 would make that step again before it arrives. The owner then keeps rounding errors only, and so does a node.
 
     rank r              compress, a payload for each owner            all-to-all
@@ -103,7 +103,7 @@ class Sharded(Exchange):
         sums = compressed.payload.new_empty(sum(own.plan.sizes), dtype=plan.residual_dtype)
         decompress(memory, Received(received.view(ranks, -1), own.packed, 1.0, own=None, tag=tag), sums)
         deferred = unused_tensors(sums, own.sums) if self._defer_unused else set()
-        # Of updates, the ranks keep in their own weights what is not sent.
+        # With updates, the ranks keep in their own weights what is not sent.
         summed = Bucket([sums], [memory.owned_of(own.packed, sums.device)], 1.0, memory.of_updates)
         sent = compress(memory, summed, own.sums, deferred, tag)
         work, spread = spread_payload(sent.payload, [shard.sums.num_bytes for shard in shards], self.everyone)

@@ -211,10 +211,10 @@ def _cost(between: float, inside: float) -> float:
 def make_groups(
     wanted: Sequence[tuple[int, ...]], group: dist.ProcessGroup, timeout: timedelta | None
 ) -> list[dist.ProcessGroup]:
-    """Make groups, and return those that have this rank, in the order of ``wanted``.
+    """Make groups, and return those with this rank, in the order of ``wanted``.
 
     All ranks of the job call this together. ``group`` has all of them or some, such as those of a pipeline's stage.
-    ``wanted`` are the ranks of each group that any rank of ``group`` wants, the same on all of them.
+    ``wanted`` lists the ranks of each group that a rank of ``group`` wants; it is the same on all of these ranks.
     """
     to_make = list(wanted)
     if group.size() < dist.get_world_size():

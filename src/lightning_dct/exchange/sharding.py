@@ -34,19 +34,19 @@ class Shard:
 
     @cached_property
     def packed(self) -> BucketPlan:
-        """The same pieces without gaps."""
+        """The plan of these pieces without gaps."""
         return replace(self.plan, starts=None)
 
     @cached_property
     def sums(self) -> BucketPlan:
-        """The same for the owner's sums, which have thresholds of their own."""
+        """The plan of the owner's sums, which have thresholds of their own."""
         return sums_of(replace(self.packed, names=tuple(f"sum of {name}" for name in self.packed.names)))
 
 
 def sums_of(plan: BucketPlan) -> BucketPlan:
-    """How the sums of what ranks send of some tensors are sent: three times as many entries, and 2 bits instead of one.
+    """The plan of sums over ranks: three times as many entries, and 2 bits instead of one.
 
-    Ranks send different entries, and a sum is the larger the more of them have sent it: ``docs/evidence/sums.md``.
+    Ranks send different entries, and a sum grows with the number of ranks that have sent it: ``docs/evidence/sums.md``.
     """
     pairs = zip(plan.sizes, plan.targets, strict=True)
     targets = (max(t, min(SUM_TIMES * t, int(SUM_MOST * size))) if t else 0 for size, t in pairs)
@@ -55,7 +55,7 @@ def sums_of(plan: BucketPlan) -> BucketPlan:
 
 
 def share_out(model: BucketPlan, owners: int) -> dict[str, tuple[OwnedPiece, ...]]:
-    """Divide a model's tensors among owners, so that about as many bytes are sent for each.
+    """Divide a model's tensors among owners, so that about the same number of bytes is sent for each.
 
     Returns:
         Each tensor's pieces in ascending order, by name.
@@ -88,7 +88,7 @@ def _bits(size: int, target: int, model: BucketPlan) -> int:
 class Cut(NamedTuple):
     """A bucket divided among owners: each one's shard, and the plan of all shards together, a payload for each.
 
-    ``sums`` is the same for sums.
+    ``sums`` is that plan for the sums.
     """
 
     shards: tuple[Shard, ...]

@@ -1,9 +1,9 @@
-r"""What the ranks do together, in order: compared before they can wait for each other in different collectives.
+r"""Compares the order in which ranks do things together, before they wait for each other in different collectives.
 
-A rank comes to *places*: exchanges, and whatever else takes several ranks, such as a barrier. It numbers those that it
-shares with another rank, and at the same number both must do the same. Mostly they do, and say nothing. A rank *asks*
-the others if it does what it has not done before in this order, or if ranks with uneven batches would do it at
-different places. It waits until all have come to that place:
+A rank comes to *places*: exchanges, and anything else that takes several ranks, such as a barrier. It numbers the
+places that it shares with another rank, and at the same number both must do the same. Mostly they do, and say nothing.
+A rank *asks* the others if it does something for the first time in this order, or if ranks with uneven batches would
+do it at different places. It waits until all have come to that place:
 
     rank 0    9: exchange --- 10: barrier, asks ---- waits ---------------- ends, with the places of both ranks
     rank 1    9: exchange --- 10: exchange, waits for rank 0 -- is asked -- ends
@@ -62,7 +62,7 @@ class Course:
         self._asked: list[dict[str, Any]] = []
         # When this rank has come to its last place, unless it has asked about it.
         self._since: float | None = None
-        # What this rank has done last, and all that it has done in such an order.
+        # The last things that this rank has done, and all that it has done in such an order.
         self._recent: deque[str] = deque(ORDER * [""], maxlen=ORDER)
         self._usual: set[tuple[str, ...]] = set()
         # Stop points that this rank has passed, signals of which it does not know yet where all act, and those it does.

@@ -96,7 +96,7 @@ class Hub:
 
     def _serve_once(self) -> None:
         wait = None if self._decide_at is None else max(self._decide_at - time.monotonic(), 0.0)
-        # Those who have said something first, before they are dropped as strangers.
+        # First those that have said something, before they are dropped as strangers.
         for key, _ in sorted(self._selector.select(wait), key=lambda event: event[0].fileobj is self._listener):
             if key.fileobj is self._listener:
                 with suppress(OSError):  # the caller has closed the connection

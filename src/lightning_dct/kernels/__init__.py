@@ -1,4 +1,4 @@
-"""The kernels: what is done with whole tensors before and after an exchange.
+"""The kernels: operations on whole tensors before and after an exchange.
 
 ========  ===========  ==================================================================
 kernel    needs        description

@@ -1,7 +1,7 @@
 """The loops of :mod:`lightning_dct.kernels.plain`, compiled for this CPU by numba (extra ``fast``).
 
-Selecting reads the weights once, and adding the mean reads and writes them once. All else works on what is sent: flags,
-64 to a word, and values. A loop over the set flags of a word costs as little as the flags are few, and needs no
+Selecting reads the weights once, and adding the mean reads and writes them once. All else works on the sent entries:
+flags, 64 to a word, and values. A loop over the set flags of a word costs little if the flags are few, and needs no
 temporary tensor.
 
 All of it is in one file, because numba keeps what it has compiled of a function until that function's own file changes.

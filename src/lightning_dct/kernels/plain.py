@@ -1,4 +1,4 @@
-"""What is done with whole tensors before and after an exchange on a CPU: the contract of its kernels, in plain torch.
+"""Operations on whole tensors before and after an exchange on a CPU: the contract of its kernels, in plain torch.
 
 The tensors of a bucket are given as lists of flat tensors, of fp32 or fp64, which may lie anywhere in memory. *Flags*
 say which entries are sent: one bit an entry, the first in the lowest bit, in a uint8 tensor of
@@ -30,7 +30,7 @@ class Selection(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """What some senders send of a bucket, as receivers read it."""
+    """The parts of a bucket that some senders send, as receivers read them."""
 
     flags: Tensor  # shape `[senders, bytes]`, contiguous: the bucket's flags
     values: Tensor  # shape `[sum(counts)]`, fp32: those of one sender after the other
@@ -106,9 +106,9 @@ def _select_at_once(
 
 
 def thin(flags: Tensor, begin: int, size: int, values: Tensor, target: int, limit: float) -> Tensor:
-    """Of a tensor's flagged entries leave those that reach a limit, at most ``target``: a regular sample; in place.
+    """Keep the flags of a tensor's entries that reach a limit; of more than ``target``, a regular sample; in place.
 
-    ``values`` are those of all its flagged entries, and may be overwritten; the result those of the remaining ones.
+    ``values`` are those of all its flagged entries, and may be overwritten. The result has the remaining ones.
     """
     # "Not below" instead of "at or above", because it is true for NaN.
     large = (values.abs() < torch.tensor(limit, dtype=values.dtype)).logical_not_()
@@ -119,7 +119,7 @@ def thin(flags: Tensor, begin: int, size: int, values: Tensor, target: int, limi
 
 
 def keep_some(flags: Tensor, begin: int, size: int, values: Tensor, keep: Tensor) -> Tensor:
-    """Leave those of a tensor's flagged entries where ``keep`` (shape ``[count]``, bool) is set."""
+    """Keep only the flagged entries of a tensor where ``keep`` (shape ``[count]``, bool) is set."""
     marks = unpack_bits(flags, 8 * flags.numel()).view(torch.bool)
     of_tensor = marks[begin : begin + size]
     of_tensor[of_tensor.clone()] = keep
@@ -153,10 +153,10 @@ def add_sums(
 ) -> None:
     """Add ``weights[n]`` times the sum of what senders send, in their order.
 
-    All but the last weight are for ``n`` senders, so there are ``len(weights) - 1`` whose values are summed; another
-    one may follow. ``n`` is how many of them sent a value other than zero. ``weights`` have the dtype of the totals.
-    The same is added to ``owns``, after what sender number ``mine`` sends was subtracted from them (-1: nothing). Of
-    one that is not summed, only entries count whose sum is not zero.
+    ``n`` counts the senders of a value other than zero. ``weights`` starts at ``n = 0`` and has the dtype of the
+    totals. So the values of ``len(weights) - 1`` senders are summed; another sender may follow. The same is added to
+    ``owns``, after the values of sender number ``mine`` were subtracted from them (-1: nothing). Of a sender that is
+    not summed, only entries count whose sum is not zero.
     """
     of_senders = _by_tensor(totals, first, sent)
     for number, total in enumerate(totals):

@@ -12,7 +12,7 @@ from lightning_dct.kernels import triton_bits as tb
 
 @triton.jit
 def count_flags(parts, block_part, blocks, payloads, stride, counts):
-    """Of Elias-Fano codes: the number of set flags of each block of them, row by row."""
+    """The number of set flags in each block of Elias-Fano codes, row by row."""
     b, row = tl.program_id(0), tl.program_id(1)
     p = tl.load(block_part + b)
     part = parts + p * tb.PART
@@ -24,7 +24,7 @@ def count_flags(parts, block_part, blocks, payloads, stride, counts):
 
 @triton.jit
 def decode(parts, block_part, blocks, ends, payloads, stride, words, flags, wrong, num_parts, PLANES: tl.constexpr):
-    """Elias-Fano codes as scratch flags, which are zero before, row by row; what is no such code is reported."""
+    """Decode Elias-Fano codes into scratch flags, which are zero before, row by row; report invalid codes."""
     b, row = tl.program_id(0), tl.program_id(1)
     p = tl.load(block_part + b)
     part = parts + p * tb.PART
@@ -89,7 +89,7 @@ def judge(
     tensors, parts, blocks, ends, payloads, stride, wrong, header, tag, num_parts,
     ROUNDS: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Into ``wrong``, of each row and part: 1 for a payload that is not one of this layout, 2 for infinite scales."""
+    """Write to ``wrong``, for each row and part: 1 for a payload of another layout, 2 for infinite scales."""
     p, row = tl.program_id(0), tl.program_id(1)
     part = parts + p * tb.PART
     head = payloads + row * stride + tl.load(part)
@@ -128,8 +128,8 @@ def open_words(
 ):  # fmt: skip
     """For some blocks (``chunk`` from ``first`` on) of each row: flags, and where the values of a word are.
 
-    Of each block these are ``WORDS`` words of flags, and as many of signs in the places of their entries; of 2bit also
-    which entries are large. Of fp32 and bf16 they are the number of a word's first value. Here a thread has a word, and
+    A block has ``WORDS`` words of flags, and as many of signs in the places of their entries; with 2bit also words of
+    which entries are large. With fp32 and bf16 it has the number of each word's first value. Here a thread has a word,
     in :func:`add` an entry.
     """
     local, row = tl.program_id(0), tl.program_id(1)
@@ -160,7 +160,7 @@ def open_words(
 
 @triton.jit
 def _values(tensors, parts, t, payload, opened, BASE: tl.constexpr, FORMAT: tl.constexpr):
-    """What a sender has sent of a block: which entries, and their values, zero elsewhere."""
+    """A sender's part of a block: which entries it has sent, and their values, zero elsewhere."""
     lane = tl.arange(0, 32)[None, :].to(tl.uint32)
     out = opened + tl.arange(0, tb.WORDS)[:, None]
     m = tl.load(out)

@@ -110,7 +110,7 @@ def get_bits(words, bit, n):
 
 @triton.jit
 def place(tensors, block_tensor, b):
-    """Of a block: its tensor, its first entry there, the tensor's entries, and its first word in the scratch."""
+    """A block's tensor, its first entry there, the tensor's entries, and its first word in the scratch."""
     t = tl.load(block_tensor + b)
     k = b - tl.load(tensors + t * TENSOR + 1)
     size = tl.load(tensors + t * TENSOR)

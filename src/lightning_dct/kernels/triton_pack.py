@@ -19,8 +19,8 @@ def mark(
 ):  # fmt: skip
     """Flag what is sent, and write its signs, number and magnitude of each block.
 
-    Pass 0 flags what reaches its threshold. Pass 1 leaves of it what reaches a limit, where there is one, and pass 2 a
-    regular choice of that, where it is still too much. Infinite and NaN entries reach everything.
+    Pass 0 flags entries that reach their threshold. Where there is a limit, pass 1 keeps those that reach it. Where too
+    many are left, pass 2 keeps a regular choice of them. Infinite and NaN entries reach everything.
     """
     b = tl.program_id(0)
     t, start, size, word = tb.place(tensors, block_tensor, b)
@@ -118,7 +118,7 @@ def limit(
     BASE: tl.constexpr, INTEGER: tl.constexpr, BITS: tl.constexpr, SAMPLE: tl.constexpr, GUARD: tl.constexpr,
     FACTOR: tl.constexpr, RESELECT: tl.constexpr, TINY: tl.constexpr,
 ):  # fmt: skip
-    """The limit of each tensor of which too much is flagged, and its next threshold: see ``threshold.py``.
+    """The limit of each tensor with too many flags, and its next threshold: see ``threshold.py``.
 
     ``aims`` has two numbers a tensor: the guard's exponent, and what it aims at. The limit is -1 where there is none,
     and infinite for a tensor with infinite or NaN entries, of which only these are sent.
@@ -164,7 +164,7 @@ def _total(numbers, first, last, ROUNDS: tl.constexpr):
 
 @triton.jit
 def average(tensors, ends, sums, means, payload, ROUNDS: tl.constexpr, SCALES: tl.constexpr):
-    """The mean magnitude of what each tensor sends: fp64. With ``SCALES`` it goes into the payload, as fp32."""
+    """The mean magnitude of each tensor's sent entries: fp64. With ``SCALES`` it goes into the payload, as fp32."""
     t = tl.program_id(0)
     first, last = tl.load(tensors + t * tb.TENSOR + 1), tl.load(tensors + (t + 1) * tb.TENSOR + 1)
     n = tl.load(ends + last) - tl.load(ends + first)
@@ -309,7 +309,7 @@ def settle(
     addresses, count, tensors, block_tensor, taus, means, fits, scale, lost, flags, payload,
     DTYPE: tl.constexpr, BASE: tl.constexpr, SCALED: tl.constexpr, FORMAT: tl.constexpr, OTHERS_KEEP: tl.constexpr,
 ):  # fmt: skip
-    """Write what is left into residuals; of updates, take the share ``lost`` of it from own weights."""
+    """Write the unsent rest into residuals; with updates, take the share ``lost`` of it from own weights."""
     b = tl.program_id(0)
     t, start, size, word = tb.place(tensors, block_tensor, b)
     if tl.load(taus + t) >= 0:

@@ -27,8 +27,8 @@ class PipelineMesh:
 
     Attributes:
         stages: Ranks in a pipeline.
-        stage: This rank's, from 0.
-        replica: This rank's pipeline, from 0.
+        stage: This rank's stage, from 0.
+        replica: The number of this rank's pipeline, from 0.
         pipeline: The ranks of this pipeline, by stage, for activations and their gradients.
         data_parallel: The ranks with the same pieces, one of each pipeline.
         control: The ranks of this pipeline, by stage, for logs and checkpoints, on the CPU.

@@ -120,7 +120,7 @@ class DCTPipelineStrategy(DCTStrategy):
         return {"num_replicas": self.world_size // self.stages, "rank": self.global_rank // self.stages}
 
     def connect(self, model: pl.LightningModule) -> None:
-        """Refuse what needs the whole model, or the whole backward, at once (ValueError)."""
+        """Refuse settings and callbacks that need the whole model, or the whole backward, at once (ValueError)."""
         if not model.automatic_optimization:
             raise ValueError(
                 "`DCTPipelineStrategy` works with automatic optimisation only: the schedule runs backward itself, in"
@@ -251,7 +251,7 @@ class DCTPipelineStrategy(DCTStrategy):
         self.come_to(f"{EXCHANGE} of activations in {step}", group=self._placed.pipeline)
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Combine over the pipelines: all ranks of a pipeline have the same value, which counts once."""
+        """Combine values over the pipelines: all ranks of a pipeline have the same value, which counts once."""
         return super().reduce(tensor, self._placed.data_parallel if group is None else group, reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

@@ -1,7 +1,7 @@
 """Gives all ranks the same buffers, uncompressed, as DistributedDataParallel does; and a rank its own back afterwards.
 
-every rank     a checksum of each buffer; nothing is sent of those that all ranks have alike
-differ         running statistics of normalisation layers: the mean; any other: that of the first rank
+every rank     sends a checksum of each buffer; buffers that are equal on all ranks are not sent
+if it differs  running statistics of normalisation layers take the mean, other buffers the first rank's values
 """
 
 import zlib
@@ -42,7 +42,7 @@ class Buffers:
         self._shown: dict[str, Tensor] = {}
 
     def exchange(self, averages: bool = True) -> None:
-        """Give every rank the same; a collective call. Without ``averages`` all are those of the first rank.
+        """Give every rank the same buffers; a collective call. Without ``averages`` all come from the first rank.
 
         Raises:
             ValueError: The ranks have different buffers, or of different sizes; on every rank.
@@ -58,7 +58,7 @@ class Buffers:
         link.traffic.add(bytes_of_buffers=link.traffic.totals.bytes_sent - before)
 
     def _differing(self, buffers: Mapping[str, Tensor], link: Link) -> list[str]:
-        """The names of buffers that are not bit for bit the same on all ranks, which all of them agree on."""
+        """The names of buffers whose bits differ between ranks; the same names on every rank."""
         described = {name: f"{list(one.shape)} {one.dtype}" for name, one in buffers.items()}
         layout, device = zlib.crc32(repr(described).encode()), _device_of(buffers.values())
         if self._layout is None:
@@ -74,7 +74,7 @@ class Buffers:
         return []
 
     def _agree(self, described: Mapping[str, str], layout: int, link: Link) -> None:
-        """Refuse buffers that are not of the same names, sizes and dtypes on all ranks."""
+        """Refuse buffers whose names, sizes or dtypes differ between ranks."""
         for rank, theirs in enumerate(everyone := gather_objects(described, link.group)):
             first = everyone[0]
             for name in first | theirs:
@@ -85,22 +85,22 @@ class Buffers:
                         " keep it as a plain attribute, or set `broadcast_buffers=False`."
                     )
             if list(theirs) != list(first):
-                raise ValueError("The ranks have their buffers in different orders. Register them in one order.")
+                raise ValueError("The ranks have their buffers in different orders. Register them in the same order.")
         self._layout, self._count = layout, len(described)
 
     def own(self) -> dict[str, Tensor]:
-        """This rank's own, also while an evaluation is shown others, or what was written into these."""
+        """This rank's own buffers, also while an evaluation sees others; or what was written over those."""
         return {name: self._own[name] if self._is_shown(name, one) else one for name, one in self.named().items()}
 
     def show(self, exchange: Callable[[], None]) -> None:
-        """Show an evaluation what ``exchange`` makes of this rank's own, until :meth:`give_back`."""
+        """Show an evaluation what ``exchange`` makes of this rank's own buffers, until :meth:`give_back`."""
         self.continue_training()
         self._own = {name: buffer.clone() for name, buffer in self.named().items()}
         exchange()
         self._shown = {name: buffer.clone() for name, buffer in self.named().items()}
 
     def give_back(self) -> None:
-        """Continue with this rank's own, or with what was written over those that were shown and not taken back."""
+        """Continue with this rank's own buffers, or with values written over those shown and not taken back."""
         for name, buffer in self.named().items():
             if self._is_shown(name, buffer):
                 buffer.copy_(self._own.pop(name))
@@ -126,18 +126,18 @@ class PresentBuffers(Buffers):
         self.agreed: dict[str, Tensor] = {}
 
     def exchange(self, averages: bool = True) -> None:
-        """Take those of the last exchange. It is no collective call: ranks that are not present would be missed."""
+        """Take the buffers of the last exchange. This is no collective call, because some ranks may not be present."""
         for name, buffer in self.named().items():
             if name in self.agreed:
                 buffer.copy_(self.agreed[name])
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all of them."""
+        """Bytes of all buffers."""
         return sum(buffer.nbytes for buffer in self.named().values())
 
     def changed(self) -> int:
-        """A bit for each that is not as of the last exchange, or for several if there are many."""
+        """A bit for each buffer that has changed since the last exchange; if there are many, several share a bit."""
         found = enumerate(self.named().items())
         bits = {
             number % _BITS
@@ -147,7 +147,7 @@ class PresentBuffers(Buffers):
         return sum(1 << bit for bit in bits)
 
     def to_bytes(self, changed: int) -> Tensor:
-        """Those with a bit, one after the other: shape ``[bytes]``, uint8."""
+        """The buffers with a bit, one after the other: shape ``[bytes]``, uint8."""
         parts = [as_bytes(buffer.detach().cpu()) for _, buffer in self._with_bits(changed)]
         return torch.cat([torch.empty(0, dtype=torch.uint8), *parts])
 
@@ -167,7 +167,7 @@ class PresentBuffers(Buffers):
         return [item for number, item in enumerate(self.named().items()) if changed >> (number % _BITS) & 1]
 
 
-# Of an int64 that is not negative.
+# Bits of an int64 without its sign.
 _BITS = 62
 
 

@@ -26,9 +26,7 @@ class GradientSynchronizer(Synchronizer):
     A *synchronisation* is one pass over all buckets: one for each optimizer step, whatever the number of micro-batches.
 
     Args:
-        config: See :class:`Synchronizer`.
-        parameter_names: See there.
-        exchange: See there.
+        config, parameter_names, exchange: See :class:`Synchronizer`.
         defer_unused: Send nothing of a tensor that this rank's backward did not use. With ``find_unused_parameters``
             DDP discards the mean of a parameter that no rank has used, and what was sent would be lost.
         loss_scale: Gives the loss scale of mixed-precision training; None if there is none. With it, a synchronisation

@@ -57,7 +57,7 @@ UNTRIED = Trial(False, ())
 
 
 class _Refused(Exception):
-    """Why an optimizer does not go with weights of the rank's own, and the remedy."""
+    """An optimizer cannot train each rank's own weights; the message says why, and the remedy."""
 
 
 def try_out(optimizer: Optimizer) -> Trial:

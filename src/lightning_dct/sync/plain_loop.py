@@ -79,7 +79,7 @@ class Updates:
         for optimizer in self.optimizers:
             refuse(optimizer)
         self.project = project
-        # As torchrun says it; without it, each rank counts as a node of its own.
+        # torchrun sets these; without it, each rank counts as a node of its own.
         self.node_rank = int(os.environ.get("GROUP_RANK", dist.get_rank()))
         self.local_rank = int(os.environ["LOCAL_RANK"]) if "GROUP_RANK" in os.environ else 0
         self.traffic = Traffic(recorded)

@@ -33,7 +33,7 @@ class InFlight:
 
     Attributes:
         names: The parameters.
-        entries: Entries of these parameters.
+        entries: Their entries.
         due: The optimizer's step after which the mean is applied.
         pending: The exchange; None once it is complete.
         arrived: What it has brought, once it is complete: payloads, or the mean, shape ``[n]``.
@@ -57,10 +57,10 @@ class Rounds:
     Attributes:
         steps: Its steps so far.
         names: Its parameters that take part.
-        known: The same, and parameters that are known not to.
-        buckets: The same, by bucket.
-        what: What is exchanged, as a digest of the parameters, their sizes and buckets.
-        said: The same in words.
+        known: These, and parameters that are known not to take part.
+        buckets: The names by bucket.
+        what: A digest of what is exchanged: the parameters, their sizes and buckets.
+        said: A description of it, for messages.
         dense_entries: Entries that the dense fp32 exchange of its gradients would send in a step; None if not counted.
         sparse: Parameters with sparse gradients, of which that exchange would send the rows that a step has used.
         without_gradient: Parameters that have had no gradient yet, sparse or dense.
@@ -91,7 +91,7 @@ class Rounds:
     def due(self, length: int, takes_turns: bool) -> list[list[str]]:
         """The buckets that are sent after this step, ``length`` steps after the last time.
 
-        Those that take turns are left out while they are in flight since a short first round.
+        Buckets that take turns are left out while they are still in flight from a short first round.
         """
         if not takes_turns:
             return self.buckets if is_due(self.steps, length) else []

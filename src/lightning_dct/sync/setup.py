@@ -131,7 +131,7 @@ def compare_places(synchronizer: Synchronizer, strategy: Any, group: dist.Proces
 
 
 def start_alike(tensors: Iterable[Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
-    """Give all ranks of a group the tensors of one; a collective call."""
+    """Give all ranks of a group the tensors of one rank; a collective call."""
     for tensor in tensors:
         own = as_real(local_of(tensor.detach()))
         same = own.contiguous()

@@ -50,7 +50,7 @@ class StepGuard:
             return
         stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for updates, parameter in product(self._synchronizers(), stepped):
-            # Within a step that is seen others may step, too, what is exchanged already.
+            # Within a step that is seen, others may also step parameters that are exchanged already.
             is_seen = self._stepping is not None and updates.takes_part(parameter)
             name = updates.parameter_names.get(parameter)
             # What is written into shared weights while they are shown is taken over.

@@ -55,7 +55,7 @@ class Synchronizer:
         refresh_every: The number of those steps after which the synchronizer requests a refresh itself; infinite if a
             callback requests it.
         given_density: The share of entries that was set in mid-run; None if none was.
-        epoch: In which this rank is, as far as that is known; what is sent in another one is refused.
+        epoch: This rank's epoch, as far as it is known; payloads of another epoch are refused.
         lifeline: Compares what the ranks do; None if there is none.
         peers: The ranks of the job that do the same as this one.
     """
@@ -191,7 +191,7 @@ class Synchronizer:
             self.set_density(state["density"])
 
     def shared_state(self) -> dict[str, Any]:
-        """The part of the state that all ranks of the exchange have alike, by name: numbers and tensors."""
+        """The part of the state that is equal on all ranks of the exchange, by name: numbers and tensors."""
         steps = {"synchronisations": self.synchronisations, "steps_since_refresh": self.steps_since_refresh}
         return {**steps, "density": self.config.density}
 

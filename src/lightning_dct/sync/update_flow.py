@@ -28,7 +28,7 @@ class UpdateFlow:
         self._traffic = exchange.everyone.traffic
 
     def plan(self, names: Sequence[str], length: int) -> BucketPlan:
-        """What is sent of some parameters, so many steps after the last time."""
+        """How some parameters are sent, so many steps after the last time."""
         sizes, dtype = [self._weights.sizes[name] for name in names], real_dtype(self._weights.parameters[names[0]])
         return self._plans.of(names, sizes, dtype, length / self._plans.config.round_length)
 

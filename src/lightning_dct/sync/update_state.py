@@ -22,7 +22,7 @@ COUNTED_STEPS = "counted steps"
 
 
 class UpdateState(Synchronizer):
-    """What :class:`~lightning_dct.sync.updates.UpdateSynchronizer` has between two exchanges.
+    """The state of :class:`~lightning_dct.sync.updates.UpdateSynchronizer` between two exchanges.
 
     Args, beside those of :class:`Synchronizer`:
         buffers: This rank's buffers, which are exchanged uncompressed.
@@ -93,8 +93,8 @@ class UpdateState(Synchronizer):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state; the model has the shared weights of the checkpoint.
 
-        If somebody has edited those of a parameter in the file, or a hook has written into them, they become this
-        rank's own weights too. Otherwise the next exchanges would undo that.
+        If a parameter's shared weights were edited in the file, or a hook has written into them, they become this
+        rank's own weights too. Otherwise the next exchanges would undo the edit.
 
         Raises:
             ValueError: A saved tensor has another size than the parameter of its name.
@@ -140,7 +140,7 @@ class UpdateState(Synchronizer):
         self._settled = self._excluded()
 
     def shared_state(self) -> dict[str, Any]:
-        """As in the base class, with clocks, shared weights, and the means in flight, which change them."""
+        """The base class's, with clocks, shared weights, and the means in flight that will change them."""
         clocks, in_flight = save_rounds(self._rounds, self.weights.parameters, self._to_refresh, self.flow.read)
         means = {name: mean for name, mean in in_flight.items() if name.startswith("mean of ")}
         shared = {f"shared weights of {name}": self.weights.shared(name) for name in self.weights.parameters}
@@ -154,7 +154,7 @@ class UpdateState(Synchronizer):
 
 
 def _is_edited(name: str, shared: Tensor, state: Mapping[str, Any]) -> bool:
-    """Whether a parameter's shared weights are others than those that were saved with a state, in its dtype."""
+    """Whether a parameter's shared weights differ from those saved with a state, in its dtype."""
     known = state.get("shared", {})
     is_known = name in known and state["weights"][name].dtype == shared.dtype
     return is_known and checksum_of(shared) != known[name]

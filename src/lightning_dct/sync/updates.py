@@ -129,7 +129,7 @@ class UpdateSynchronizer(UpdateState):
             )
 
     def takes_part(self, parameter: Tensor) -> bool:
-        """Whether a parameter is registered, or known not to be exchanged."""
+        """Whether a parameter is registered or known not to be exchanged."""
         return parameter in self._settled
 
     def follow(self, settings: RunSettings) -> None:
@@ -154,7 +154,7 @@ class UpdateSynchronizer(UpdateState):
 
     @property
     def fewest_steps(self) -> int:
-        """The steps of the optimizer that has made the fewest of all that have begun."""
+        """The fewest steps that any optimizer has made, of those that have begun."""
         return min((rounds.steps for rounds in self._rounds.values() if rounds.names and rounds.steps), default=0)
 
     def _change(self, config: DCTConfig) -> None:
@@ -203,7 +203,7 @@ class UpdateSynchronizer(UpdateState):
         self.memory.awaited.poll()
 
     def _exchange_buffers_with(self, rounds: Rounds) -> None:
-        """Exchange buffers with those of the first optimizer, or of another one while that rests."""
+        """Exchange buffers when the first optimizer exchanges, or another one while the first rests."""
         first = min([number for number, other in self._rounds.items() if other.names])
         if rounds is self._rounds[first] or rounds.since_buffers > self.config.round_length:
             for other in self._rounds.values():

@@ -170,7 +170,7 @@ def read_dense(layout: PayloadLayout, payload: Tensor) -> Tensor:
 
 
 def tag_of(*what: object) -> int:
-    """A tag of what ranks must have alike: 15 bits, not all zero."""
+    """A tag of things that ranks must share: 15 bits, not all zero."""
     return 1 + zlib.crc32(repr(what).encode()) % 0x7FFF
 
 

@@ -165,7 +165,7 @@ class PositionCode:
         """
         if self.is_bitmap:
             flags[: self.num_bytes] = message
-            if self.universe % 8:  # what stands behind the end is no position
+            if self.universe % 8:  # flags behind the end are no positions
                 flags[self.num_bytes - 1] &= (1 << self.universe % 8) - 1
         elif fastest_kernel(message.device.type) == "numba":
             lengths = self.universe, self.num_flags, self.low_bits, self.capacity

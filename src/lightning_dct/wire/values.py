@@ -124,7 +124,7 @@ def decode_values(data: Tensor, count: int, tensor_index: Tensor, scales: Tensor
 
 
 def decode_units(data: Tensor, count: int, value_format: str) -> Tensor:
-    """The same before they are multiplied by the scale of their tensor: fp32, in memory of their own."""
+    """The values before they are multiplied by their tensor's scale: fp32, in memory of their own."""
     if value_format == "fp32":
         return _viewed(data[: 4 * count], torch.float32)
     if value_format == "bf16":
