@@ -1,6 +1,8 @@
 import gc
+import multiprocessing
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,11 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
 from distributed.forking_python import ForkingPython
-from distributed.harness import Ranks, seed
+from distributed.harness import PYTHON, Ranks, seed
 
+# The worker of pytest that this process is may be forked.
+FORKING, sys.executable = sys.executable, PYTHON
+multiprocessing.set_executable(PYTHON)
 # Small tensors gain nothing from threads, and threads that wait for each other lose much where others work too.
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
@@ -64,6 +69,15 @@ SLOW = (
 WORLD_SIZES = ("world_size", "saved", "loaded", "resumed", "world")
 # These begin first: begun last, one of them would leave all workers but one with nothing to do.
 LONGEST = ("elastic/test_lost_ranks.py", "reliability/", "experiments/", "test_examples.py", "test_readme.py")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The workers of pytest-xdist are forked too, all from one process that has imported Lightning."""
+    if getattr(config.option, "tx", None) and not hasattr(config, "workerinput") and hasattr(os, "pidfd_open"):
+        folder = tempfile.TemporaryDirectory()
+        python = ForkingPython(Path(folder.name))
+        config.option.tx = [f"popen//python={python.path}"] * len(config.option.tx)
+        config.add_cleanup(lambda: (python.stop(), folder.cleanup()))
 
 
 def pytest_collection_finish() -> None:
@@ -122,8 +136,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], 
 
 @pytest.fixture(scope="session")
 def python_that_forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    if not hasattr(os, "pidfd_open"):  # only Linux has it
-        yield sys.executable
+    if FORKING != PYTHON or not hasattr(os, "pidfd_open"):  # only Linux has it
+        yield FORKING
         return
     python = ForkingPython(tmp_path_factory.mktemp("python"))
     yield str(python.path)

@@ -7,6 +7,7 @@ the kernels run on a card instead.
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from threading import Lock
 from typing import Any
 
@@ -41,6 +42,14 @@ if DEVICE.type == "cpu":
         with _one_at_a_time:
             _launch(*arguments, **keywords)
 
+    # Checks that nobody reads, the types of tuples, which are for the compiler, and a table that is made at every call.
+    interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+    tl.core._type_for_tuple_values = lambda *_: None  # type: ignore[attr-defined]
+    _dtypes: dict[str, Any] = {}
+    _dtype_of = interpreter._get_np_dtype
+    interpreter._get_np_dtype = lambda kind: (
+        _dtypes.get(kind.scalar.name) or _dtypes.setdefault(kind.scalar.name, _dtype_of(kind))
+    )
     # One program looks at all samples.
     on_gpu.LANES = on_gpu.LIMIT_SAMPLE
     interpreter.InterpretedFunction.__call__ = _call  # type: ignore[method-assign]

@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TESTS = Path(__file__).parent
 
 
+@pytest.mark.usefixtures("quick_python")
 def test_every_part_runs_and_finds_what_it_should(tmp_path: Path) -> None:
     command = [sys.executable, str(TESTS / "gpu_check.py"), "--output", str(tmp_path / "found.json")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

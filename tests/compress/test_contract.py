@@ -83,13 +83,15 @@ class Rank:
             kept = {"base": self.base.cpu().clone(), "own": self.own.cpu().clone(), "sent": sent.payload.cpu()}
             payloads = torch.stack([sent.payload, sent.payload if self.before is None else self.before])
             self.before = sent.payload
-            for number, self.memory.lengthening in enumerate((1.0, 1.3, None)):
+            for self.memory.lengthening in (1.3, None):
                 received = Received(payloads, self.plan, 0.4, own=0, tag=self.tag)
-                if self.of_updates and number == 2:
+                if self.of_updates and self.memory.lengthening is None:
                     apply(self.memory, received, bucket)
                     kept |= {"base after": self.base.cpu().clone(), "own after": self.own.cpu().clone()}
                 else:
-                    kept[f"mean {number}"] = decompress(self.memory, received, torch.full_like(new, 3.0)).cpu()
+                    kept[f"mean {self.memory.lengthening}"] = decompress(
+                        self.memory, received, torch.full_like(new, 3.0)
+                    ).cpu()
             self.memory.awaited.synchronize()
             kept["entries"] = int(torch.as_tensor(sent.num_entries).sum()), sent.num_dense, self.memory.selected
             return kept

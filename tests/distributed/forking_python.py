@@ -1,14 +1,16 @@
 """A ``python`` in which Lightning is imported already: what it runs is forked, which saves seconds of each start.
 
-The command that takes the place of ``sys.executable`` hands its arguments, its folder, its environment, its streams
-and its namespaces to a server, which forks. It passes on the signals that it gets, and ends as the fork does. What it
-does not understand goes to Python itself.
+The command that takes the place of ``sys.executable`` hands its arguments, its folder, its environment, the files that
+it inherits and its namespaces to a server, which forks. It passes on the signals that it gets, and ends as the fork
+does. What it does not understand goes to Python itself.
 """
 
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import json
+import multiprocessing
 import os
 import random
 import runpy
@@ -20,24 +22,31 @@ import threading
 import traceback
 import weakref
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 import numpy as np
 
-from distributed.harness import TESTS, started
+from distributed.harness import PYTHON, TESTS, started
 
 COMMAND = """#!{python} -IS
 import json, os, resource, signal, socket, sys
 words = sys.argv[1:]
-while words[:1] == ["-u"]:
+while words[:1] in (["-u"], ["-B"]):
     del words[0]
-if not words or words[0].startswith("-") and words[0] != "-m":
+if not words or words[0].startswith("-") and words[0] not in ("-c", "-m"):
     os.execv("{python}", ["{python}", *sys.argv[1:]])
+files = []
+for number in map(int, os.listdir("/proc/self/fd")):
+    try:
+        files += [number] * (number > 2 and os.get_inheritable(number))
+    except OSError:  # that of the folder
+        pass
 server = socket.socket(socket.AF_UNIX)
 server.connect("{address}")
-asked = json.dumps([words, os.getcwd(), dict(os.environ)]).encode()
+asked = json.dumps([words, os.getcwd(), dict(os.environ), files]).encode()
 spaces = [os.open(f"/proc/self/ns/{{name}}", os.O_RDONLY) for name in ("net", "mnt")]
-socket.send_fds(server, [len(asked).to_bytes(8, "big")], [0, 1, 2, *spaces])
+socket.send_fds(server, [len(asked).to_bytes(8, "big")], [*spaces, 0, 1, 2, *files])
 for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
     signal.signal(getattr(signal, name), lambda number, _: server.sendall(bytes([number])))
 server.sendall(asked)
@@ -62,7 +71,7 @@ class ForkingPython:
         listener.listen(64)
         self._server = started(_serve, listener, str(self.path))
         listener.close()
-        self.path.write_text(COMMAND.format(python=sys.executable, address=address))
+        self.path.write_text(COMMAND.format(python=PYTHON, address=address))
         self.path.chmod(0o755)
 
     def stop(self) -> None:
@@ -104,7 +113,7 @@ def _pass_on(asker: Any, pid: int, selector: selectors.BaseSelector) -> None:
 
 def _begin(listener: socket.socket, selector: selectors.BaseSelector, command: str) -> None:
     asker, _ = listener.accept()
-    header, files, _, _ = socket.recv_fds(asker, 8, 5)
+    header, files, _, _ = socket.recv_fds(asker, 8, 64)
     asked = b""
     while len(asked) < int.from_bytes(header, "big"):
         asked += asker.recv(1 << 16)
@@ -121,14 +130,19 @@ def _begin(listener: socket.socket, selector: selectors.BaseSelector, command: s
     _run(*json.loads(asked), files, command)
 
 
-def _run(words: list[str], folder: str, environment: dict[str, str], files: list[int], command: str) -> NoReturn:
+def _run(
+    words: list[str], folder: str, environment: dict[str, str], numbers: list[int], files: list[int], command: str
+) -> NoReturn:
     os.setsid()
-    for name, file in zip(("net", "mnt"), files[3:], strict=True):
+    for name, file in zip(("net", "mnt"), files[:2], strict=True):
         if os.fstat(file).st_ino != os.stat(f"/proc/self/ns/{name}").st_ino:
             assert not ctypes.CDLL(None).setns(file, 0)
-    for number in range(3):
-        os.dup2(files[number], number)
+    # Out of the way first, because one may lie where another belongs.
+    given = [fcntl.fcntl(file, fcntl.F_DUPFD, 200) for file in files[2:]]
     for file in files:
+        os.close(file)
+    for file, number in zip(given, [0, 1, 2, *numbers], strict=True):
+        os.dup2(file, number)
         os.close(file)
     sys.stdin = os.fdopen(0, closefd=False)
     for stream in (sys.stdout, sys.stderr):
@@ -144,8 +158,9 @@ def _run(words: list[str], folder: str, environment: dict[str, str], files: list
     random.seed()
     np.random.seed()
     sys.executable = command
-    sys.argv = words[1:] if words[0] == "-m" else words
-    first = folder if words[0] == "-m" else str(Path(words[0]).resolve().parent)
+    multiprocessing.set_executable(command)
+    sys.argv = {"-m": words[1:], "-c": ["-c", *words[2:]]}.get(words[0], words)
+    first = folder if words[0] in ("-c", "-m") else str(Path(words[0]).resolve().parent)
     ours = {"", str(TESTS), str(TESTS.parent / "experiments")}
     given = environment.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:] = [first, *filter(None, given), *(entry for entry in sys.path if entry not in ours)]
@@ -153,6 +168,9 @@ def _run(words: list[str], folder: str, environment: dict[str, str], files: list
     try:
         if words[0] == "-m":
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        elif words[0] == "-c":
+            sys.modules["__main__"] = main = ModuleType("__main__")
+            exec(words[1], main.__dict__)
         else:
             runpy.run_path(words[0], run_name="__main__")
     except SystemExit as ending:

@@ -38,6 +38,8 @@ GRACE_S = 3.0
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["distributed.preloaded"])
 TESTS = Path(__file__).parents[1]
+# What `sys.executable` is before `forking_python` takes its place.
+PYTHON = sys.executable
 
 
 class RankFailure(AssertionError):
@@ -135,8 +137,11 @@ def started(function: Callable[..., Any], *arguments: Any, daemon: bool = False)
     A fork server of Python before 3.12.9 looks for what it shall import in ``PYTHONPATH`` alone. It says nothing when
     it does not find it, and then every process imports everything by itself.
     """
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    if server._forkserver_pid is None and server._forkserver_address is not None:  # this process is one of its forks
+        server.ensure_running = lambda: None
     with patch.dict(os.environ, PYTHONPATH=f"{TESTS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"):
-        forkserver.ensure_running()
+        server.ensure_running()
     process = CONTEXT.Process(target=_begin, args=(function, *arguments), daemon=daemon)
     process.start()
     return process

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import logging
+import multiprocessing
 import os
 import runpy
 import signal
@@ -64,6 +65,7 @@ def _run_script(
 ) -> None:
     os.setsid()
     sys.executable = python
+    multiprocessing.set_executable(python)
     for descriptor in (1, 2):
         os.dup2(output.fileno(), descriptor)
     output.close()

@@ -231,6 +231,7 @@ def test_a_failing_rank_ends_the_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_python")
 def test_spawned_processes_give_the_whole_model_back(tmp_path: Path) -> None:
     """Oracle: the process that spawns has the weights that two stages have trained: those of one process."""
     status, output = run_script(tmp_path, "dct_pipeline_spawn")
