@@ -30,10 +30,10 @@ RANKS = 4
 SETTINGS: dict[str, Any] = {"local_steps": 8, "density": 0.3, "warmup_steps": 100}
 PATIENCE_S = 10.0
 SLOWER = 4.0
-# Nobody is killed after this part of the steps, so that all ranks are there at the end.
+# No rank is killed after this part of the steps, so that all ranks are there at the end.
 LAST_KILL = 0.9
 SCENARIOS = {
-    "nobody": "nobody is disturbed",
+    "undisturbed": "no rank is disturbed",
     "kills": "SIGKILL to a random rank every 4 to 12 s, started again after 1 to 20 s",
     "every15": "SIGKILL to a random rank every 15 s, started again after 1 s",
     "slow": "the last rank is 4 times slower",

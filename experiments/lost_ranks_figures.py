@@ -62,7 +62,7 @@ def read(folder: Path) -> tuple[dict[int, list[list[Row]]], list[Event]]:
 
 
 def step_seconds(lives: dict[int, list[list[Row]]]) -> dict[int, float]:
-    """The median time of a step with no exchange after it, by rank: what a rank does that waits for nobody."""
+    """The median time of a step with no exchange after it, by rank: the pace of a rank that does not wait."""
     found: dict[int, list[float]] = {rank: [] for rank in lives}
     for rank, lives_of_rank in lives.items():
         for before, row in (pair for rows in lives_of_rank for pair in pairwise(rows)):

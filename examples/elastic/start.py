@@ -50,7 +50,7 @@ def main() -> int:
                 if (status := process.poll()) is None:
                     continue
                 del running[rank]
-                is_over = is_over or status == 0  # nobody would be left whom a rank could join
+                is_over = is_over or status == 0  # no rank would be left to join
                 if status and restarts and not is_over:
                     print(f"Rank {rank} has ended with status {status}, and starts again.", file=sys.stderr, flush=True)
                     restarts -= 1

@@ -1,4 +1,4 @@
-"""Replicas that train apart, and the method of somebody else that brings them together."""
+"""Replicas that train apart, and another method that brings them together."""
 
 import math
 import os
@@ -52,7 +52,7 @@ class ApartStrategy(DDPStrategy):
 
     After the last step, the weights become the mean of all replicas: these are what is validated, tested and saved.
     That mean is not counted, because methods that have just exchanged do not need it. Lightning's broadcast before
-    every batch is left out, as ``DCTStrategy`` does it, so that a step without an exchange waits for nobody.
+    every batch is left out, as ``DCTStrategy`` does it, so that a step without an exchange does not wait.
 
     Args:
         method: What brings the replicas together.

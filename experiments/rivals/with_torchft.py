@@ -58,7 +58,7 @@ class _Managed(Method):
         self._store = TCPStore(here, 0, is_master=True, wait_for_workers=False)
         self._manager = Manager(
             pg=CountedGloo(replica.traffic),
-            # Nobody joins later, so nobody needs the weights of another.
+            # No rank joins later, so none needs the weights of another.
             load_state_dict=None,
             state_dict=None,
             min_replica_size=ranks,
