@@ -15,12 +15,12 @@ class ScoredModule(LightningModule):
     """
 
     @abstractmethod
-    def figures(self, batch: Any) -> tuple[dict[str, Tensor], int]:
+    def figures(self, batch: Any) -> tuple[dict[str, Tensor], int | Tensor]:
         """Give the figures of a batch, ``loss`` among them, and the number of examples that they are means over."""
 
     def training_step(self, batch: Any, batch_index: int) -> Tensor:
         figures, count = self.figures(batch)
-        self.log("train/loss", figures["loss"], prog_bar=True, batch_size=count)
+        self.log("train/loss", figures["loss"], prog_bar=True, batch_size=int(count))
         return figures["loss"]
 
     def validation_step(self, batch: Any, batch_index: int) -> None:
@@ -32,7 +32,7 @@ class ScoredModule(LightningModule):
     def score(self, stage: str, batch: Any) -> None:
         self.log_means(stage, *self.figures(batch))
 
-    def log_means(self, stage: str, figures: dict[str, Tensor], count: int) -> None:
+    def log_means(self, stage: str, figures: dict[str, Tensor], count: int | Tensor) -> None:
         """Log figures that are means over so many examples, for the mean over all examples of all ranks."""
         named = {f"{stage}/{name}": figure for name, figure in figures.items()}
         # A float, because Lightning drops the remainder when it averages whole numbers over the ranks.

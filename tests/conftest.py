@@ -49,6 +49,7 @@ SLOW = (
     "experiments/test_error_averaging.py",
     "experiments/test_hosts.py",
     "experiments/test_jobs.py",
+    "experiments/test_replicas.py",
     "experiments/test_rivals.py",
     "experiments/test_splits.py",
     "experiments/test_train.py",

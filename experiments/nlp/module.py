@@ -55,7 +55,7 @@ class LanguageModule(TokenModule):
         """Logits ``[batch, time, vocabulary]`` of tokens ``[batch, time]``."""
         return self.network(tokens, tokens=tokens) if reads_tokens(self.network) else self.network(tokens)
 
-    def figures(self, batch: dict[str, Tensor]) -> tuple[dict[str, Tensor], int]:
+    def figures(self, batch: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
         return token_figures(self(batch["inputs"]), batch["targets"])
 
     def score(self, stage: str, batch: dict[str, Tensor]) -> None:

@@ -11,16 +11,16 @@ from nlp.token_rows import IGNORED
 from scored import ScoredModule
 
 
-def token_figures(logits: Tensor, targets: Tensor) -> tuple[dict[str, Tensor], int]:
-    """The mean cross-entropy in nats over the tokens that count (0 without any), and their number.
+def token_figures(logits: Tensor, targets: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """The mean cross-entropy in nats over the tokens that count (0 without any), and their number, int64.
 
     Logits are ``[batch, time, vocabulary]``. Targets ``[batch, time]`` equal to ``IGNORED`` do not count.
     """
     total = functional.cross_entropy(
         logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum"
     )
-    count = int((targets != IGNORED).sum())
-    return {"loss": total / max(count, 1)}, count
+    count = (targets != IGNORED).sum()
+    return {"loss": total / count.clamp(min=1)}, count
 
 
 class TokenModule(ScoredModule):

@@ -71,7 +71,7 @@ class TranslationModule(TokenModule):
         """Translate sources ``[batch, source time]`` greedily into tokens ``[batch, target_length]``."""
         return translate_greedily(self.network, source, BOS, EOS, self.hparams.target_length)
 
-    def figures(self, batch: dict[str, Tensor]) -> tuple[dict[str, Tensor], int]:
+    def figures(self, batch: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
         return token_figures(self(batch["source"], batch["target_in"]), batch["targets"])
 
     def test_step(self, batch: dict[str, Tensor], batch_index: int) -> None:

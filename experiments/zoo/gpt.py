@@ -46,7 +46,7 @@ class GPTModule(ScoredModule):
             )
         )  # fmt: skip
 
-    def figures(self, batch: dict[str, Tensor]) -> tuple[dict[str, Tensor], int]:
+    def figures(self, batch: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
         return token_figures(self.network(input_ids=batch["inputs"]).logits, batch["targets"])
 
     def configure_optimizers(self) -> Any:

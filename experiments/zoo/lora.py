@@ -88,7 +88,7 @@ class LoRAModule(ScoredModule):
             if isinstance(layer, nn.Linear) and name.startswith("block"):
                 self.network.set_submodule(name, LowRankLinear(layer, settings.rank, settings.scale))
 
-    def figures(self, batch: dict[str, Tensor]) -> tuple[dict[str, Tensor], int]:
+    def figures(self, batch: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
         return token_figures(self.network(batch["inputs"]), batch["targets"])
 
     def configure_optimizers(self) -> dict[str, Any]:

@@ -23,7 +23,7 @@ class LSTMModule(ScoredModule):
         self.recurrent = nn.LSTM(width, width, num_layers, batch_first=True)
         self.output = nn.Linear(width, vocabulary_size)
 
-    def figures(self, batch: dict[str, Tensor]) -> tuple[dict[str, Tensor], int]:
+    def figures(self, batch: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
         hidden, _ = self.recurrent(self.embedding(batch["inputs"]))
         return token_figures(self.output(hidden), batch["targets"])
 

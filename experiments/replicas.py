@@ -1,0 +1,244 @@
+"""Trains an experiment as many replicas in one process, which need neither ranks nor a network, and compares losses.
+
+    python experiments/replicas.py experiment=lm --ranks 2 4 8 --steps 1000 --rates 0.005 0.01 --seeds 0 1
+        --strategy ddp --strategy dct --strategy "dct strategy.local_steps=4 strategy.density=0.1"
+
+Each replica trains as a rank of ``strategy=dct`` would, on the same batches, with ``lightning_dct.Updates``: threads
+take the place of ranks. So losses and bytes are those of real ranks, and times are not. A row is a number of ranks, a
+number of steps, a strategy and a rate. Dense training, ``ddp``, comes first and tries all rates; the others take the
+rate that is best for it. A loss is the mean of 10 validations in the last twentieth of a run. A run that is in
+``--output`` is not done again, so the same command continues a stopped one. The results are ``table.txt`` and
+``replicas.json``. On a GPU (``--device cuda``) the gradients of all replicas are one CUDA graph.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import json
+import multiprocessing
+import queue
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from comparison.runs import Strategy
+from comparison.table import Figure
+from lightning_dct import DCTConfig
+from lightning_dct.law import expected_loss
+from replicated.training import DENSE, Job, train
+from reporting import write_result
+
+RATE = "model.learning_rate"
+_NOTHING = "-"
+_POLL_S = 0.2
+
+
+@dataclass(frozen=True)
+class Row:
+    """Trainings that differ in their seed only; ``results`` are by seed."""
+
+    ranks: int
+    steps: int
+    strategy: str
+    rate: float | None
+    results: dict[int, dict[str, Any]]
+
+    @property
+    def loss(self) -> float:
+        """The mean over the seeds."""
+        return statistics.fmean(result["loss"] for result in self.results.values())
+
+    def against(self, other: "Row") -> Figure | None:
+        """How much more this loses than another with the same seeds, as a share of that."""
+        seeds = self.results.keys() & other.results.keys()
+        return Figure.of(self.results[seed]["loss"] / other.results[seed]["loss"] - 1 for seed in seeds)
+
+
+class Runs:
+    """Does jobs that are not done yet, several at a time, and shows how far they are."""
+
+    def __init__(self, folder: Path, jobs: int, threads: int) -> None:
+        self.folder, self.problems = folder, list[str]()
+        self._jobs, self._threads = jobs, threads
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def __call__(self, jobs: Sequence[Job]) -> list[dict[str, Any] | None]:
+        """The result of each job; None for one that failed, which ``problems`` names."""
+        missing = [job for job in dict.fromkeys(jobs) if not self._file(job).exists()]
+        if missing:
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            with Progress(*columns, console=Console(stderr=True)) as progress:
+                bars = [progress.add_task(_title(job), total=job.steps) for job in missing]
+
+                def report(number: int, step: int, loss: float) -> None:
+                    progress.update(bars[number], completed=step, description=f"{_title(missing[number])} {loss:.4f}")
+
+                self._do(missing, report)
+        return [json.loads(self._file(job).read_text()) if self._file(job).exists() else None for job in jobs]
+
+    def _do(self, jobs: Sequence[Job], report: Callable[[int, int, float], None]) -> None:
+        if self._jobs == 1:
+            for number, job in enumerate(jobs):
+                try:
+                    _work(job, self._file(job), self._threads, partial(report, number))
+                except Exception as error:
+                    self._note(job, error)
+            return
+        context = multiprocessing.get_context("spawn")
+        with context.Manager() as manager, ProcessPoolExecutor(self._jobs, context) as pool:
+            steps, running = manager.Queue(), list[Future[None]]()
+            for number, job in enumerate(jobs):
+                put = partial(_put, steps, number)
+                running.append(pool.submit(_work, job, self._file(job), self._threads, put))
+            while not all(task.done() for task in running) or not steps.empty():
+                with contextlib.suppress(queue.Empty):
+                    report(*steps.get(timeout=_POLL_S))
+        for task, job in zip(running, jobs, strict=True):
+            if (error := task.exception()) is not None:
+                self._note(job, error)
+
+    def _note(self, job: Job, error: BaseException) -> None:
+        self.problems.append(f"{_title(job)}: {type(error).__name__}: {error}")
+
+    def _file(self, job: Job) -> Path:
+        digest = hashlib.sha256(json.dumps(asdict(job)).encode()).hexdigest()[:10]
+        return self.folder / f"{job.ranks}-ranks-{job.steps}-steps-{digest}.json"
+
+
+def _work(job: Job, file: Path, threads: int, report: Callable[[int, float], None]) -> None:
+    """Do a job, in a process of the pool or in this one."""
+    torch.set_num_threads(threads)
+    write_result(file, {"job": asdict(job), **train(job, report)})
+
+
+def _put(steps: Any, number: int, step: int, loss: float) -> None:
+    steps.put((number, step, loss))
+
+
+def _title(job: Job) -> str:
+    own = [word.removeprefix("strategy.").removeprefix("model.") for word in job.overrides]
+    return f"{job.ranks} ranks, {job.steps:,} steps, {' '.join(word for word in own if 'experiment=' not in word)}"[:90]
+
+
+def rows_of(arguments: argparse.Namespace, runs: Runs) -> Iterator[Row]:
+    """All rows: for each length and number of ranks the dense ones by rate, then the others."""
+    strategies = [Strategy.parse(text) for text in arguments.strategy]
+    more = {"device": arguments.device, "together": arguments.together, "val_rows": arguments.val_rows}
+
+    def rows(ranks: int, steps: int, chosen: Sequence[Strategy], rates: Sequence[float | None]) -> list[Row]:
+        wanted = [(strategy, rate, seed) for strategy in chosen for rate in rates for seed in arguments.seeds]
+        jobs = []
+        for strategy, rate, seed in wanted:
+            own = [*arguments.overrides, *strategy.overrides, f"seed={seed}"]
+            jobs.append(Job((*own, f"{RATE}={rate}") if rate else tuple(own), ranks, steps, **more))
+        results: dict[tuple[str, float | None], dict[int, dict[str, Any]]] = {}
+        for (strategy, rate, seed), result in zip(wanted, runs(jobs), strict=True):
+            if result is not None:
+                results.setdefault((strategy.label, rate), {})[seed] = result
+        return [Row(ranks, steps, label, rate, by_seed) for (label, rate), by_seed in results.items()]
+
+    for steps in arguments.steps:
+        for ranks in arguments.ranks:
+            dense = rows(ranks, steps, strategies[:1], arguments.rates)
+            yield from dense
+            if dense:
+                best = min(dense, key=lambda row: row.loss).rate
+                yield from rows(ranks, steps, strategies[1:], arguments.rates if arguments.all_rates else [best])
+
+
+def tabulate(rows: Sequence[Row]) -> Table:
+    """The table of all rows, against the best dense row with as many ranks and steps."""
+    heads = (
+        "ranks",
+        "steps",
+        "strategy",
+        "rate",
+        "loss",
+        "against best dense",
+        "same rate",
+        "law",
+        "fewer bytes",
+        "ms",
+    )
+    table = Table(*heads)
+    for row in rows:
+        group = [other for other in rows if (other.ranks, other.steps) == (row.ranks, row.steps)]
+        dense = [other for other in group if other.strategy == group[0].strategy]
+        best = min(dense, key=lambda other: other.loss)
+        same = [other for other in dense if other.rate == row.rate and other is not row]
+        first = next(iter(row.results.values()))
+        law = _NOTHING
+        if first["settings"] is not None:
+            law = f"{expected_loss(DCTConfig(**first['settings']), row.ranks, row.steps):+.1f}%"
+        apart = [
+            _NOTHING if one is None else one.write("{:+.2%}")
+            for one in (None if row is best else row.against(best), row.against(same[0]) if same else None)
+        ]
+        cells = [str(row.ranks), f"{row.steps:,}", row.strategy, _NOTHING if row.rate is None else f"{row.rate:g}"]
+        cells += [f"{row.loss:.4f}", *apart, law]
+        ratio, time = (
+            statistics.fmean(result[name] for result in row.results.values())
+            for name in ("ratio", "milliseconds_per_step")
+        )
+        table.add_row(*cells, f"{ratio:,.1f}x", f"{time:,.1f}", end_section=row is group[-1])
+    return table
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Train what is not there yet, then print and write the table; 0 when every run is there."""
+    first, _, rest = (__doc__ or "").partition("\n")
+    parser = argparse.ArgumentParser(
+        description=first, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("overrides", nargs="*", help="what all runs share, as in experiment=lm model.width=64")
+    parser.add_argument(
+        "--strategy", action="append", required=True, help='ddp first, then as in "dct strategy.density=0.1"'
+    )
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2])
+    parser.add_argument("--steps", type=int, nargs="+", default=[1000])
+    parser.add_argument("--rates", type=float, nargs="+", default=[None], help=f"{RATE} (default: the experiment's)")
+    parser.add_argument("--all-rates", action="store_true", help="all strategies try all rates")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--jobs", type=int, default=1, help="trainings at a time (default: 1)")
+    parser.add_argument("--threads", type=int, default=1, help="of torch in each training (default: 1)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--together",
+        action=argparse.BooleanOptionalAction,
+        help="gradients of all replicas in one call (default: on a GPU)",
+    )
+    parser.add_argument("--val-rows", type=int, default=512, help="validation rows of a check (default: 512)")
+    parser.add_argument("--output", type=Path, default=Path("outputs/replicas"))
+    arguments = parser.parse_intermixed_args(words)
+    if Strategy.parse(arguments.strategy[0]).overrides[0] != DENSE:
+        parser.error("the first --strategy must be ddp, which the others are compared with")
+    runs = Runs(arguments.output, arguments.jobs, arguments.threads)
+    rows = list(rows_of(arguments, runs))
+    if rows:
+        noise = [result["noise"] / result["loss"] for row in rows for result in row.results.values() if result["noise"]]
+        notes = [f"Seeds {arguments.seeds}; ± is the standard deviation over them."]
+        if noise:
+            notes.append(
+                f"The validations of a run's last twentieth deviate by {statistics.fmean(noise):.2%} from their mean."
+            )
+        with (arguments.output / "table.txt").open("w") as file:
+            for console in (Console(), Console(file=file, width=200)):
+                console.print(tabulate(rows), *notes, sep="\n")
+        write_result(arguments.output / "replicas.json", {"rows": [asdict(row) for row in rows]})
+    for problem in runs.problems:
+        print(problem, file=sys.stderr)
+    return 1 if runs.problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
