@@ -137,7 +137,7 @@ class ThresholdedStrategy(CheckpointedStrategy):
             )
         if tables:
             for table in tables.values():
-                table.exchange_group.come_to = self._come_to_look_up
+                table.exchange_group.come_to = self._come_to_rows
             rows = {id(module.weight) for module in tables.values()}
             group = next(iter(tables.values())).exchange_group.group
             install_clipping(self.precision_plugin, group, lambda parameter: id(parameter) in rows)
@@ -232,11 +232,11 @@ class ThresholdedStrategy(CheckpointedStrategy):
             closure_loss.register_hook(lambda _: when_backward_ends(self._tables[0].collected, finish))
 
     def _takes_all_ranks(self) -> bool:
-        """Whether the next training step exchanges something in forward: rows, buffers, or DDP's order of gradients."""
+        """Whether DistributedDataParallel exchanges something in forward next: buffers, or its order of gradients."""
         model = self.model
-        if self._tables or not isinstance(model, DistributedDataParallel):
-            return bool(self._tables)
-        return model.will_sync_module_buffers() or not getattr(model, "_has_rebuilt_buckets", True)
+        return isinstance(model, DistributedDataParallel) and (
+            model.will_sync_module_buffers() or not getattr(model, "_has_rebuilt_buckets", True)
+        )
 
     def come_to(
         self, what: str, patience_s: float | None = None, group: dist.ProcessGroup | None = None, detail: object = ""
@@ -256,10 +256,10 @@ class ThresholdedStrategy(CheckpointedStrategy):
         peers = range(self.world_size) if group is None else dist.get_process_group_ranks(group)
         self.lifeline.come_to(f"{what} {detail}".strip(), said, peers, patience_s)
 
-    def _come_to_look_up(self) -> None:
-        """Come to a look-up of rows in fit, outside steps and evaluations, in which ranks may have more batches."""
-        if not self._in_step and self._module.trainer.training:
-            self.come_to("a look-up of embedding rows outside a step")
+    def _come_to_rows(self) -> None:
+        """Come to an exchange of rows in fit, outside evaluations, in which ranks may have more batches."""
+        if self._module.trainer.training:
+            self.come_to(f"{EXCHANGE} of embedding rows")
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""

@@ -5,6 +5,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -50,6 +51,9 @@ WAYS = (
     "shard, gathering after forward",
     "shard, gathering after backward",
     "rows, looked up alone",
+    "rows, not looked up",
+    "barrier of its own",
+    "barrier of its own in validation",
 )
 
 
@@ -73,9 +77,14 @@ class Model(pl.LightningModule):
 
     @property
     def automatic_optimization(self) -> bool:
-        return self.way != "fewer steps of one"
+        return self.way not in ("fewer steps of one", "rows, not looked up")
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor | None:
+        if "not looked up" in self.way:
+            if self.global_rank != 0 or batch_idx != 4:
+                self.manual_backward(self.tables(torch.ones(4, 1, dtype=torch.int64)).mean())
+            self.optimizers().step()
+            return None
         if not self.automatic_optimization:
             for number, optimizer in enumerate(self.optimizers()):
                 self.manual_backward((self.model[-1](batch[0]) + self.extra(batch[0])).square().mean())
@@ -86,6 +95,8 @@ class Model(pl.LightningModule):
         if self.global_rank == 0 and batch_idx == 4:
             if "stop" in self.way:
                 self.trainer.should_stop = True
+            if self.way == "barrier of its own":
+                dist.barrier()
             if self.way == "more parameters":
                 self.optimizers().add_param_group({"params": list(self.extra.parameters())})
             if "gathering" in self.way and "after" not in self.way and "end" not in self.way:
@@ -129,6 +140,8 @@ class Model(pl.LightningModule):
         self.log("validation", self.model(batch[0]).mean())
         if self.global_rank == 0 and batch_idx == 4 and "log_dir" in self.way:
             self.trainer.log_dir  # noqa: B018
+        if self.global_rank == 0 and batch_idx == 4 and "barrier" in self.way:
+            dist.barrier()
 
     def test_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
         if "once more" in self.way or (self.global_rank == 0 and batch_idx == 4):
@@ -139,7 +152,7 @@ class Model(pl.LightningModule):
     predict_step = test_step
 
     def configure_optimizers(self) -> Any:
-        if not self.automatic_optimization:
+        if self.way == "fewer steps of one":
             return [torch.optim.SGD(one.parameters(), 0.1) for one in (self.model[-1], self.extra)]
         chosen = self.model if self.way in WAYS[: WAYS.index("unfreeze")] else self
         return torch.optim.SGD(chosen.parameters(), 0.1)

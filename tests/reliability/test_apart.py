@@ -48,7 +48,10 @@ SAYS = {
     "gathering in predict": [
         "rank 0 to an exchange of gathered values in `predict` and rank 1 to the end in `predict`"
     ],
-    "rows, looked up alone": ["rank 0 to a look-up of embedding rows outside a step after 12 steps and rank 1 to "],
+    "rows, looked up alone": ["rank 0 to an exchange of embedding rows after 12 steps and rank 1 to "],
+    "rows, not looked up": ["rank 0 to an exchange of ", " and rank 1 to an exchange of embedding rows after 4 steps"],
+    "barrier of its own": ["rank 0 to `barrier`, called in ", "apart.py, line ", "in optimizer step 5"],
+    "barrier of its own in validation": ["rank 0 to `barrier`, called in ", "apart.py, line "],
     "more parameters": [
         "an exchange of 8 parameters, 'extra.weight', 'extra.bias' added, in optimizer step 5",
         "`param_groups`",

@@ -9,7 +9,8 @@ do it at different places. It waits until all have come to that place:
     rank 1    9: exchange --- 10: exchange, waits for rank 0 -- is asked -- ends
 
 A rank that stays at a place for ``LATE_S`` asks as well, without waiting: it may be in a collective that another rank
-does not come to, such as one more of what all have done before.
+does not come to, such as one more of what all have done before. Another rank may be in a collective of the user's own
+instead. It says so after as long a time. If all ranks that are missing at a place say so, none of them will come.
 
 The hub passes the questions and the answers on. There is a time limit at the end of training only.
 
@@ -21,6 +22,7 @@ its next stop point:
     rank 1    8 passed ---- asked: 8 -- receives 9 ------------------------- point 9: acts
 """
 
+import sys
 import threading
 import time
 from collections import Counter, deque
@@ -62,6 +64,9 @@ class Course:
         self._asked: list[dict[str, Any]] = []
         # When this rank has come to its last place, unless it has asked about it.
         self._since: float | None = None
+        # How many places this rank had come to when it was found in a collective of the user's own, and since when.
+        self._found: tuple[int, str] = (0, "")
+        self._found_since = 0.0
         # The last things that this rank has done, and all that it has done in such an order.
         self._recent: deque[str] = deque(ORDER * [""], maxlen=ORDER)
         self._usual: set[tuple[str, ...]] = set()
@@ -112,14 +117,23 @@ class Course:
         return ""
 
     def ask_if_late(self) -> float:
-        """Ask about the last place if this rank has been there for long; the seconds after which to look again."""
+        """Ask about the last place if this rank has been there for long; the seconds after which to look again.
+
+        If others have asked about a place to which this rank has not come, tell them if it is elsewhere for long.
+        """
+        now, found = time.monotonic(), _own_collective()
         with self._turn:
-            left = LATE_S if self._since is None else self._since + LATE_S - time.monotonic()
-            if left > 0.0:
-                return left
-            self._since, late = None, self._done[-1]
-        self._send(late)
-        return LATE_S
+            if self._found != (self._counts.total(), found):
+                self._found, self._found_since = (self._counts.total(), found), now
+            where = found if now - self._found_since >= LATE_S else ""
+            messages = [{"elsewhere": where, "place": one["place"], "peers": one["peers"]} for one in self._asked]
+            left = LATE_S if self._since is None else self._since + LATE_S - now
+            if left <= 0.0:
+                self._since, left = None, LATE_S
+                messages.append(self._done[-1])
+        for message in messages:
+            self._send(message)
+        return left
 
     def counts(self) -> list[tuple[tuple[int, ...], int]]:
         """How many places this rank has come to, by the ranks that share them."""
@@ -179,6 +193,18 @@ class Course:
             difference = f"The ranks have come apart: {places}. {remedy}"
         self._send({"agrees": theirs["place"], "peers": theirs["peers"], "apart": difference})
         return difference
+
+
+def _own_collective() -> str:
+    """The collective of torch.distributed in which the main thread waits for all ranks, and the line that calls it."""
+    frame, called = sys._current_frames().get(threading.main_thread().ident or 0), ""
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("torch."):
+        name, frame = frame.f_code.co_name, frame.f_back
+        called = called if name == "wrapper" else name  # of a decorator
+    # A rank may leave others, such as a broadcast, while the rest is still busy with it.
+    if frame is None or not called.startswith(("all_", "barrier", "reduce_scatter")):
+        return ""
+    return f"`{called}`, called in {frame.f_code.co_filename}, line {frame.f_lineno}"
 
 
 def _same_number(theirs: dict[str, Any], mine: dict[str, Any]) -> bool:

@@ -158,6 +158,11 @@ class Hub:
         elif "pace" in message:
             total, waiting = message["pace"]
             self.paces[caller.rank] = float(total), float(waiting)
+        elif "elsewhere" in message:
+            if (asked := self._open.get((tuple(message["peers"]), int(message["place"])))) is not None:
+                asked.elsewhere[caller.rank] = str(message["elsewhere"])
+                if asked.agreeing | {rank for rank, where in asked.elsewhere.items() if where} == set(message["peers"]):
+                    self._announce_apart(asked.first, caller.rank, asked.elsewhere[caller.rank])
         elif "place" in message:
             self._ask(caller.rank, tuple(message["peers"]), message)
         elif "agrees" in message:
@@ -218,9 +223,8 @@ class Hub:
         peers, place = tuple(question["peers"]), int(question["place"])
         if self._came_to[rank].get(peers, 0) >= place:
             self._settle_place(peers, place, rank)
-        elif self._verdict is None and (peers, place) in self._open:
-            places = f"rank {question['rank']} to {question['said']} and rank {rank} to its end"
-            self._announce([], f"The ranks have come apart: {places}. {SAME_BATCHES}")
+        elif (peers, place) in self._open:
+            self._announce_apart(question, rank, "its end")
 
     def _settle_place(self, peers: tuple[int, ...], place: int, rank: int) -> None:
         """Note that a rank does the same as one that asks, and tell all once all do."""
@@ -232,6 +236,12 @@ class Hub:
             self._agreed[peers] = place
             for other in peers:
                 self._send(self._members[other], {"agreed": place, "peers": peers})
+
+    def _announce_apart(self, question: dict[str, Any], rank: int, where: str) -> None:
+        if self._verdict is None:
+            both = sorted([(question["rank"], question["said"]), (rank, where)])
+            places = " and ".join(f"rank {one} to {said}" for one, said in both)
+            self._announce([], f"The ranks have come apart: {places}. {SAME_BATCHES}")
 
     def _decide_soon(self) -> None:
         if self._decide_at is None and self._verdict is None:
@@ -278,6 +288,7 @@ class _Question:
     first: dict[str, Any]  # the message of the rank that has asked first
     asked: set[tuple[int, frozenset[frozenset[int]]]] = field(default_factory=set)  # and groups shared with who asks
     agreeing: set[int] = field(default_factory=set)
+    elsewhere: dict[int, str] = field(default_factory=dict)  # by rank, where it waits for others instead
 
 
 @dataclass(eq=False)
