@@ -144,7 +144,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--output", type=Path, default=Path("outputs/demo"), help="folder of the runs")
     output = parser.parse_args(words).output
-    runner, trainings = Runner(), []
+    runner, trainings = Runner(ranks=RANKS), []
     for name, (settings, dense) in TRAININGS.items():
         common = [*settings.split(), *COMMON]
         done = [runner.get(plan_run(common, Strategy.parse(text), (), 0, output)) for text in (dense, "dct")]

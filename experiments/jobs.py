@@ -34,15 +34,17 @@ def is_hydra_setting(override: str) -> bool:
     return _HYDRA_SETTING.match(override) is not None
 
 
-def train_command(words: list[str], folder: Path, hosts: Sequence[str] = ()) -> list[str]:
+def train_command(words: list[str], folder: Path, hosts: Sequence[str] = (), ranks: int = 0) -> list[str]:
     """The command line of one run: Hydra's options, then overrides, then the folder for all that the run writes.
 
-    With ``hosts``, the options of ``train_on_hosts.py``, its ranks run on hosts made of network namespaces.
+    With ``hosts``, the options of ``train_on_hosts.py``, its ranks run on hosts made of network namespaces. With
+    ``ranks``, torchrun starts so many at once. Otherwise Lightning starts the others when the first is ready to train.
     """
     # In quotes, because a folder's name may have characters of Hydra's grammar, such as `=` and `,`.
     quoted = str(folder.resolve()).replace("\\", "\\\\").replace("'", "\\'")
     script = [str(ON_HOSTS), *hosts] if hosts else [str(TRAIN)]
-    return [sys.executable, *script, *words, f"hydra.run.dir='{quoted}'"]
+    together = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else []
+    return [sys.executable, *together, *script, *words, f"hydra.run.dir='{quoted}'"]
 
 
 def run_alone(command: list[str], output: IO[str] | None = None, folder: Path | None = None) -> int:

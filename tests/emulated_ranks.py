@@ -232,7 +232,7 @@ class EmulatedRanks:
         """What each rank sent for a bucket in the last step, without the tag of that step."""
         sent = [payload.clone() for payload in self.meetings[self.meetings_before + bucket].everyone()]
         for payload in sent:
-            payload[8:10] ^= torch.tensor([self.synchronizers[0].memory.tag], dtype=torch.int16).view(torch.uint8)
+            payload[8:10] ^= torch.tensor([self.synchronizers[0]._how.tag], dtype=torch.int16).view(torch.uint8)
         return sent
 
     def state_dicts(self) -> list[dict[str, Any]]:

@@ -97,6 +97,37 @@ def test_works_without_any_optional_package(tmp_path: Path) -> None:
     assert "Synchronisation" not in printed  # nobody to send to
 
 
+def test_a_plain_loop_needs_no_lightning(tmp_path: Path) -> None:
+    script = """
+    import sys
+
+    import torch
+    import torch.distributed as dist
+
+    import lightning_dct
+
+    dist.init_process_group("gloo", init_method="tcp://localhost:0", rank=0, world_size=1)
+    model = torch.nn.Linear(32, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    updates = lightning_dct.Updates(model, optimizer, density=0.03)
+    model(torch.ones(4, 32)).sum().backward()
+    optimizer.step()
+    with updates.shared_weights():
+        assert updates.state_dict()["synchronisations"] == 1
+    updates.close()
+    dist.destroy_process_group()
+    assert not {"lightning", "torchmetrics"} & sys.modules.keys()
+
+    # The Trainer, imported later, knows the strategies.
+    from lightning.pytorch import Trainer
+
+    trainer = Trainer(strategy="dct", accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    assert type(trainer.strategy) is lightning_dct.DCTStrategy
+    assert set(dir(lightning_dct)) == set(lightning_dct.__all__)
+    """
+    run(textwrap.dedent(script), tmp_path)
+
+
 def test_names_where_newer_ones_are_missing(tmp_path: Path) -> None:
     """Without what torch 2.8 does not have; the errors of `strategy="dct"` before processes start."""
     script = """

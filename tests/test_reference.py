@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_dct import DCTConfig, reference
-from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Received, plan_bucket
+from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Received, Sending, plan_bucket
 from lightning_dct.compress.codec import compress, decompress
 from lightning_dct.compress.memory import Memory
 from lightning_dct.config import VALUE_FORMATS
@@ -102,12 +102,12 @@ def test_what_ranks_send_what_arrives_and_what_they_remember(kernel: str, data: 
             assert same(residuals[rank], torch.cat([torch.as_tensor(one.residual) for one in held[rank]]))
             expected = {name: one.threshold for name, one in zip(names, held[rank], strict=True) if one.target}
             assert memories[rank].thresholds.by_label() == pytest.approx(expected, rel=1e-12)
-        for memories[0].lengthening in (1.0, 1.3, None):
-            received = Received(torch.stack(payloads), plan, 1 / ranks, own=0)
+        for lengthening in (1.0, 1.3, None):
+            received = Received(torch.stack(payloads), plan, 1 / ranks, own=0, how=Sending(lengthening=lengthening))
             empty = torch.empty(sum(sizes), dtype=dtype)
             got = decompress(memories[0], received, empty)
             means = [
-                reference.weighted_sum([one[number] for one in sent], 1 / ranks, not target, memories[0].lengthening)
+                reference.weighted_sum([one[number] for one in sent], 1 / ranks, not target, lengthening)
                 for number, target in enumerate(targets)
             ]
             assert same(got, torch.cat(means))

@@ -21,7 +21,7 @@ import torch
 
 from benchmark.session import at_least
 from benchmark.tables import describe_machine, publish
-from lightning_dct.compress.bucket_plan import Bucket, Received, plan_bucket
+from lightning_dct.compress.bucket_plan import Bucket, Received, Sending, plan_bucket
 from lightning_dct.compress.codec import apply, compress
 from lightning_dct.compress.memory import Memory
 from lightning_dct.kernels import available_kernels, cpu_kernel
@@ -65,8 +65,7 @@ class Rank:
         self._start = [(own.clone(), shared.clone()) for own, shared in zip(self.own, self.shared, strict=True)]
         self._copy = torch.empty(entries)
         self._source = torch.ones(entries)
-        self.memory = Memory({}, guard=True, undoable=False)
-        self.memory.of_updates, self.memory.lengthening = True, None
+        self.memory = Memory({}, guard=True, undoable=False, of_updates=True)
         # Twice, so that the guard has adjusted the thresholds.
         self.payloads = [self._compress(number) for _ in range(2) for number in range(len(sizes))][-len(sizes) :]
 
@@ -116,7 +115,7 @@ class Rank:
 
     def _exchange(self, number: int, kernel: str) -> None:
         payloads = torch.stack([self._compress(number, kernel), self.payloads[number]])
-        received = Received(payloads, self.plans[number], 0.5, own=0)
+        received = Received(payloads, self.plans[number], 0.5, own=0, how=Sending(lengthening=None))
         apply(self.memory, received, self._bucket(number))
 
     def _exchange_first(self) -> None:

@@ -163,10 +163,13 @@ def read_result(planned: Run) -> Mapping[str, Any] | None:
 
 
 class Runner:
-    """Gets runs one after the other, and prints the progress; with ``collect_only`` it starts none."""
+    """Gets runs one after the other, and prints the progress; with ``collect_only`` it starts none.
 
-    def __init__(self, collect_only: bool = False) -> None:
-        self._collect_only = collect_only
+    ``ranks`` is as for :func:`~jobs.train_command`.
+    """
+
+    def __init__(self, collect_only: bool = False, ranks: int = 0) -> None:
+        self._collect_only, self._ranks = collect_only, ranks
         # What failed or is missing, a line each.
         self.problems: list[str] = []
 
@@ -190,7 +193,8 @@ class Runner:
         print(f"running  {planned.name}", flush=True)
         started = time.monotonic()
         with log.open("w") as output:
-            status = run_alone(train_command(list(planned.overrides), planned.folder, planned.hosts), output)
+            command = train_command(list(planned.overrides), planned.folder, planned.hosts, self._ranks)
+            status = run_alone(command, output)
         # The result is the last thing a run writes, so a failure after it changes nothing.
         result = read_result(planned)
         if result is None:

@@ -2,32 +2,37 @@
 
 Importing this package registers the strategy names ``dct``, ``dct_spawn``, ``dct_fork``, ``dct_notebook`` and
 ``dct_find_unused_parameters_true``, ``dct_pipeline`` with three of these endings, ``dct_fsdp`` and ``dct_elastic``,
-with ``lightning.pytorch.Trainer``.
+with ``lightning.pytorch.Trainer``, when that is imported. Lightning itself is not imported: :class:`Updates` in a plain
+loop works without it.
 
 CONTRIBUTING.md has a map of the modules.
 """
 
-from lightning.pytorch.strategies import StrategyRegistry
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from lightning_dct.__about__ import __version__
 from lightning_dct.activations.split_point import SplitPoint
 from lightning_dct.activations.subspace import subspace
-from lightning_dct.callbacks.accordion import AccordionSchedule
-from lightning_dct.callbacks.compression_monitor import CompressionMonitor
-from lightning_dct.callbacks.embedding_pruning import EmbeddingPruning
-from lightning_dct.callbacks.threshold_refresh import ThresholdRefresh
 from lightning_dct.checksums import CheckpointError
 from lightning_dct.config import DCTConfig
-from lightning_dct.elastic.elastic_strategy import DCTElasticStrategy
 from lightning_dct.embedding.growing import GrowingEmbeddingBags
 from lightning_dct.embedding.optimizers import RowWiseAdagrad
 from lightning_dct.embedding.sharded import ShardedEmbeddingBags
-from lightning_dct.fsdp.fsdp_strategy import DCTFSDPStrategy
-from lightning_dct.metrics import CompressionRatio
-from lightning_dct.pipeline.pipeline_strategy import DCTPipelineStrategy
 from lightning_dct.pipeline.sequential import SplitSequential
-from lightning_dct.strategy import DCTStrategy
+from lightning_dct.registration import register_strategies
 from lightning_dct.sync.plain_loop import Updates
+
+if TYPE_CHECKING:
+    from lightning_dct.callbacks.accordion import AccordionSchedule
+    from lightning_dct.callbacks.compression_monitor import CompressionMonitor
+    from lightning_dct.callbacks.embedding_pruning import EmbeddingPruning
+    from lightning_dct.callbacks.threshold_refresh import ThresholdRefresh
+    from lightning_dct.elastic.elastic_strategy import DCTElasticStrategy
+    from lightning_dct.fsdp.fsdp_strategy import DCTFSDPStrategy
+    from lightning_dct.metrics import CompressionRatio
+    from lightning_dct.pipeline.pipeline_strategy import DCTPipelineStrategy
+    from lightning_dct.strategy import DCTStrategy
 
 __all__ = [
     "AccordionSchedule",
@@ -51,5 +56,28 @@ __all__ = [
     "subspace",
 ]
 
-for _strategy in (DCTStrategy, DCTPipelineStrategy, DCTFSDPStrategy, DCTElasticStrategy):
-    _strategy.register_strategies(StrategyRegistry)
+# Names whose modules import Lightning or torchmetrics.
+_PLACES = {
+    "AccordionSchedule": "callbacks.accordion",
+    "CompressionMonitor": "callbacks.compression_monitor",
+    "CompressionRatio": "metrics",
+    "DCTElasticStrategy": "elastic.elastic_strategy",
+    "DCTFSDPStrategy": "fsdp.fsdp_strategy",
+    "DCTPipelineStrategy": "pipeline.pipeline_strategy",
+    "DCTStrategy": "strategy",
+    "EmbeddingPruning": "callbacks.embedding_pruning",
+    "ThresholdRefresh": "callbacks.threshold_refresh",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+register_strategies()

@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from torch.profiler import record_function
 
 NAME = "[Strategy]DCTStrategy.{}"
@@ -26,7 +25,9 @@ def recorded(work: str) -> AbstractContextManager[Any]:
 
 def shown_by(trainer: Any) -> Callable[[str], AbstractContextManager[Any]]:
     """Spans of a Trainer's profiler; if it has none, of ``torch.profiler``, which a callback may run."""
-    profiler: Profiler = trainer.profiler
+    from lightning.pytorch.profilers import PassThroughProfiler
+
+    profiler = trainer.profiler
     if isinstance(profiler, PassThroughProfiler):
         return recorded
     return lambda work: profiler.profile(NAME.format(work))

@@ -24,7 +24,7 @@ from emulated_ranks import EmulatedDist, EmulatedRanks, Meeting, assert_same_bit
 from interpreted import WAYS, way_of
 from lightning_dct import DCTConfig
 from lightning_dct.compress import on_gpu
-from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Received, SentPayload
+from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Received, Sending, SentPayload
 from lightning_dct.compress.codec import apply, compress, decompress
 from lightning_dct.compress.memory import Memory
 from lightning_dct.compress.on_cpu import name_broken_sender
@@ -79,19 +79,17 @@ class Rank:
             self.memory.selected, scale = False, None if self.of_updates else 0.5
             new = self.own.add_(news.to(self.device)) if self.of_updates else news.to(self.device)
             bucket = Bucket([new], [self.base], scale, others_keep)
-            sent = compress(self.memory, bucket, self.plan, deferred, self.tag, lost)
+            sent = compress(self.memory, bucket, self.plan, deferred, Sending(self.tag, lost=lost))
             kept = {"base": self.base.cpu().clone(), "own": self.own.cpu().clone(), "sent": sent.payload.cpu()}
             payloads = torch.stack([sent.payload, sent.payload if self.before is None else self.before])
             self.before = sent.payload
-            for self.memory.lengthening in (1.3, None):
-                received = Received(payloads, self.plan, 0.4, own=0, tag=self.tag)
-                if self.of_updates and self.memory.lengthening is None:
+            for lengthening in (1.3, None):
+                received = Received(payloads, self.plan, 0.4, 0, how=Sending(self.tag, lengthening=lengthening))
+                if self.of_updates and lengthening is None:
                     apply(self.memory, received, bucket)
                     kept |= {"base after": self.base.cpu().clone(), "own after": self.own.cpu().clone()}
                 else:
-                    kept[f"mean {self.memory.lengthening}"] = decompress(
-                        self.memory, received, torch.full_like(new, 3.0)
-                    ).cpu()
+                    kept[f"mean {lengthening}"] = decompress(self.memory, received, torch.full_like(new, 3.0)).cpu()
             self.memory.awaited.synchronize()
             kept["entries"] = int(torch.as_tensor(sent.num_entries).sum()), sent.num_dense, self.memory.selected
             return kept
@@ -243,7 +241,11 @@ def test_harm_is_found_and_nothing_is_read_out_of_bounds(code: str) -> None:
             with way_of(way):
                 rows = torch.stack([intact, payload]).to(rank.device)
                 try:
-                    apply(rank.memory, Received(rows, plan, 0.5, own=0, tag=7), Bucket([rank.own], [rank.base], None))
+                    apply(
+                        rank.memory,
+                        Received(rows, plan, 0.5, own=0, how=Sending(7)),
+                        Bucket([rank.own], [rank.base], None),
+                    )
                     rank.memory.awaited.synchronize()
                     told.append("")
                 except PayloadError as error:
@@ -254,7 +256,7 @@ def test_harm_is_found_and_nothing_is_read_out_of_bounds(code: str) -> None:
         rank = Rank("triton", plan, of_updates=True)
         with way_of("triton"):
             rows = torch.stack([payload, payload]).to(rank.device)
-            apply(rank.memory, Received(rows, plan, 0.5, own=0, tag=7), Bucket([rank.own], [rank.base], None))
+            apply(rank.memory, Received(rows, plan, 0.5, own=0, how=Sending(7)), Bucket([rank.own], [rank.base], None))
             with pytest.raises(PayloadError, match=r"^Gradients from rank 0, Gradients from rank 1"):
                 rank.memory.awaited.synchronize()
 
@@ -265,7 +267,7 @@ def test_another_tag_is_another_step() -> None:
         rank = Rank(way, plan, of_updates=True)
         rank.step(next(noise(plan, 1)), set())
         assert rank.before is not None
-        received = Received(rank.before[None], plan, 0.5, own=0, tag=8)
+        received = Received(rank.before[None], plan, 0.5, own=0, how=Sending(8))
 
         def read(rank: Rank = rank, received: Received = received) -> None:
             apply(rank.memory, received, Bucket([rank.own], [rank.base], None))
@@ -286,11 +288,11 @@ def test_own_payload_beside_the_sums(sum_code: str) -> None:
         with way_of(way) as kernel:
             noise_of, memory = torch.Generator().manual_seed(3), Memory({}, guard=True, undoable=False, kernel=kernel)
             own, base, total, left = (torch.randn(2900, generator=noise_of).to(device_of(way)) for _ in range(4))
-            sent = compress(memory, Bucket([own], [base], None), plan, set(), 9)
+            sent = compress(memory, Bucket([own], [base], None), plan, set(), Sending(9))
             of_sums = Memory({}, guard=True, undoable=False, kernel=kernel)
-            spread = compress(of_sums, Bucket([total], [left], 1.0), sums, set(), 9)
+            spread = compress(of_sums, Bucket([total], [left], 1.0), sums, set(), Sending(9))
             mine = SentPayload(sent.payload, plan)
-            received = Received(spread.payload[None], sums, 0.25, mine, what="Sums", tag=9)
+            received = Received(spread.payload[None], sums, 0.25, mine, what="Sums", how=Sending(9))
             apply(memory, received, Bucket([own], [base], None))
             memory.awaited.synchronize()
             ended.append([sent.payload.cpu(), spread.payload.cpu(), own.cpu(), base.cpu(), left.cpu()])

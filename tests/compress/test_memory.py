@@ -19,7 +19,7 @@ SHARD = BucketPlan(("b", "a[2:5]"), (3, 3), (0, 0), torch.float32, "fp32")
 def memory(undoable: bool = False) -> Memory:
     """Of its own gradients 1 everywhere, of sums 10."""
     made = Memory(PIECES, guard=True, undoable=undoable)
-    made.begin(1.0, refresh=False)
+    made.begin()
     made.residual_of(BUCKET, CPU).fill_(1.0)
     made.owned_of(SHARD, CPU).fill_(10.0)
     made.commit()
@@ -57,7 +57,7 @@ def test_the_kernel_that_was_asked_for_is_the_one_that_runs(monkeypatch: pytest.
 
     def compressed(kernel: str) -> Compressed:
         made = Memory(PIECES, guard=True, undoable=False, kernel=kernel)
-        made.begin(1.0, refresh=False)
+        made.begin()
         return compress(made, Bucket([torch.ones(9)], [made.residual_of(plan, CPU)], 1.0), plan, set())
 
     assert compressed("torch").num_entries == 2
@@ -84,24 +84,24 @@ def test_pieces_beyond_the_parameter_are_refused() -> None:
 @pytest.mark.parametrize("owned", [True, False])
 def test_what_is_held_back_goes_out_once(owned: bool) -> None:
     held = memory()
-    held.begin(0.5, refresh=False)
+    held.begin()
     buffer = torch.zeros(9)
-    held.send_out(buffer, BUCKET, deferred={0}, owned=owned)
+    held.send_out(buffer, BUCKET, deferred={0}, scale=0.5, owned=owned)
     ten = 20.0 if owned else 0.0
     assert buffer.tolist() == [0.0, 0.0, 0.0, 2.0, 2.0, 2.0 + ten, 2.0 + ten, 2.0 + ten, 2.0]
     held.commit()
     assert held.residuals.view("b").tolist() == [1.0] * 3
     assert (held.residuals.view("a") is not None) == owned
     buffer.zero_()
-    held.send_out(buffer, BUCKET, deferred={0}, owned=owned)
+    held.send_out(buffer, BUCKET, deferred={0}, scale=0.5, owned=owned)
     assert not buffer.any()
 
 
 def test_roll_back() -> None:
     held = memory(undoable=True)
     before = str(held.state_dict())
-    held.begin(1.0, refresh=True)
-    held.send_out(torch.zeros(9), BUCKET, deferred=set(), owned=False)
+    held.begin(refresh=True)
+    held.send_out(torch.zeros(9), BUCKET, deferred=set(), scale=1.0, owned=False)
     held.residual_of(BUCKET, CPU).fill_(7.0)
     held.owned_of(SHARD, CPU).add_(7.0)
     held.thresholds.set("a", 1, 2.0)

@@ -242,6 +242,26 @@ class Bucket:
         return new - base if self.scale is None else (new.to(base.dtype) * self.scale).add_(base)
 
 
+class Sending(NamedTuple):
+    """How the buckets of one synchronisation are sent and added; the same for all of them.
+
+    Attributes:
+        tag: Marks the payloads, so that those of another step or of other tensors are refused: see
+            :func:`~lightning_dct.wire.payload.tag_of`.
+        scale: Factor on gradients that undoes the loss scale of mixed-precision training.
+        lost: Share of what is not sent that own weights lose.
+        lengthening: The most that a mean is lengthened by; see :func:`~lightning_dct.kernels.weights_by_senders`.
+    """
+
+    tag: int = 0
+    scale: float = 1.0
+    lost: float = 0.0
+    lengthening: float | None = 1.0
+
+
+PLAIN = Sending()
+
+
 class Compressed(NamedTuple):
     """What is sent of a bucket.
 
@@ -275,7 +295,7 @@ class Received(NamedTuple):
         own: What this rank has sent itself: the number of its row, or a payload that is not among the rows; then only
             entries that also appear in the sums count. None if it has sent nothing, or it does not matter.
         what: Names the payloads in error messages; None for the usual name.
-        tag: The payloads' tag; see :func:`~lightning_dct.wire.payload.tag_of`.
+        how: How the payloads were sent.
     """
 
     payloads: Tensor
@@ -283,7 +303,7 @@ class Received(NamedTuple):
     factor: float
     own: int | SentPayload | None
     what: str | None = None
-    tag: int = 0
+    how: Sending = PLAIN
 
 
 def real_numel(tensor: Tensor) -> int:

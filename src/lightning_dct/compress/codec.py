@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightning_dct.compress import on_cpu
 from lightning_dct.compress.awaited import must_not_wait
-from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Compressed, Received, SentPayload
+from lightning_dct.compress.bucket_plan import PLAIN, Bucket, BucketPlan, Compressed, Received, Sending, SentPayload
 from lightning_dct.compress.memory import Memory
 from lightning_dct.compress.threshold import sample_of, threshold_from
 from lightning_dct.kernels import weights_by_senders
@@ -32,9 +32,7 @@ from lightning_dct.wire.positions import PayloadError
 ON_GPU = "lightning_dct.compress.on_gpu"
 
 
-def compress(
-    memory: Memory, bucket: Bucket, plan: BucketPlan, deferred: set[int], tag: int = 0, lost: float = 0.0
-) -> Compressed:
+def compress(memory: Memory, bucket: Bucket, plan: BucketPlan, deferred: set[int], how: Sending = PLAIN) -> Compressed:
     """Pack the entries that reach their threshold.
 
     The rest of gradients stays in the residual: ``decoded(payload) + residual`` equals the earlier ``residual
@@ -46,8 +44,7 @@ def compress(
         bucket: What may be sent.
         plan: How each tensor is sent.
         deferred: Indices of tensors that are not sent.
-        tag: Marks the payload: see :func:`~lightning_dct.wire.payload.tag_of`.
-        lost: Share of what is not sent that own weights lose.
+        how: Its tag marks the payload.
     """
     used = tuple([index for index in plan.compressed if index not in deferred]) if deferred else plan.compressed
     names, targets = plan.of_tensors(used)
@@ -58,12 +55,12 @@ def compress(
         memory.thresholds.set(names[number], target, threshold_from(sampled, size, target))
     memory.selected |= bool(missing)
     if must_not_wait(bucket.bases[0].device):
-        return import_module(ON_GPU).pack(memory, bucket, plan, used, deferred, tag, lost)
+        return import_module(ON_GPU).pack(memory, bucket, plan, used, deferred, how)
     if not plan.parts:
-        return on_cpu.pack(memory, bucket, plan, deferred, tag, lost)
+        return on_cpu.pack(memory, bucket, plan, deferred, how)
     sent, before = [], 0
     for part in plan.parts:
-        sent.append(on_cpu.pack(memory, bucket, part, {index - before for index in deferred}, tag, lost))
+        sent.append(on_cpu.pack(memory, bucket, part, {index - before for index in deferred}, how))
         before += len(part.names)
     payloads, entries, dense = zip(*sent, strict=True)
     return Compressed(torch.cat(payloads), sum(entries), sum(dense))
@@ -75,9 +72,9 @@ def decompress(memory: Memory, received: Received, buffer: Tensor) -> Tensor:
     Every rank adds the same payloads in the same order, so replicas stay bitwise identical.
 
     Args:
-        memory: Each entry's weight follows from its ``lengthening`` and the number of ranks that have sent it; see
+        memory: Says which kernel, and what is sent.
+        received: The payloads. Each entry's weight follows from the number of ranks that have sent it; see
             :func:`~lightning_dct.kernels.weights_by_senders`.
-        received: The payloads.
         buffer: Shape ``[n]``: the flattened bucket. Overwritten where the plan's tensors lie.
 
     Raises:
@@ -119,7 +116,7 @@ def apply(memory: Memory, received: Received, bucket: Bucket) -> None:
     Own weights, if the bucket has any, change by as much, less what this rank has sent, if it has. :func:`decompress`
     describes the arguments and errors.
     """
-    payloads, plan, factor, own, what, tag = received
+    payloads, plan, factor, own, what, how = received
     said = what or memory.what
     if payloads.shape[1] != plan.num_bytes:
         raise PayloadError(
@@ -130,7 +127,7 @@ def apply(memory: Memory, received: Received, bucket: Bucket) -> None:
         import_module(ON_GPU).add(memory, received, bucket, said)
         return
     parts = len(plan.parts) or 1
-    weights = weights_by_senders(len(payloads), factor, memory.lengthening, plan.residual_dtype)
+    weights = weights_by_senders(len(payloads), factor, how.lengthening, plan.residual_dtype)
     owns = own.plan.divide(own.payload) if isinstance(own, SentPayload) else []
     for number, (part, rows) in enumerate(plan.divide(payloads)):
         # One rank's payload after the other in each row.
@@ -140,4 +137,4 @@ def apply(memory: Memory, received: Received, bucket: Bucket) -> None:
         if bucket.news and owns:
             mine = len(rows)
             arrived.append(SentPayload(owns[number][1], owns[number][0]))
-        on_cpu.add(part, bucket, arrived, weights, mine, tag, memory.kernel)
+        on_cpu.add(part, bucket, arrived, weights, mine, how.tag, memory.kernel)

@@ -73,29 +73,32 @@ class Residuals:
 class Memory:
     """One rank's residuals and thresholds.
 
-    ``pieces`` are those this rank owns, by label. If it is ``undoable``, it keeps what a synchronisation changes.
+    Args:
+        pieces: Those this rank owns, by label.
+        guard: Whether to adjust the thresholds to the number of entries that have reached them.
+        undoable: Whether to keep what a synchronisation changes.
+        kernel: See :func:`~lightning_dct.kernels.cpu_kernel`.
+        of_updates: Whether updates are exchanged. Then ranks keep what the owner of its sum does not send on.
 
     Attributes:
         what: What is exchanged, for messages.
-        of_updates: Whether updates are exchanged. Then ranks keep what the owner of a sum does not send on.
-        lengthening: Upper bound on the factor on a mean; see :func:`~lightning_dct.kernels.weights_by_senders`.
-        tag: Marks payloads that are sent now: see :func:`~lightning_dct.compress.codec.compress`.
-        gradient_scale: Factor on the gradients that undoes the loss scale.
         selected: Whether the current synchronisation has selected any threshold.
         awaited: Numbers that GPUs have not delivered yet.
-        guard: Whether to adjust the thresholds to the number of entries that have reached them.
-        kernel: See :func:`~lightning_dct.kernels.cpu_kernel`.
     """
 
-    def __init__(self, pieces: Mapping[str, OwnedPiece], guard: bool, undoable: bool, kernel: str = "auto") -> None:
+    def __init__(
+        self,
+        pieces: Mapping[str, OwnedPiece],
+        guard: bool,
+        undoable: bool,
+        kernel: str = "auto",
+        of_updates: bool = False,
+    ) -> None:
         self.thresholds = Thresholds()
         self.residuals = Residuals()
         self.owned = Residuals()
-        self.what = "Gradients"
-        self.of_updates = False
-        self.lengthening: float | None = 1.0
-        self.tag = 0
-        self.gradient_scale = 1.0
+        self.what = "Updates" if of_updates else "Gradients"
+        self.of_updates = of_updates
         self.selected = False
         self.awaited = Awaited()
         self._pieces = pieces
@@ -110,12 +113,8 @@ class Memory:
         self._undo: list[tuple[Tensor, Tensor]] = []
         self._undo_thresholds = Thresholds()
 
-    def begin(self, gradient_scale: float, refresh: bool) -> None:
-        """Begin a synchronisation; ``gradient_scale`` is one over the loss scale of mixed-precision training.
-
-        With ``refresh``, each threshold is selected anew when its tensor next takes part.
-        """
-        self.gradient_scale = gradient_scale
+    def begin(self, refresh: bool = False) -> None:
+        """Begin a synchronisation; with ``refresh``, select each threshold anew when its tensor next takes part."""
         self.selected = False
         if self._undoable:
             self._undo_thresholds.take_over(self.thresholds)
@@ -143,11 +142,12 @@ class Memory:
         """The residual of the sums this rank owns of a bucket: shape ``[n]``, to be written in place."""
         return self._changing(self.owned.flat(shard.names, shard.sizes, shard.residual_dtype, device))
 
-    def send_out(self, buffer: Tensor, plan: BucketPlan, deferred: set[int], owned: bool) -> None:
+    def send_out(self, buffer: Tensor, plan: BucketPlan, deferred: set[int], scale: float, owned: bool) -> None:
         """Move the residuals of a bucket's tensors, except deferred ones, into the bucket, which is sent uncompressed.
 
-        Such residuals come from other settings: a lower density, or another exchange. ``owned`` includes the residuals
-        of sums. Without it, this rank stops keeping residuals of its own gradients, and their memory is freed.
+        Such residuals come from other settings: a lower density, or another exchange. ``scale`` is the factor on what
+        the bucket has. ``owned`` includes the residuals of sums. Without it, this rank stops keeping residuals of its
+        own gradients, and their memory is freed.
         """
         for index, (name, (start, _)) in enumerate(zip(plan.names, plan.bounds, strict=True)):
             if index in deferred:
@@ -160,7 +160,7 @@ class Memory:
                 if left is None:
                     continue
                 first = start + offset
-                buffer[first : first + left.numel()].add_(left.to(buffer.device), alpha=1.0 / self.gradient_scale)
+                buffer[first : first + left.numel()].add_(left.to(buffer.device), alpha=1.0 / scale)
                 self._changing(left).zero_()
                 if not owned:
                     self._to_drop.append(key)

@@ -8,7 +8,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Compressed, SentPayload
+from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Compressed, Sending, SentPayload
 from lightning_dct.compress.memory import Memory
 from lightning_dct.compress.threshold import GUARD_RESELECT, limit_of, nudge
 from lightning_dct.kernels import cpu_kernel, weights_by_senders
@@ -17,7 +17,7 @@ from lightning_dct.wire import payload as wire
 from lightning_dct.wire.positions import PayloadError, reading
 
 
-def pack(memory: Memory, bucket: Bucket, plan: BucketPlan, deferred: set[int], tag: int, lost: float) -> Compressed:
+def pack(memory: Memory, bucket: Bucket, plan: BucketPlan, deferred: set[int], how: Sending) -> Compressed:
     """Pack one payload; see :func:`~lightning_dct.compress.codec.compress`."""
     used = [(number, index) for number, index in enumerate(plan.compressed) if index not in deferred]
     thresholds, kernel = memory.thresholds, cpu_kernel(memory.kernel)
@@ -46,8 +46,8 @@ def pack(memory: Memory, bucket: Bucket, plan: BucketPlan, deferred: set[int], t
             thresholds.set(plan.names[index], target, limit if far else nudge(tau, count, target, size))
     if sum(counts) < values.numel():
         values = torch.cat(kept) if len(kept) > 1 else kept[0]
-    payload = wire.pack(plan.layout, flags, values, counts, dense, tag)
-    if bucket.scale is not None or lost:
+    payload = wire.pack(plan.layout, flags, values, counts, dense, how.tag)
+    if bucket.scale is not None or how.lost:
         # In the memory of the values, which are not needed any more.
         out = values if values.dtype == torch.float32 else None
         as_read = Sent(flags[None], wire.unpack_values(plan.layout, payload, counts, out), [values.numel()])
@@ -59,7 +59,7 @@ def pack(memory: Memory, bucket: Bucket, plan: BucketPlan, deferred: set[int], t
                 for base, old, one in zip(bases, before, counted, strict=True):
                     base.copy_(torch.where(one != 0, base, old))
         else:
-            kernel.decay(news, bases, first, as_read, lost)
+            kernel.decay(news, bases, first, as_read, how.lost)
     return Compressed(payload, values.numel(), dense.numel() // plan.dtype.itemsize)
 
 

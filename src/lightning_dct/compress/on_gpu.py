@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_dct.compress.awaited import to_device
-from lightning_dct.compress.bucket_plan import WORD, Bucket, BucketPlan, Compressed, Received, SentPayload
+from lightning_dct.compress.bucket_plan import WORD, Bucket, BucketPlan, Compressed, Received, Sending, SentPayload
 from lightning_dct.compress.memory import Memory
 from lightning_dct.compress.on_cpu import add_dense, name_broken_sender, take_dense
 from lightning_dct.compress.threshold import (
@@ -158,13 +158,13 @@ def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: An
 
 
 def pack(
-    memory: Memory, bucket: Bucket, plan: BucketPlan, used: tuple[int, ...], deferred: set[int], tag: int, lost: float
+    memory: Memory, bucket: Bucket, plan: BucketPlan, used: tuple[int, ...], deferred: set[int], how: Sending
 ) -> Compressed:
     """Pack the payloads of a bucket; see :func:`~lightning_dct.compress.codec.compress`.
 
     ``used`` are the indices of the compressed tensors that send something; all have thresholds.
     """
-    return _Packing(Table.of(plan, bucket.bases[0].device), bucket).pack(memory, used, deferred, tag, lost)
+    return _Packing(Table.of(plan, bucket.bases[0].device), bucket).pack(memory, used, deferred, how)
 
 
 class _Packing:
@@ -181,7 +181,7 @@ class _Packing:
         self.payload = torch.zeros(self.plan.num_bytes, dtype=torch.uint8, device=table.device)
         self.words = self.payload.view(torch.uint32)
 
-    def pack(self, memory: Memory, used: tuple[int, ...], deferred: set[int], tag: int, lost: float) -> Compressed:
+    def pack(self, memory: Memory, used: tuple[int, ...], deferred: set[int], how: Sending) -> Compressed:
         table, plan = self.table, self.plan
         if not table.count:
             ends = table.ends(self.counts)
@@ -190,12 +190,12 @@ class _Packing:
             means, fits, large = self.scales(ends)
             rest: Any = ends, self.scale, self.flags, self.signs, large, fits, self.words
             self.launch(triton_pack.write, table.parts, *rest, FORMAT=plan.value_format, **table.loops)
-            if self.bucket.scale is not None or lost:
-                rest = taus, means, fits, self.scale, _number(lost, table.device), self.flags, self.words
+            if self.bucket.scale is not None or how.lost:
+                rest = taus, means, fits, self.scale, _number(how.lost, table.device), self.flags, self.words
                 others_keep = self.bucket.others_keep
                 self.launch(triton_pack.settle, *rest, FORMAT=plan.value_format, OTHERS_KEEP=others_keep)
         entries = table.room(table.num_parts, torch.int64)
-        _launch(triton_pack.seal, (table.num_parts,), table.parts, ends, self.words, table.header, tag, entries)
+        _launch(triton_pack.seal, (table.num_parts,), table.parts, ends, self.words, table.header, how.tag, entries)
         dense = first = 0
         for part, payload in plan.divide(self.payload):
             if part.dense:
@@ -301,13 +301,13 @@ def add(memory: Memory, received: Received, bucket: Bucket, said: str) -> None:
 
     ``memory.awaited.poll()`` later raises an error for a corrupt payload.
     """
-    payloads, plan, factor, own, _, tag = received
-    arrived, rows, base = _read(payloads, plan, tag), len(payloads), DTYPES[plan.residual_dtype]
+    payloads, plan, factor, own, _, how = received
+    arrived, rows, base = _read(payloads, plan, how.tag), len(payloads), DTYPES[plan.residual_dtype]
     table, words, addresses = arrived.table, arrived.words, arrived.table.addresses(bucket)
-    weights = _weights(rows, factor, memory.lengthening, plan.residual_dtype, table.device)
+    weights = _weights(rows, factor, how.lengthening, plan.residual_dtype, table.device)
     mine, apart, own_format = own if isinstance(own, int) else -1, arrived, None
     if isinstance(own, SentPayload) and bucket.news:
-        apart, own_format = _read(own.payload.unsqueeze(0), own.plan, tag), own.plan.value_format
+        apart, own_format = _read(own.payload.unsqueeze(0), own.plan, how.tag), own.plan.value_format
     owns = {"SENDERS": rows, "BASE": base, "OWNS": bool(bucket.news)}
     formats = {"FORMAT": plan.value_format, "OWN_FORMAT": own_format}
     given = addresses, table.count, table.tensors, table.parts, table.blocks, words, arrived.stride

@@ -27,7 +27,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Received
+from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Received, Sending
 from lightning_dct.compress.codec import apply, compress, decompress_own
 from lightning_dct.elastic.present import PresentRanks
 from lightning_dct.sync.buffers import PresentBuffers
@@ -223,7 +223,7 @@ class ElasticUpdates(UpdateSynchronizer):
             self._choose_settings(step)
             buckets = self._plans(rounds, step)
         sends = own.step == step and own.trained > 0
-        self.memory.begin(1.0, refresh=False)
+        self.memory.begin()
         if sends:
             self._forget_thresholds([names for names, _ in buckets])
             payloads = [self._compress(names, plan) for names, plan in buckets]
@@ -263,12 +263,12 @@ class ElasticUpdates(UpdateSynchronizer):
     ) -> None:
         """Add what the senders have sent, ``[senders, bytes]``; ``own`` is this rank's row, ``changed`` the buffers."""
         start = 0
-        self.memory.lengthening = self._lengthening(rounds, len(rows))
+        how = Sending(lengthening=self._lengthening(rounds, len(rows)))
         decay = self.config.residual_decay if rounds.steps <= self.config.warmup_steps else 1.0
         with self.traffic.timed("apply"):
             for names, plan in buckets:
                 stop = start + plan.layout.num_bytes
-                received = Received(rows[:, start:stop], plan, 1.0 / len(rows), own)
+                received = Received(rows[:, start:stop], plan, 1.0 / len(rows), own, how=how)
                 start = stop
                 bucket = self._in_place(names)
                 apply(self.memory, received, bucket)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from lightning_dct.compress.awaited import must_not_wait
-from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Compressed, OwnedPiece, Received
+from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Compressed, OwnedPiece, Received, Sending
 from lightning_dct.compress.memory import Memory
 from lightning_dct.exchange.collectives import (
     Link,
@@ -52,7 +52,7 @@ class Exchange(ABC):
     made: Sequence[dist.ProcessGroup] = ()
 
     @abstractmethod
-    def send(self, bucket: Bucket, plan: BucketPlan, deferred: set[int], memory: Memory, lost: float = 0.0) -> Flow:
+    def send(self, bucket: Bucket, plan: BucketPlan, deferred: set[int], memory: Memory, how: Sending) -> Flow:
         """Exchange a bucket. Every rank calls this for the same buckets in the same order.
 
         Args:
@@ -60,7 +60,7 @@ class Exchange(ABC):
             plan: How each tensor is sent.
             deferred: Indices of tensors that this rank's backward did not use. Nothing is sent of them.
             memory: This rank's residuals and thresholds.
-            lost: Share of what is not sent that own weights lose.
+            how: The tag, and factors.
         """
 
     def close(self) -> None:
@@ -132,12 +132,18 @@ def send_sparse(gradient: Tensor, everyone: Link) -> Flow:
 
 
 def send_dense(
-    buffer: Tensor, plan: BucketPlan, deferred: set[int], memory: Memory, everyone: Link, dtype: torch.dtype
+    buffer: Tensor,
+    plan: BucketPlan,
+    deferred: set[int],
+    memory: Memory,
+    everyone: Link,
+    dtype: torch.dtype,
+    how: Sending,
 ) -> Flow:
     """Exchange a bucket without compressed tensors, with all of its residuals, in a dtype; updates with their tag."""
-    memory.send_out(buffer, plan, deferred, owned=True)
+    memory.send_out(buffer, plan, deferred, how.scale, owned=True)
     everyone.traffic.add(entries=buffer.numel(), entries_sent=buffer.numel())
-    sent, tag = buffer.to(dtype), memory.tag if memory.of_updates else 0
+    sent, tag = buffer.to(dtype), how.tag if memory.of_updates else 0
     work = all_reduce_mean(sent, everyone)
     if tag:
         ends = torch.full((2,), tag, dtype=torch.int32, device=sent.device)

@@ -36,7 +36,7 @@ from functools import cache, partial
 
 import torch
 
-from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, OwnedPiece, Received, SentPayload
+from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, OwnedPiece, Received, Sending, SentPayload
 from lightning_dct.compress.codec import compress, decompress
 from lightning_dct.compress.memory import Memory
 from lightning_dct.exchange.base import Exchange, Flow, count_entries, unused_tensors
@@ -67,15 +67,14 @@ class AllGather(Exchange):
         self.everyone = everyone
         self.link_traversals = link_traversals("all_gather", everyone.size)
 
-    def send(self, bucket: Bucket, plan: BucketPlan, deferred: set[int], memory: Memory, lost: float = 0.0) -> Flow:
+    def send(self, bucket: Bucket, plan: BucketPlan, deferred: set[int], memory: Memory, how: Sending) -> Flow:
         """See :meth:`Exchange.send`."""
-        tag = memory.tag
-        compressed = compress(memory, bucket, plan, deferred, tag, lost)
+        compressed = compress(memory, bucket, plan, deferred, how)
         count_entries(sum(plan.sizes), compressed, self.everyone, memory)
         work, payloads = all_gather_payload(compressed.payload, self.everyone)
         yield work
         factor = 1.0 / ((bucket.scale or 1.0) * self.everyone.size)
-        return Received(payloads, plan, factor, own=self.everyone.rank, tag=tag)
+        return Received(payloads, plan, factor, own=self.everyone.rank, how=how)
 
 
 class Sharded(Exchange):
@@ -90,28 +89,28 @@ class Sharded(Exchange):
         self._defer_unused = defer_unused
         self._cut = cache(partial(cut, pieces=pieces, owners=everyone.size))  # each bucket once
 
-    def send(self, bucket: Bucket, plan: BucketPlan, deferred: set[int], memory: Memory, lost: float = 0.0) -> Flow:
+    def send(self, bucket: Bucket, plan: BucketPlan, deferred: set[int], memory: Memory, how: Sending) -> Flow:
         """See :meth:`Exchange.send`."""
         shards, joined, joined_sums = divided = self._cut(plan)
         sizes = [shard.plan.num_bytes for shard in shards]
-        own, ranks, tag = shards[self.everyone.rank], self.everyone.size, memory.tag
-        compressed = compress(memory, bucket, joined, divided.of(deferred), tag, lost)
+        own, ranks = shards[self.everyone.rank], self.everyone.size
+        compressed = compress(memory, bucket, joined, divided.of(deferred), how)
         count_entries(sum(plan.sizes), compressed, self.everyone, memory)
         work, received = all_to_all(compressed.payload, sizes, ranks * [own.plan.num_bytes], self.everyone)
         yield work
 
         sums = compressed.payload.new_empty(sum(own.plan.sizes), dtype=plan.residual_dtype)
-        decompress(memory, Received(received.view(ranks, -1), own.packed, 1.0, own=None, tag=tag), sums)
+        decompress(memory, Received(received.view(ranks, -1), own.packed, 1.0, own=None, how=how), sums)
         deferred = unused_tensors(sums, own.sums) if self._defer_unused else set()
         # With updates, the ranks keep in their own weights what is not sent.
         summed = Bucket([sums], [memory.owned_of(own.packed, sums.device)], 1.0, memory.of_updates)
-        sent = compress(memory, summed, own.sums, deferred, tag)
+        sent = compress(memory, summed, own.sums, deferred, how)
         work, spread = spread_payload(sent.payload, [shard.sums.num_bytes for shard in shards], self.everyone)
         yield work
 
         factor = 1.0 / ((bucket.scale or 1.0) * ranks)
         mine = SentPayload(compressed.payload, joined)
-        return Received(spread.unsqueeze(0), joined_sums, factor, mine, what="Sums", tag=tag)
+        return Received(spread.unsqueeze(0), joined_sums, factor, mine, what="Sums", how=how)
 
 
 class ByNode(Exchange):
@@ -139,12 +138,12 @@ class ByNode(Exchange):
         self._defer_unused = defer_unused
         self._cut = cache(partial(cut, pieces=pieces, owners=inside.size))
 
-    def send(self, bucket: Bucket, plan: BucketPlan, deferred: set[int], memory: Memory, lost: float = 0.0) -> Flow:
+    def send(self, bucket: Bucket, plan: BucketPlan, deferred: set[int], memory: Memory, how: Sending) -> Flow:
         """See :meth:`Exchange.send`."""
         (buffer,), scale = bucket.news, bucket.scale or 1.0
         shards, joined, _ = self._cut(plan)
         # Residuals of this rank's own gradients, left by another exchange, are sent with the dense gradients.
-        memory.send_out(buffer, plan, deferred, owned=False)
+        memory.send_out(buffer, plan, deferred, scale, owned=False)
         for index in deferred:
             buffer[slice(*plan.bounds[index])] = 0.0
         yield all_reduce_mean(buffer, self._inside)
@@ -155,8 +154,7 @@ class ByNode(Exchange):
         residual = memory.owned_of(own.packed, buffer.device)
         # The sum over the node's ranks, from their mean.
         summed = Bucket([gradient], [residual], scale * self._inside.size, memory.of_updates)
-        tag = memory.tag
-        compressed = compress(memory, summed, own.packed, deferred, tag)
+        compressed = compress(memory, summed, own.packed, deferred, how)
         count_entries(gradient.numel(), compressed, self.everyone, memory)
         work, gathered = all_gather_payload(compressed.payload, self._between)
         yield work
@@ -168,4 +166,4 @@ class ByNode(Exchange):
 
         by_shard = [payloads.view(nodes, -1) for payloads in spread.split(sizes)]
         received = torch.cat(by_shard, dim=1)
-        return Received(received, joined, 1.0 / (scale * self.everyone.size), own=self._between.rank, tag=tag)
+        return Received(received, joined, 1.0 / (scale * self.everyone.size), own=self._between.rank, how=how)

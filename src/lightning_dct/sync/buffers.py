@@ -41,8 +41,10 @@ class Buffers:
         self._own: dict[str, Tensor] = {}
         self._shown: dict[str, Tensor] = {}
 
-    def exchange(self, averages: bool = True) -> None:
+    def exchange(self, before: Callable[[int], None] | None = None, averages: bool = True) -> None:
         """Give every rank the same buffers; a collective call. Without ``averages`` all come from the first rank.
+
+        If there are any, ``before`` is called first, with their number.
 
         Raises:
             ValueError: The ranks have different buffers, or of different sizes; on every rank.
@@ -50,12 +52,14 @@ class Buffers:
         buffers, link = self.named(), self._link
         if link is None or link.size == 1:
             return
-        before = link.traffic.totals.bytes_sent
+        if buffers and before is not None:
+            before(len(buffers))
+        sent_before = link.traffic.totals.bytes_sent
         differ = self._differing(buffers, link)
         statistics = set(differ).intersection(self.statistics() if averages else ())
         _average([buffers[name] for name in differ if name in statistics], link)
         _take_first([buffers[name] for name in differ if name not in statistics], link)
-        link.traffic.add(bytes_of_buffers=link.traffic.totals.bytes_sent - before)
+        link.traffic.add(bytes_of_buffers=link.traffic.totals.bytes_sent - sent_before)
 
     def _differing(self, buffers: Mapping[str, Tensor], link: Link) -> list[str]:
         """The names of buffers whose bits differ between ranks; the same names on every rank."""
@@ -101,7 +105,7 @@ class Buffers:
 
     def give_back(self) -> None:
         """Continue with this rank's own buffers, or with values written over those shown and not taken back."""
-        for name, buffer in self.named().items():
+        for name, buffer in self.named().items() if self._own else ():
             if self._is_shown(name, buffer):
                 buffer.copy_(self._own.pop(name))
 
@@ -125,7 +129,7 @@ class PresentBuffers(Buffers):
         super().__init__(named, statistics)
         self.agreed: dict[str, Tensor] = {}
 
-    def exchange(self, averages: bool = True) -> None:
+    def exchange(self, before: Callable[[int], None] | None = None, averages: bool = True) -> None:
         """Take the buffers of the last exchange. This is no collective call, because some ranks may not be present."""
         for name, buffer in self.named().items():
             if name in self.agreed:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
-from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, real_numel
+from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Sending, real_numel
 from lightning_dct.compress.codec import decompress
 from lightning_dct.config import DCTConfig
 from lightning_dct.exchange.base import Exchange, Pending, complete, send_dense, send_sparse, unused_tensors
@@ -47,6 +47,7 @@ class GradientSynchronizer(Synchronizer):
         # Of the current synchronisation.
         self._pending: list[Pending] = []
         self._refreshing = False
+        self._how = Sending()
         # A second stream of each GPU.
         self._beside: dict[torch.device, torch.cuda.Stream] = {}
 
@@ -110,8 +111,9 @@ class GradientSynchronizer(Synchronizer):
         self.come_to(EXCHANGE, f"an exchange of gradients for optimizer step {self.synchronisations + 1}")
         self.request_refresh_when_due()
         self._refreshing = self.refresh_requested
-        self.memory.begin(1.0 if self._loss_scale is None else 1.0 / self._loss_scale(), self._refreshing)
-        self.memory.tag = tag_of(self.synchronisations, self.epoch)
+        self.memory.begin(self._refreshing)
+        scale = 1.0 if self._loss_scale is None else 1.0 / self._loss_scale()
+        self._how = Sending(tag_of(self.synchronisations, self.epoch), scale)
 
     def _finish(self) -> None:
         """Complete all buckets and count the synchronisation."""
@@ -161,9 +163,9 @@ class GradientSynchronizer(Synchronizer):
         """Start sending a flattened bucket, which takes the mean."""
         if plan.is_dense:
             dtype = torch.bfloat16 if self.config.averages_in_bf16 and buffer.dtype == torch.float32 else buffer.dtype
-            dense = send_dense(buffer, plan, deferred, self.memory, self.exchange.everyone, dtype)
+            dense = send_dense(buffer, plan, deferred, self.memory, self.exchange.everyone, dtype, self._how)
             return Pending(dense, 1, buffer.device)
         residuals = [] if self.exchange.sums_first else [self.memory.residual_of(plan, buffer.device)]
-        bucket = Bucket([buffer], residuals, self.memory.gradient_scale)
-        flow = self.exchange.send(bucket, plan, deferred, self.memory)
+        bucket = Bucket([buffer], residuals, self._how.scale)
+        flow = self.exchange.send(bucket, plan, deferred, self.memory, self._how)
         return Pending(flow, self.exchange.rounds, buffer.device, partial(decompress, self.memory, buffer=buffer))

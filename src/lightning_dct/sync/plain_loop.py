@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -75,6 +76,8 @@ class Updates:
                 " `DCTStrategy` with Lightning."
             )
         group = process_group or dist.distributed_c10d._get_default_group()
+        # Which rank tells and warns; Lightning sets it, too.
+        rank_zero_only.rank = getattr(rank_zero_only, "rank", dist.get_rank())  # type: ignore[attr-defined]
         self.optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
         for optimizer in self.optimizers:
             refuse(optimizer)

@@ -48,6 +48,7 @@ class Synchronizer:
         parameter_names: The name of every parameter that may take part.
         exchange: Sends payloads to the other ranks.
         undoable: Keep what an exchange changes, so that it can be undone.
+        of_updates: Whether updates are exchanged.
 
     Attributes:
         synchronisations: Optimizer steps that count, of all optimizers together.
@@ -61,12 +62,17 @@ class Synchronizer:
     """
 
     def __init__(
-        self, config: DCTConfig, parameter_names: Mapping[Tensor, str], exchange: Exchange, undoable: bool = False
+        self,
+        config: DCTConfig,
+        parameter_names: Mapping[Tensor, str],
+        exchange: Exchange,
+        undoable: bool = False,
+        of_updates: bool = False,
     ) -> None:
         self.plans = Plans(config, exchange.link_traversals)
         self.exchange = exchange
         self.traffic = exchange.everyone.traffic
-        self.memory = Memory(exchange.pieces, config.guard, undoable, config.kernel)
+        self.memory = Memory(exchange.pieces, config.guard, undoable, config.kernel, of_updates)
         self.thresholds, self.residuals = self.memory.thresholds, self.memory.residuals
         self.synchronisations = 0
         self.steps_since_refresh = 0

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Plans, Received, real_dtype
+from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Plans, Received, Sending, real_dtype
 from lightning_dct.compress.codec import apply, counting, decompress, decompress_own
 from lightning_dct.compress.memory import Memory
 from lightning_dct.exchange.base import Exchange, Pending, complete, send_dense
@@ -32,24 +32,23 @@ class UpdateFlow:
         sizes, dtype = [self._weights.sizes[name] for name in names], real_dtype(self._weights.parameters[names[0]])
         return self._plans.of(names, sizes, dtype, length / self._plans.config.round_length)
 
-    def send(self, names: Sequence[str], rounds: Rounds, length: int) -> InFlight:
-        """Start sending the updates of some parameters; a collective call."""
+    def send(self, names: Sequence[str], rounds: Rounds, length: int, how: Sending) -> InFlight:
+        """Start sending the updates of some parameters, ``length`` steps after the last time; a collective call."""
         with self._traffic.timed("compress"):
             config, plan = self._plans.config, self.plan(names, length)
-            lost = 1.0 - config.residual_decay if rounds.steps <= config.warmup_steps else 0.0
             own = bucket = None
             if plan.is_dense or self._exchange.sums_first:
                 moved = self._weights.movement(names, plan.residual_dtype)
                 own = moved.clone()
                 if plan.is_dense:
-                    dense = send_dense(moved, plan, set(), self._memory, self._exchange.everyone, moved.dtype)
+                    dense = send_dense(moved, plan, set(), self._memory, self._exchange.everyone, moved.dtype, how)
                     pending = Pending(dense, 1, moved.device)
                 else:
-                    pending = self._start(Bucket([moved], [], 1.0), plan)
+                    pending = self._start(Bucket([moved], [], 1.0), plan, how)
             elif (bucket := self._weights.bucket(names)) is not None:
-                pending = self._start(bucket, plan, lost)
+                pending = self._start(bucket, plan, how)
             else:
-                pending = self._send_movement(names, plan, lost)
+                pending = self._send_movement(names, plan, how)
             due = rounds.steps + min(config.delay, length)
             # While training goes on the weights may come to lie elsewhere.
             return InFlight(names, sum(plan.sizes), due, pending, None, own, None if config.delay else bucket)
@@ -84,18 +83,18 @@ class UpdateFlow:
         # A node sends for its ranks, which keep what it does not send.
         return mean, sent if item.own is None else torch.where(counting(sent, arrived.plan), item.own, 0.0)
 
-    def _start(self, bucket: Bucket, plan: BucketPlan, lost: float = 0.0) -> Pending:
-        flow = self._exchange.send(bucket, plan, set(), self._memory, lost)
+    def _start(self, bucket: Bucket, plan: BucketPlan, how: Sending) -> Pending:
+        flow = self._exchange.send(bucket, plan, set(), self._memory, how)
         return Pending(flow, self._exchange.rounds, bucket.news[0].device)
 
-    def _send_movement(self, names: Sequence[str], plan: BucketPlan, lost: float) -> Pending:
+    def _send_movement(self, names: Sequence[str], plan: BucketPlan, how: Sending) -> Pending:
         """Start sending updates that are not read from the weights in place."""
         moved = self._weights.movement(names, plan.residual_dtype)
         left = self._memory.residual_of(plan, moved.device)
-        pending = self._start(Bucket([moved], [left], 1.0), plan)
+        pending = self._start(Bucket([moved], [left], 1.0), plan, how._replace(lost=0.0))
         # What is not sent stays in the weights, and the residual is not needed any more.
-        if lost:
-            self._weights.add_own(names, left.mul_(lost), -1.0)
+        if how.lost:
+            self._weights.add_own(names, left.mul_(how.lost), -1.0)
         for name in names:
             self._memory.residuals.drop(name)
         return pending

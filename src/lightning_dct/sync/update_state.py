@@ -45,8 +45,7 @@ class UpdateState(Synchronizer):
         parameters: Callable[[], Collection[Tensor]],
         weights: SharedWeights | None = None,
     ) -> None:
-        super().__init__(config, parameter_names, exchange)
-        self.memory.what, self.memory.of_updates = "Updates", True
+        super().__init__(config, parameter_names, exchange, of_updates=True)
         self.weights = weights or SharedWeights()
         self.flow = UpdateFlow(self.plans, self.weights, exchange, self.memory)
         self.buffers = buffers

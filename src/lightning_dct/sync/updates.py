@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dct.agreement import check_alike
-from lightning_dct.compress.bucket_plan import local_of, real_numel
+from lightning_dct.compress.bucket_plan import Sending, local_of, real_numel
 from lightning_dct.config import DCTConfig
 from lightning_dct.failures.course import EXCHANGE
 from lightning_dct.law import FEWEST_COUNTED, RunSettings
@@ -185,10 +185,12 @@ class UpdateSynchronizer(UpdateState):
             self.come_to(rounds.what, f"{rounds.said}{own}, in optimizer step {self.synchronisations}")
             self._measure(rounds, length)
             self._forget_thresholds(sending)
-            self.memory.begin(1.0, refresh=False)
-            self.memory.tag = tag_of(rounds.what, rounds.steps, self.epoch)
+            self.memory.begin()
+            lost = 1.0 - config.residual_decay if rounds.steps <= config.warmup_steps else 0.0
+            tag = tag_of(rounds.what, rounds.steps, self.epoch)
+            how = Sending(tag, lost=lost, lengthening=self._lengthening(rounds, self.exchange.everyone.size))
             for bucket in sending:
-                rounds.in_flight.append(self.flow.send(bucket, rounds, length))
+                rounds.in_flight.append(self.flow.send(bucket, rounds, length, how))
                 behind = 0 if config.delay else sum([item.entries for item in rounds.in_flight[1:]])
                 if behind >= max(MOST_IN_FLIGHT, rounds.in_flight[-1].entries):
                     self.flow.apply(rounds, rounds.in_flight[:1])
@@ -208,9 +210,7 @@ class UpdateSynchronizer(UpdateState):
         if rounds is self._rounds[first] or rounds.since_buffers > self.config.round_length:
             for other in self._rounds.values():
                 other.since_buffers = 0
-            if buffers := self.buffers.named():
-                self.come_to(f"{EXCHANGE} of {len(buffers)} buffers", f"an exchange of {len(buffers)} buffers")
-            self.buffers.exchange()
+            self.buffers.exchange(lambda n: self.come_to(f"{EXCHANGE} of {n} buffers", f"an exchange of {n} buffers"))
 
     def _count_step(self, optimizer: Optimizer) -> Rounds:
         """Count a step of an optimizer, and the bytes that DistributedDataParallel would have sent for it."""
@@ -233,7 +233,7 @@ class UpdateSynchronizer(UpdateState):
         return [as_real(self.weights.own(name)) for name in rounds.names]
 
     def _measure(self, rounds: Rounds, length: int) -> None:
-        """Take the factor on the mean; now and then measure the cosine of the step just made, and agree on decay."""
+        """Now and then measure the cosine of the step just made, and agree on decay; collective calls."""
         everyone, awaited = self.exchange.everyone, self.memory.awaited
         with self.traffic.timed("exchange", "seconds_waiting"):
             if rounds.cosine.has_begun(rounds.steps):
@@ -241,7 +241,6 @@ class UpdateSynchronizer(UpdateState):
             is_due = is_measured(rounds.steps) if length == 1 else rounds.steps % (EVERY * length) == 0
             if is_due and rounds.trial.chooses_length and any(rounds.trial.decays):
                 rounds.decay.agree(rounds.names, self.weights.parameters, everyone, awaited)
-        self.memory.lengthening = self._lengthening(rounds, everyone.size)
 
     def _lengthening(self, rounds: Rounds, ranks: int) -> float | None:
         """Upper bound on the factor that lengthens the mean; None to divide by the number of senders instead."""
@@ -265,9 +264,8 @@ class UpdateSynchronizer(UpdateState):
 
     def exchange_buffers(self) -> None:
         """Give every rank the same buffers; a collective call."""
-        if self.buffers.named():
-            self.come_to("buffers", f"an exchange of buffers after {self.synchronisations} optimizer steps")
-        self.buffers.exchange()
+        said = f"an exchange of buffers after {self.synchronisations} optimizer steps"
+        self.buffers.exchange(lambda _: self.come_to("buffers", said))
 
     def check_alike(self) -> None:
         """Compare the parameters of all ranks; a collective call. See :func:`~lightning_dct.agreement.check_alike`."""
