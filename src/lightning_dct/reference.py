@@ -247,7 +247,7 @@ def exchange(
     return torch.cat(means), mine, counted
 
 
-# 5. Gradients (sync/gradients.py), in every backward, as in the paper: ``g' = 1/W * sum over ranks of what is sent``
+# 5. Gradients (sync/gradients.py), in every backward, as in the paper: ``g' = 1/W * sum over ranks of the sent part``
 #    of ``g + e``. ``exchange`` of gradients does it: all ranks have the same weights, and step with the same mean.
 
 # 6. Updates (sync/updates.py), the default. Each rank trains its own weights ``w``. The shared weights ``S`` are the

@@ -60,8 +60,8 @@ class CheckpointedStrategy(ParallelStrategy):
         self._accumulated: dict[str, Tensor] = {}
         # Those that have made a step since the last backward: the gradients of others wait for theirs.
         self._stepped: set[Optimizer] = set()
-        # On rank 0, checkpoints that may be being written, with what then is outdated; and the names of all saves. On
-        # a disk that rank 0 does not see, what is outdated when the last save is complete.
+        # On rank 0, checkpoints that may be being written, with the files that they make outdated; and the names of all
+        # saves. On a disk that rank 0 does not see, the files that are outdated when the last save is complete.
         self._unfinished: dict[str, list[str]] = {}
         self._outdated: list[str] = []
         self._saves: set[str] = set()

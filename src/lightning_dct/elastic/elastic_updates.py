@@ -106,7 +106,7 @@ class ElasticUpdates(UpdateSynchronizer):
         self.tallies: dict[int, tuple[int, int]] = {}
         self._said: list[int] = []
         self._round = 0
-        # By round: the quorum in which this rank has committed it. And what it has sent in one that has failed.
+        # By round, the quorum in which this rank has committed it. And its payload of a round that has failed.
         self._commits: deque[tuple[int, int]] = deque(maxlen=REMEMBERED)
         self._history = 0
         self._unsure: tuple[int, int, list[tuple[list[str], BucketPlan, Tensor]]] | None = None

@@ -176,8 +176,8 @@ _BITS = 62
 
 
 def _average(buffers: list[Tensor], link: Link) -> None:
-    # A mean in half precision may be infinite. One in fp32 would change what all ranks have alike where dividing by the
-    # number of ranks rounds.
+    # A mean in half precision may be infinite. A mean in fp32 would change equal values where dividing by the number of
+    # ranks rounds.
     least = torch.float32 if link.size & (link.size - 1) == 0 else torch.float64
     for dtype in dict.fromkeys(torch.promote_types(buffer.dtype, least) for buffer in buffers):
         some = [buffer for buffer in buffers if torch.promote_types(buffer.dtype, least) == dtype]

@@ -46,7 +46,7 @@ class Trial(NamedTuple):
 
     Attributes:
         chooses_length: Whether steps do not grow with their gradients.
-        decays: Of each group, whether its weights decay by ``1 - lr * weight_decay``.
+        decays: For each group, whether its weights decay by ``1 - lr * weight_decay``.
     """
 
     chooses_length: bool
@@ -127,7 +127,7 @@ def _last_move(small: "_Miniature", gradient: float, push: float) -> list[Tensor
 
 
 def _decays(small: "_Miniature") -> tuple[bool, ...]:
-    """Of each group, whether zero gradients shrink weights by ``1 - lr * weight_decay`` in each step."""
+    """Whether zero gradients shrink each group's weights by ``1 - lr * weight_decay`` in each step."""
     left = WEIGHT * (1 - LEARNING_RATE * WEIGHT_DECAY) ** DECAYING_STEPS
     with torch.random.fork_rng(devices=small.gpus), small:
         for _ in range(DECAYING_STEPS):
