@@ -16,11 +16,11 @@ demo: $(VENV)/installed
 
 PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 
-# What developers run: all but the tests that are marked slow, and 15 examples of each property.
+# What developers run: all but the tests that are marked slow, and 15 examples of each property. Four at a time on two
+# cores, because ranks mostly wait for each other.
 test: $(VENV)/compiled
-	$(PYTEST) -n 3 -m 'not slow'
+	$(PYTEST) -n 4 -m 'not slow'
 
-# Four at a time on two cores, because tests of ranks that are killed mostly wait.
 test-all: $(VENV)/compiled
 	$(PYTEST) -n 4 --hypothesis-profile=all
 

@@ -2,10 +2,11 @@
 
 import json
 import subprocess
-import sys
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from wandb.util import get_core_path
 
 
 class OfflineRun:
@@ -35,5 +36,7 @@ class OfflineRun:
         return stored["columns"], stored["data"]
 
     def _inspect(self, *options: str) -> str:
-        command = [str(Path(sys.executable).parent / "wandb"), "leet", "inspect", *options, str(self.file)]
+        # What `wandb leet inspect` starts.
+        run = ["--run-file", str(self.file), str(self.file.parents[1])]
+        command = [get_core_path(), "leet", "inspect", "--no-observability", *options, *run]
         return subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout

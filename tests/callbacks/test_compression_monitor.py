@@ -82,33 +82,6 @@ def test_summary() -> None:
     )  # fmt: skip
 
 
-def test_every_logger_gets_one_dict_a_logged_step() -> None:
-    memory = Memory({}, guard=True, undoable=False)
-    synchronizer = SimpleNamespace(
-        memory=memory, thresholds=Thresholds(), norm=lambda: math.hypot(*memory.norms().values()), flush=lambda: None
-    )
-    for name, threshold in (("a", 0.5), ("b", 0.25), ("c", 4.0)):
-        synchronizer.thresholds.set(name, 1, threshold)
-    monitor, trainer = CompressionMonitor(), FakeTrainer(Traffic(), synchronizer=synchronizer)
-    trainer.strategy.traffic.add(steps=7, bytes_sent=1, bytes_dense=1)  # of the run that is resumed
-    monitor.on_train_start(trainer, MODULE)  # type: ignore[arg-type]
-    for _ in range(2):
-        trainer.batch(monitor, steps=1, bytes_sent=10, bytes_dense=1000, entries=100, entries_sent=5, seconds=0.25)
-    expected = {
-        "dct/compression_ratio": 100.0,
-        "dct/overhead_ms": 250.0,
-        "dct/dp/compression_ratio": 100.0,
-        "dct/dp/density": 0.05,
-        "dct/dp/bytes_sent": 11,
-        "dct/dp/bytes_dense": 1001,
-        "dct/dp/threshold": 0.5,
-        "dct/dp/residual_norm": 0.0,
-    }
-    for logger in trainer.loggers:
-        assert all(metrics.pop("dct/seconds") > 0 for _, metrics in logger.logged)
-        assert logger.logged == [(0, expected), (1, {**expected, "dct/dp/bytes_sent": 21, "dct/dp/bytes_dense": 2001})]
-
-
 def test_rows_of_growing_tables_are_counted_where_there_are_any() -> None:
     monitor, trainer = CompressionMonitor(), FakeTrainer(Traffic(), split_traffic=Traffic())
     monitor.on_train_start(trainer, MODULE)  # type: ignore[arg-type]
@@ -134,15 +107,6 @@ def test_values_are_those_since_the_last_log() -> None:
     assert [step for step, _ in logged] == [0, 3]
     assert [metrics["dct/compression_ratio"] for _, metrics in logged] == [100.0, 3000 / 100]
     assert [metrics["dct/overhead_ms"] for _, metrics in logged] == [500.0, 500.0]
-
-
-def test_micro_batches_and_other_ranks_log_nothing() -> None:
-    monitor, trainer = CompressionMonitor(), FakeTrainer(Traffic())
-    monitor.on_train_start(trainer, MODULE)  # type: ignore[arg-type]
-    trainer.batch(monitor)
-    trainer.is_global_zero = False
-    trainer.batch(monitor, steps=1, bytes_sent=10)
-    assert trainer.loggers[0].logged == []
 
 
 def test_a_single_process_logs_no_ratio() -> None:

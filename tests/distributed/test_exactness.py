@@ -1,6 +1,5 @@
 """The synchronised gradients are the right ones: equal to DDP's, to the reference's, to each other's, in sum."""
 
-import math
 from typing import Any
 
 import pytest
@@ -76,21 +75,20 @@ def test_density_one_trains_as_ddp(ranks: Any, world_size: int, optimizer: str) 
     assert ours[0].synchronisations == 20
 
 
-def train_lopsided(value_format: str) -> Run:
-    strategy = DCTStrategy(compress="gradients", density=0.05, value_format=value_format, refresh_every=30)
+def train_lopsided() -> Run:
+    strategy = DCTStrategy(compress="gradients", density=0.05, value_format="2bit", refresh_every=30)
     module = Module(Lopsided(), torch.optim.SGD, lr=0.02)
-    run = fit(strategy, module, loader(120, 512, 3), watch=Watch(every=20))
+    run = fit(strategy, module, loader(60, 512, 3), watch=Watch(every=20))
     run.residuals, run.state = {name: entries[:50] for name, entries in run.residuals.items()}, {}
     return run
 
 
-@pytest.mark.parametrize(("world_size", "value_format"), [(2, "fp32"), (3, "2bit"), (4, "1bit")])
-def test_replicas_stay_bitwise_identical(ranks: Any, world_size: int, value_format: str) -> None:
-    """Oracle: a hash of all weights every 20 of 120 steps, compared between ranks that see different data."""
-    runs = ranks(world_size).run(train_lopsided, value_format)
+def test_replicas_stay_bitwise_identical(ranks: Any) -> None:
+    """Oracle: a hash of all weights every 20 of 60 steps, compared between ranks that see different data."""
+    runs = ranks(2).run(train_lopsided)
     assert_replicas_equal(runs)
-    assert len(runs[0].hashes) == len(set(runs[0].hashes)) == 6
-    assert runs[0].totals.refreshes == math.ceil(120 / 30)
+    assert len(runs[0].hashes) == len(set(runs[0].hashes)) == 3
+    assert runs[0].totals.refreshes == 60 // 30
     assert runs[0].losses != runs[1].losses
     assert any(not torch.equal(held, runs[1].residuals[name]) for name, held in runs[0].residuals.items())
     assert_learns(runs[0])
@@ -112,18 +110,17 @@ def test_matches_the_reference(ranks: Any, world_size: int, exchange: str) -> No
         assert_remembered(list(runs), memories, ranks_per_node=2)
 
 
-def train_recorded(value_format: str) -> Any:
+def train_recorded() -> Any:
     applied = Applied()
-    strategy = DCTStrategy(compress="gradients", density=0.03, value_format=value_format, refresh_every=7)
+    strategy = DCTStrategy(compress="gradients", density=0.03, value_format="2bit", refresh_every=7)
     with local_gradients() as given:
         run = fit(strategy, Module(None, torch.optim.Adam, lr=0.01), 40, callbacks=[applied])
     return given, applied.sums, run.residuals
 
 
-@pytest.mark.parametrize(("world_size", "value_format"), [(2, "fp32"), (3, "2bit"), (2, "1bit")])
-def test_gradients_are_conserved_in_sum(ranks: Any, world_size: int, value_format: str) -> None:
+def test_gradients_are_conserved_in_sum(ranks: Any) -> None:
     """Oracle: W times what the optimizer got plus what ranks hold back, against fp64 sums of all local gradients."""
-    results = ranks(world_size).run(train_recorded, value_format)
+    results = ranks(2).run(train_recorded)
     assert len(results[0][0]) == 5
     assert any(float(entries.norm()) > 0 for entries in results[0][2].values())
     assert_conserved(results)

@@ -81,9 +81,8 @@ def train(value_format: str, overflows: bool, scale: float, settings: dict[str, 
 @pytest.mark.parametrize(
     ("value_format", "settings"),
     [
-        ("fp32", {}),
         ("1bit", {}),
-        ("bf16", {"guard": False}),
+        ("fp32", {"guard": False}),
         ("bf16", {"bucket_cap_mb": 0.0005, "exchange": "sharded"}),
     ],
 )
@@ -155,18 +154,17 @@ def test_overflow_in_the_first_steps_and_a_growing_scale(ranks: Any) -> None:
     assert_conserved([sums for _, sums in results])
 
 
-def train_unscaled(value_format: str) -> Run:
+def train_unscaled() -> Run:
     def residuals_of(trainer: Trainer) -> dict[str, Tensor]:
         return trainer.strategy.synchronizer.residuals.state_dict()
 
-    strategy = DCTStrategy(compress="gradients", density=0.1, value_format=value_format)
+    strategy = DCTStrategy(compress="gradients", density=0.1, value_format="2bit")
     return fit(strategy, Overflowing(True), 12, watch=Watch(look=residuals_of))
 
 
-@pytest.mark.parametrize("value_format", ["bf16", "2bit"])
-def test_without_a_scaler_nonfinite_gradients_arrive_and_stay_out_of_residuals(ranks: Any, value_format: str) -> None:
+def test_without_a_scaler_nonfinite_gradients_arrive_and_stay_out_of_residuals(ranks: Any) -> None:
     """Oracle: as with DDP every rank's weights break, and at the very entry; residuals stay finite throughout."""
-    runs = ranks(2).run(train_unscaled, value_format)
+    runs = ranks(2).run(train_unscaled)
     assert runs[0].hashes == runs[1].hashes
     for run in runs:
         assert not run.weights["model.first.weight"][3, 4].isfinite()

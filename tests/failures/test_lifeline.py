@@ -78,7 +78,7 @@ def open_and_close(wanted: Any) -> tuple[bool, list[str], list[str], list[str]]:
 
 def test_nothing_is_left_of_a_closed_lifeline(ranks: Any) -> None:
     """Oracle: the names of the threads that run; rank 0's are two."""
-    for round_ in range(5):
+    for round_ in range(2):
         first, second = ranks(2).run(open_and_close, (True, True))
         assert first == (True, [], ["lightning_dct hub", "lightning_dct lifeline"], []), round_
         assert second == (True, [], ["lightning_dct lifeline"], []), round_

@@ -48,11 +48,10 @@ def train_counting(name: str, batches: int) -> tuple[dict[str, Tensor], Any]:
     return buffers, run
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_buffers_are_those_of_the_first_rank(ranks: Any, world_size: int) -> None:
+def test_buffers_are_those_of_the_first_rank(ranks: Any) -> None:
     """Oracle: DDP, which gives all ranks those of the first before each forward; after the last each has its own."""
-    expected, (buffers, _) = (ranks(world_size).run(train_counting, name, 12)[0] for name in ("ddp", "dct"))
-    for found, _ in ranks(world_size).run(train_counting, "dct", 12):
+    expected, (buffers, _) = (ranks(2).run(train_counting, name, 12)[0] for name in ("ddp", "dct"))
+    for found, _ in ranks(2).run(train_counting, "dct", 12):
         assert found.keys() == buffers.keys()
         for name, one in expected[0].items():
             assert torch.equal(found[name], one), name
@@ -76,10 +75,9 @@ def exchange_statistics() -> dict[str, Tensor]:
     return fit(strategy, Module(normalised(), torch.optim.SGD, lr=0.0), 10).weights
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_running_statistics_are_averaged(ranks: Any, world_size: int) -> None:
+def test_running_statistics_are_averaged(ranks: Any) -> None:
     """Oracle: models in one process whose statistics are averaged after five forwards and after ten."""
-    models = [normalised() for _ in range(world_size)]
+    models = [normalised() for _ in range(2)]
     for some in (range(5), range(5, 10)):
         for place, model in enumerate(models):
             for batch in some:
@@ -88,7 +86,7 @@ def test_running_statistics_are_averaged(ranks: Any, world_size: int) -> None:
         mean = {name: torch.stack([state[name].double() for state in states]).mean(0) for name in states[0]}
         for model in models:
             model.load_state_dict(mean)
-    for found in ranks(world_size).run(exchange_statistics):
+    for found in ranks(2).run(exchange_statistics):
         expected = {f"model.{name}": one.to(found[f"model.{name}"]) for name, one in mean.items()}
         torch.testing.assert_close(found, expected)
 

@@ -45,28 +45,28 @@ def train(strategy: str | dict[str, Any], module: Callable[[], LightningModule],
     return fit(chosen, module(), torch.utils.data.DataLoader(torch.zeros(steps), batch_size=None))
 
 
-@pytest.mark.parametrize("rate", [1.3, 1.7])
-def test_sgd_converges_where_ddp_does(ranks: Any, rate: float) -> None:
-    """Oracle: DDP ends at zero. A mean that is any longer does not: the curvature is 1."""
-    module = partial(Valley, partial(optim.SGD, lr=rate))
-    theirs = ranks(4).run(train, "ddp", module, 150)
+def test_sgd_converges_where_ddp_does(ranks: Any) -> None:
+    """Oracle: DDP ends at zero. A mean that is a little longer does not: the curvature is 1."""
+    module = partial(Valley, partial(optim.SGD, lr=1.7))
+    theirs = ranks(2).run(train, "ddp", module, 150)
     assert theirs[0].weights["curved"].abs().max() < 1e-6
     for settings in ({"local_steps": 1}, {"local_steps": 1, "exchange": "sharded"}, {"local_steps": 4}):
-        ours = ranks(4).run(train, {"warmup_steps": 0, **settings}, module, 150)
+        ours = ranks(2).run(train, {"warmup_steps": 0, **settings}, module, 150)
         assert ours[0].weights["curved"].abs().max() < 1e-3, settings
         assert_replicas_equal(ours)
 
 
-@pytest.mark.parametrize("together", [False, True])
-@pytest.mark.parametrize("settings", [{"local_steps": 1, "density": 0.3}, {"local_steps": 4, "density": 0.1}])
+@pytest.mark.parametrize(
+    ("settings", "together"), [({"local_steps": 1, "density": 0.3}, True), ({"local_steps": 4, "density": 0.1}, False)]
+)
 def test_weights_without_gradients_decay_as_fast_as_under_ddp(
     ranks: Any, settings: dict[str, Any], together: bool
 ) -> None:
     """Oracle: by hand, (1 - lr * weight_decay) for each step; in a tensor of their own, and in one with noise."""
     module = partial(Valley, partial(optim.AdamW, lr=0.001, weight_decay=0.3), curvature=0.0, together=together)
-    runs = ranks(4).run(train, settings, module, 200)
+    runs = ranks(2).run(train, settings, module, 100)
     still = runs[0].weights["flat"][:CURVED] if together else runs[0].weights["curved"]
-    expected = (1 - 0.001 * 0.3) ** 200
+    expected = (1 - 0.001 * 0.3) ** 100
     assert torch.allclose(1 - still, torch.full_like(still, 1 - expected), rtol=0.01)
     assert_replicas_equal(runs)
 
@@ -97,8 +97,8 @@ def test_what_a_rank_steps_without_a_gradient_does_not_decay_by_itself(ranks: An
 def test_what_all_ranks_move_alike_goes_no_further(ranks: Any) -> None:
     """Oracle: one step of a sign times its learning rate, in a tensor beside noise, which alone is lengthened."""
     module = partial(Valley, partial(Sign, lr=0.001))
-    runs = ranks(4).run(train, {"local_steps": 1, "density": 0.5}, module, 100)
-    assert torch.allclose(1 - runs[0].weights["curved"], torch.tensor(0.1), rtol=0.05)
+    runs = ranks(2).run(train, {"local_steps": 1, "density": 0.5}, module, 60)
+    assert torch.allclose(1 - runs[0].weights["curved"], torch.tensor(0.06), rtol=0.05)
 
 
 def lookahead(params: Any) -> optim.Optimizer:
@@ -108,7 +108,7 @@ def lookahead(params: Any) -> optim.Optimizer:
 def test_lookahead_pulls_back_as_far(ranks: Any) -> None:
     """Oracle: what DDP makes of the same optimizer, of weights that all ranks move alike."""
     module = partial(Valley, lookahead)
-    theirs, ours = ranks(2).run(train, "ddp", module, 100), ranks(2).run(train, {"local_steps": 1}, module, 100)
+    theirs, ours = ranks(2).run(train, "ddp", module, 50), ranks(2).run(train, {"local_steps": 1}, module, 50)
     assert torch.allclose(ours[0].weights["curved"], theirs[0].weights["curved"], atol=0.01)
 
 

@@ -151,7 +151,7 @@ def train_strange(compress: str) -> tuple[Run, torch.Tensor]:
     settings: dict[str, Any] = {"compress": compress, "density": 0.3, **more}
     module = Module(Strange(), torch.optim.SGD, lr=0.05)
     before = module.model.spectrum.detach().clone()
-    run = fit(DCTStrategy(**settings), module, 60)
+    run = fit(DCTStrategy(**settings), module, 40)
     return run, (module.model.spectrum.detach() - before).abs()
 
 
