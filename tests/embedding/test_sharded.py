@@ -11,9 +11,7 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("world_size", "kind", "pooling"), [(2, "one-hot", "sum"), (3, "multi-hot", "sum"), (4, "multi-hot", "mean")]
-)
+@pytest.mark.parametrize(("world_size", "kind", "pooling"), [(2, "one-hot", "sum"), (3, "multi-hot", "mean")])
 def test_the_same_as_the_reference(ranks, world_size, kind, pooling):
     for by_settings in ranks(world_size).run(train_all, kind, pooling):
         for found in by_settings:
@@ -22,4 +20,4 @@ def test_the_same_as_the_reference(ranks, world_size, kind, pooling):
 
 
 def train_all(kind, pooling):
-    return [train_sharded(8, kind, pooling, **settings) for settings in SETTINGS]
+    return [train_sharded(6, kind, pooling, **settings) for settings in SETTINGS]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from reliability.apart import WAYS, train
+from reliability.apart import train
 from reliability.processes import run_to_the_end
 
 # Far more than all of it takes on a quiet machine, and far less than a process group's timeout.
@@ -73,7 +73,7 @@ SAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", SAYS)
 def test_all_ranks_end_and_say_how_they_differ(way: str, tmp_path: Path) -> None:
     """Oracle: failing exit statuses, and in every rank's output what rank 0 did and what another one did."""
     ranks = 3 if way == "fewer batches" else 2
