@@ -6,6 +6,7 @@ torchrun does: ``torchrun --nproc-per-node 2 experiments/train.py experiment=lm`
 ``strategy.density=0.01,0.1 seed=0,1``, are a run for each combination, one after the other.
 """
 
+import gc
 import inspect
 import math
 import os
@@ -170,6 +171,7 @@ def suggest(words: list[str]) -> str | None:
 
 
 if __name__ == "__main__":
+    gc.freeze()  # each fit collects garbage; all that is imported is none
     share_run_folder()
     if {"--help", "-h"}.intersection(sys.argv) and not any(word.startswith("experiment=") for word in sys.argv):
         # Hydra's help shows a configuration, which needs an experiment.

@@ -249,7 +249,7 @@ def rank_main(rank: int, backend: str, kind: str, folder: str) -> None:
 def strategy_of(config: DCTConfig, rank: int) -> Any:
     """What :mod:`lightning_dct.sync.setup` asks of a strategy."""
     place = {"node_rank": 0, "local_rank": rank, "_timeout": timedelta(minutes=3)}
-    return SimpleNamespace(config=config, traffic=Traffic(), optimizers=[], **place)
+    return SimpleNamespace(config=config, traffic=Traffic(), project=None, lifeline=None, **place)
 
 
 def exchanged(config: DCTConfig, device: torch.device, rank: int, kind: str) -> dict[str, str]:
@@ -257,9 +257,8 @@ def exchanged(config: DCTConfig, device: torch.device, rank: int, kind: str) -> 
     module = nn.ParameterList(nn.Parameter(torch.zeros(size, device=device)) for size in SIZES[kind])
     strategy, noise = strategy_of(config, rank), torch.Generator().manual_seed(1 + rank)
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-    strategy.optimizers.append(optimizer)
     if config.compress == "updates":
-        synchronizer: Any = make_update_synchronizer(strategy, module, None, exchanges_buffers=False)
+        synchronizer: Any = make_update_synchronizer(strategy, module, None, False, lambda: [optimizer])
     else:
         wrapped = DistributedDataParallel(Summed(module), gradient_as_bucket_view=True)
         synchronizer = make_gradient_synchronizer(strategy, wrapped, None)
@@ -334,8 +333,7 @@ def step_time(way: str | float, name: str, device: torch.device, rank: int) -> R
     optimizer, updates = torch.optim.AdamW(network.parameters(), lr=1e-4, fused=device.type == "cuda"), None
     if isinstance(way, float):
         strategy = strategy_of(DCTConfig(warmup_steps=0, local_steps=1, density=way), rank)
-        strategy.optimizers.append(optimizer)
-        updates = make_update_synchronizer(strategy, network, None, exchanges_buffers=False)
+        updates = make_update_synchronizer(strategy, network, None, False, lambda: [optimizer])
 
     def step() -> None:
         optimizer.zero_grad()

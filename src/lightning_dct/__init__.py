@@ -21,7 +21,7 @@ from lightning_dct.embedding.optimizers import RowWiseAdagrad
 from lightning_dct.embedding.sharded import ShardedEmbeddingBags
 from lightning_dct.pipeline.sequential import SplitSequential
 from lightning_dct.registration import register_strategies
-from lightning_dct.sync.plain_loop import Updates
+from lightning_dct.sync.plain_loop import Gradients, Updates
 
 if TYPE_CHECKING:
     from lightning_dct.callbacks.accordion import AccordionSchedule
@@ -45,6 +45,7 @@ __all__ = [
     "DCTPipelineStrategy",
     "DCTStrategy",
     "EmbeddingPruning",
+    "Gradients",
     "GrowingEmbeddingBags",
     "RowWiseAdagrad",
     "ShardedEmbeddingBags",

@@ -26,7 +26,7 @@ from lightning_dct.checkpoint.merging import checksum_of_groups, with_edited_gro
 from lightning_dct.compress.awaited import clock_of
 from lightning_dct.config import DCTConfig, check_density, check_keywords
 from lightning_dct.embedding.sharded import ShardedEmbeddingBags
-from lightning_dct.failures.lifeline import check_lifelines
+from lightning_dct.failures.lifeline import Lifeline, check_lifelines
 from lightning_dct.failures.process_group import group_is_made
 from lightning_dct.law import Given, RunSettings
 from lightning_dct.lightning_private import BackwardSyncControl, StrategyRegistry
@@ -63,6 +63,7 @@ class DCTStrategy(DDPStrategy):
     # Ranks that together hold one replica of the parameters.
     stages = 1
     holds_shards = False
+    lifeline: Lifeline | None = None
 
     def __init__(self, accelerator: Accelerator | None = None, **kwargs: Any) -> None:
         self._lifelines = kwargs.pop("lifelines", True)
@@ -113,17 +114,13 @@ class DCTStrategy(DDPStrategy):
         optimizers: list[weakref.ref[Optimizer]] = []
         if self.config.compress == "gradients":
             module = super().setup_module(module)
-            synchronizer = setup.make_gradient_synchronizer(self, module, self.precision)
+            synchronizer = setup.make_gradient_synchronizer(self, module, getattr(self.precision, "scaler", None))
             module.register_comm_hook(None, synchronizer.hook)
         else:
             # The module must not live as long as its synchronizer, which lives as long as the module.
             proxy: Any = weakref.proxy(module)
             synchronizer = updates = setup.make_update_synchronizer(
-                self,
-                proxy,
-                group,
-                setup.exchanges_buffers(self._ddp_kwargs),
-                optimizers=lambda: [one() for one in optimizers],
+                self, proxy, group, setup.exchanges_buffers(self._ddp_kwargs), lambda: [one() for one in optimizers]
             )
             updates.run_settings = self._run_settings
             ours = weakref.ref(self)  # the guard may outlive a Fabric that is never torn down

@@ -145,14 +145,16 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
         super().configure_ddp()
         assert isinstance(self.model, DistributedDataParallel)
         if not isinstance(self.synchronizer, GradientSynchronizer):
-            self.synchronizer = setup.make_gradient_synchronizer(self, self.model, self.precision_plugin)
+            self.synchronizer = setup.make_gradient_synchronizer(
+                self, self.model, getattr(self.precision_plugin, "scaler", None)
+            )
         self._synchronised = self._trainable()
         self.model.register_comm_hook(None, self.synchronizer.hook)
 
     def _make_updates(self) -> UpdateSynchronizer:
         assert self.model is not None
         group, buffers = self._ddp_kwargs.get("process_group"), setup.exchanges_buffers(self._ddp_kwargs)
-        return setup.make_update_synchronizer(self, self.model, group, buffers)
+        return setup.make_update_synchronizer(self, self.model, group, buffers, lambda: self.optimizers)
 
     def on_exception(self, exception: BaseException) -> None:
         """Name this strategy where Lightning's message on unused parameters names DDP's."""

@@ -1,4 +1,4 @@
-"""`Updates` in a loop without a Trainer: the bits of `DCTStrategy`, resume, misuse; on real ranks."""
+"""`Updates` and `Gradients` in a loop without a Trainer: the bits of `DCTStrategy`, resume, misuse; on real ranks."""
 
 import copy
 from collections.abc import Callable
@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn, optim
+from torch.nn.parallel import DistributedDataParallel
 
 from distributed.training import Module, fit, loader, perceptron, rank
-from lightning_dct import DCTStrategy, Updates
+from lightning_dct import DCTStrategy, Gradients, Updates
 
 STEPS = 24
 SETTINGS: list[dict[str, Any]] = [
@@ -68,6 +69,37 @@ def test_the_same_bits_as_under_the_trainer(ranks: Any, settings: dict[str, Any]
         assert losses == their_losses
         assert sent == their_sent > 0
         assert all(torch.equal(weights[name], theirs) for name, theirs in their_weights.items())
+
+
+def gradients_in_a_loop(settings: dict[str, Any], stops_after: int = STEPS) -> Any:
+    """In one piece, or stopped and resumed."""
+    states, losses, sent = None, [], 0
+    for first, last in ((0, stops_after), (stops_after, STEPS)):
+        model = perceptron()
+        wrapped = DistributedDataParallel(model)
+        optimizer = optim.AdamW(model.parameters(), lr=0.01)
+        gradients = Gradients(wrapped, **settings)
+        for object_, state in zip((model, optimizer, gradients), states or (), strict=False):
+            object_.load_state_dict(state)
+        for inputs, outputs in list(loader(STEPS, 40, 8))[first:last]:
+            loss = (wrapped(inputs) - outputs).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        states = copy.deepcopy([one.state_dict() for one in (model, optimizer, gradients)])
+        sent = gradients.traffic.totals.bytes_sent
+    return sums(model.state_dict()), losses, sent
+
+
+def test_gradients_have_the_same_bits_as_under_the_trainer(ranks: Any) -> None:
+    """Oracle: DCTStrategy with the same model, data, optimizer and settings."""
+    settings = {"min_tensor_size": 8, "density": 0.2}
+    theirs = ranks(2).run(under_the_trainer, {"compress": "gradients", **settings})
+    for stops_after in (STEPS, 10):
+        for loop, trainer in zip(ranks(2).run(gradients_in_a_loop, settings, stops_after), theirs, strict=True):
+            assert loop[1:] == trainer[1:]
+            assert all(torch.equal(loop[0][name], weights) for name, weights in trainer[0].items())
 
 
 def shared_weights_of(settings: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -137,12 +169,18 @@ def misuse(settings: dict[str, Any], kind: Any = optim.SGD, differ: bool = False
     return Updates(model, kind(model.parameters(), lr=0.1 + differ * rank()), **settings)
 
 
+def misuse_of_gradients(settings: dict[str, Any]) -> Any:
+    return Gradients(DistributedDataParallel(perceptron()), **settings)
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
         (partial(misuse, {"densty": 0.1}), "densty"),
         (partial(misuse, {"density": 2.0}), "`density`"),
-        (partial(misuse, {"compress": "gradients"}), "`Updates` exchanges updates of weights"),
+        (partial(misuse, {"compress": "gradients"}), "Use `Gradients`"),
+        (partial(misuse_of_gradients, {"compress": "updates"}), "Use `Updates`"),
+        (partial(misuse_of_gradients, {"local_steps": 3}), "`compress='gradients'`"),
         (partial(misuse, {}, optim.LBFGS), "`LBFGS`"),
         (partial(misuse, {}, differ=True), "lr of optimizer 0"),
     ],

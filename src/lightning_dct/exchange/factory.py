@@ -7,11 +7,12 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_debug
 from torch import Tensor
+from torch.nn import Module
 
 from lightning_dct.agreement import gather_objects, without_bound_device
 from lightning_dct.compress.bucket_plan import BucketPlan, OwnedPiece, Plans, real_dtype, real_numel
@@ -20,8 +21,9 @@ from lightning_dct.exchange.base import Exchange
 from lightning_dct.exchange.collectives import Link
 from lightning_dct.exchange.compressed import AllGather, ByNode, Sharded, link_traversals
 from lightning_dct.exchange.sharding import share_out, sums_of
+from lightning_dct.failures.lifeline import Lifeline
 from lightning_dct.kernels import check_kernel
-from lightning_dct.traffic import all_gather_bytes, all_reduce_bytes
+from lightning_dct.traffic import Traffic, all_gather_bytes, all_reduce_bytes
 
 # The sharded exchange has a second threshold and a second collective. So it must send at most 1 / 1.5 of the bytes,
 # which it does from six ranks on.
@@ -67,23 +69,41 @@ def find_layout(place: tuple[int, int], group: dist.ProcessGroup) -> NodeLayout:
     return NodeLayout(tuple(gather_objects(place, group)))
 
 
+class Host(Protocol):
+    """What synchronisation asks of a strategy, or of a plain loop."""
+
+    config: DCTConfig
+    traffic: Traffic
+    # Of process groups that are made here.
+    _timeout: timedelta | None
+    # Brings weights back into their bounds; compares what the ranks do.
+    project: Callable[[Module], None] | None
+    lifeline: Lifeline | None
+
+    @property
+    def node_rank(self) -> int:
+        """The number of this rank's node, as the launcher gives it."""
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's number on that node."""
+
+
 def make_exchange(
-    strategy: Any, names: Mapping[Tensor, str], group: dist.ProcessGroup, defer_unused: bool = False
+    host: Host, names: Mapping[Tensor, str], group: dist.ProcessGroup, defer_unused: bool = False
 ) -> Exchange:
-    """Make the exchange that a strategy's settings name; all ranks of the job call this together.
+    """Make the exchange that the settings name; all ranks of the job call this together.
 
     With ``delay`` it gets a group of its own. Under NCCL the collectives of a group run one after the other, so what a
     step logs from all ranks would wait for the updates in flight.
 
-    ``strategy`` has the settings, this rank's node and its number on that node, as the launcher gives them, and the
-    timeout of groups that are made here. ``names`` are those of all parameters that are synchronised, now or after
-    unfreezing, in the model's order. :class:`~lightning_dct.sync.gradients.GradientSynchronizer` explains
-    ``defer_unused``.
+    ``names`` are those of all parameters that are synchronised, now or after unfreezing, in the model's order.
+    :class:`~lightning_dct.sync.gradients.GradientSynchronizer` explains ``defer_unused``.
 
     Raises:
         ValueError: ``exchange="by_node"`` does not work with these ranks, or the kernel not on this device.
     """
-    config, traffic, timeout = strategy.config, strategy.traffic, strategy._timeout
+    config, traffic, timeout = host.config, host.traffic, host._timeout
     for device in {parameter.device.type for parameter in names}:
         check_kernel(config.kernel, device)
     parameters = {name: parameter for parameter, name in names.items()}
@@ -97,7 +117,7 @@ def make_exchange(
     members = dist.get_process_group_ranks(group)
     wanted = [tuple(members)] if config.delay else []
     if name in ("auto", "by_node"):
-        layout = find_layout((strategy.node_rank, strategy.local_rank), group)
+        layout = find_layout((host.node_rank, host.local_rank), group)
         if name == "auto":
             choice = choose_for_model(config, parameters, layout)
             rank_zero_debug(f"`exchange='auto'` takes {choice.name!r}: {choice.reason}.")

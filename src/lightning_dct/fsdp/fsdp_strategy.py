@@ -158,7 +158,9 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
         count_inside(modules, Link(self.shard_mesh.get_group(), self.traffic, self.num_processes))
         # The ranks of a replica have buffers of their own.
         everyone = Link(dist.distributed_c10d._get_default_group(), self.traffic, self.shards)
-        return make_update_synchronizer(self, model, group, True, ShardWeights(modules), everyone)
+        return make_update_synchronizer(
+            self, model, group, True, lambda: self.optimizers, ShardWeights(modules), everyone
+        )
 
     def teardown(self) -> None:
         """Detach the exchange from the module."""

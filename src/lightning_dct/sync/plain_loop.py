@@ -6,6 +6,10 @@ for batch in batches:
 with updates.shared_weights():
     evaluate(model)
 updates.close()
+
+With ``Gradients`` it is the paper's own method, for a model in ``DistributedDataParallel``:
+
+gradients = lightning_dct.Gradients(ddp_model, density=0.01)
 """
 
 import math
@@ -18,21 +22,42 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only
+from torch.amp import GradScaler
 from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_dct.agreement import check_agreement, describe_optimizers
 from lightning_dct.compress.awaited import clock_of
 from lightning_dct.config import DCTConfig
+from lightning_dct.failures.lifeline import Lifeline
 from lightning_dct.law import Given, RunSettings
 from lightning_dct.profiling import recorded
 from lightning_dct.sync.optimizer_trial import refuse
-from lightning_dct.sync.setup import check_settings, make_update_synchronizer
+from lightning_dct.sync.setup import check_settings, make_gradient_synchronizer, make_update_synchronizer
 from lightning_dct.traffic import Traffic
 
 
-class Updates:
+class _Loop:
+    """What a strategy has, for a process that no launcher of Lightning's has started."""
+
+    _timeout: timedelta | None = None
+    project: Callable[[Module], None] | None = None
+    lifeline: Lifeline | None = None
+
+    def __init__(self, config: DCTConfig, model: Module) -> None:
+        self.config = config
+        # Which rank tells and warns; Lightning sets it, too.
+        rank_zero_only.rank = getattr(rank_zero_only, "rank", dist.get_rank())  # type: ignore[attr-defined]
+        # As torchrun says it; without it, each rank counts as a node of its own.
+        self.node_rank = int(os.environ.get("GROUP_RANK", dist.get_rank()))
+        self.local_rank = int(os.environ["LOCAL_RANK"]) if "GROUP_RANK" in os.environ else 0
+        self.traffic = Traffic(recorded)
+        self.traffic.clock = clock_of(next(model.parameters()).device)
+
+
+class Updates(_Loop):
     """Exchanges the updates of a model's weights after its optimizers' steps.
 
     Each rank trains its own weights with its own optimizer on its own data. The optimizers' step hooks exchange what
@@ -71,26 +96,16 @@ class Updates:
     ) -> None:
         given = Given.of(settings)
         if given.config.compress != "updates":
-            raise ValueError(
-                "`Updates` exchanges updates of weights; got `compress='gradients'`. Leave that out, or use"
-                " `DCTStrategy` with Lightning."
-            )
+            raise ValueError("`Updates` exchanges updates of weights; got `compress='gradients'`. Use `Gradients`.")
         group = process_group or dist.distributed_c10d._get_default_group()
-        # Which rank tells and warns; Lightning sets it, too.
-        rank_zero_only.rank = getattr(rank_zero_only, "rank", dist.get_rank())  # type: ignore[attr-defined]
         self.optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
         for optimizer in self.optimizers:
             refuse(optimizer)
         self.project = project
-        # torchrun sets these; without it, each rank counts as a node of its own.
-        self.node_rank = int(os.environ.get("GROUP_RANK", dist.get_rank()))
-        self.local_rank = int(os.environ["LOCAL_RANK"]) if "GROUP_RANK" in os.environ else 0
-        self.traffic = Traffic(recorded)
-        self.traffic.clock = clock_of(next(model.parameters()).device)
-        check_settings(given.config, model, {"process_group": group}, {"steps": steps})
         run_settings = RunSettings(given, group.size(), math.inf if steps is None else steps)
-        self.config: DCTConfig = run_settings.at(0)
-        self.synchronizer = make_update_synchronizer(self, model, group, average_buffers)
+        super().__init__(run_settings.at(0), model)
+        check_settings(given.config, model, {"process_group": group}, {"steps": steps})
+        self.synchronizer = make_update_synchronizer(self, model, group, average_buffers, lambda: self.optimizers)
         self.synchronizer.run_settings = run_settings
         self.synchronizer.refresh_every = self.config.refresh_every
         check_agreement(describe_optimizers(self.optimizers, self.synchronizer.parameter_names), model, group)
@@ -101,8 +116,6 @@ class Updates:
                 optimizer.register_step_pre_hook(partial(_of_step, self.synchronizer.before_step)),
                 optimizer.register_step_post_hook(partial(_of_step, self.synchronizer.after_step)),
             ]
-
-    _timeout: timedelta | None = None
 
     @contextmanager
     def shared_weights(self) -> Iterator[None]:
@@ -136,6 +149,47 @@ class Updates:
         self.synchronizer.apply_all()
         self.synchronizer.begin_evaluation()
         self.synchronizer.exchange.close()
+
+
+class Gradients(_Loop):
+    """Averages compressed gradients in every backward, as the communication hook of ``DistributedDataParallel``.
+
+    All ranks make this object together, after they have wrapped the model, and step as without it.
+
+    Args:
+        model: The wrapped model.
+        scaler: The ``GradScaler`` of training in fp16.
+        **settings: Those of :class:`~lightning_dct.DCTConfig`, for gradients.
+
+    Attributes:
+        traffic: Counts bytes and times.
+
+    Raises:
+        TypeError: A setting has the wrong type, or its name is not known.
+        ValueError: A setting is out of range, or the ranks differ.
+        RuntimeError: The model has a communication hook already.
+    """
+
+    def __init__(self, model: DistributedDataParallel, *, scaler: GradScaler | None = None, **settings: Any) -> None:
+        super().__init__(DCTConfig(**{"compress": "gradients", **settings}), model)
+        if self.config.compress != "gradients":
+            raise ValueError("`Gradients` exchanges gradients; got `compress='updates'`. Use `Updates`.")
+        check_settings(self.config, model.module, {"process_group": model.process_group}, {})
+        self.synchronizer = make_gradient_synchronizer(self, model, scaler)
+        self.synchronizer.refresh_every = self.config.refresh_every
+        model.register_comm_hook(None, self.synchronizer.hook)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state, to save for each rank: plain numbers, dicts and CPU tensors."""
+        return self.synchronizer.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from this rank's saved state.
+
+        Raises:
+            ValueError: A saved residual has another size than the parameter of its name.
+        """
+        self.synchronizer.load_state_dict(state)
 
 
 def _of_step(function: Callable[[Optimizer], None], optimizer: Optimizer, *_: Any) -> None:

@@ -1,8 +1,4 @@
-"""Sets up the synchronisation of a model, for the Trainer's and Fabric's strategies alike.
-
-``strategy`` is any of this package's: it has ``config``, ``traffic``, ``optimizers``, the number of this rank's node
-and its number on that node, and the timeout of process groups.
-"""
+"""Sets up the synchronisation of a model, for the Trainer's and Fabric's strategies and for plain loops alike."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -21,11 +17,10 @@ from lightning_dct.agreement import check_agreement
 from lightning_dct.compress.bucket_plan import local_of
 from lightning_dct.config import DCTConfig
 from lightning_dct.exchange.collectives import Link
-from lightning_dct.exchange.factory import make_exchange
+from lightning_dct.exchange.factory import Host, make_exchange
 from lightning_dct.sync.buffers import Buffers
 from lightning_dct.sync.gradients import GradientSynchronizer
 from lightning_dct.sync.shared_weights import SharedWeights, as_real
-from lightning_dct.sync.synchronizer import Synchronizer
 from lightning_dct.sync.updates import UpdateSynchronizer
 
 
@@ -67,40 +62,36 @@ def check_settings(
     return group
 
 
-def make_gradient_synchronizer(
-    strategy: Any, wrapped: DistributedDataParallel, precision: object
-) -> GradientSynchronizer:
+def make_gradient_synchronizer(host: Host, wrapped: DistributedDataParallel, scaler: Any) -> GradientSynchronizer:
     """The synchronizer of a wrapped model, without its hook registered; all ranks call this together.
 
-    ``precision`` is Lightning's plugin, with a ``scaler`` if it scales the loss.
+    ``scaler`` is the ``GradScaler`` that scales the loss, or None.
 
     Raises:
         ValueError: The exchange or the kernel does not work here.
     """
-    scaler = getattr(precision, "scaler", None)
     names = _synchronised_names(wrapped.module, wrapped.parameters_to_ignore)
     unused = wrapped.find_unused_parameters
-    exchange = make_exchange(strategy, names, wrapped.process_group, defer_unused=unused)
+    exchange = make_exchange(host, names, wrapped.process_group, defer_unused=unused)
     scale = None if scaler is None else scaler.get_scale
-    made = GradientSynchronizer(strategy.config, names, exchange, defer_unused=unused, loss_scale=scale)
-    compare_places(made, strategy, wrapped.process_group)
+    made = GradientSynchronizer(host.config, names, exchange, defer_unused=unused, loss_scale=scale)
+    made.compare_places(host.lifeline, wrapped.process_group)
     return made
 
 
 def make_update_synchronizer(
-    strategy: Any,
+    host: Host,
     module: Module,
     group: dist.ProcessGroup | None,
     exchanges_buffers: bool,
+    optimizers: Callable[[], Sequence[Any]],
     weights: SharedWeights | None = None,
     ranks_of_buffers: Link | None = None,
-    optimizers: Callable[[], Sequence[Any]] | None = None,
 ) -> UpdateSynchronizer:
     """The synchronizer of a model that is not wrapped; all ranks call this together, and get the first one's weights.
 
-    ``ranks_of_buffers`` are those that have the same buffers, by default those of the group. ``optimizers`` are by
-    default those of the strategy. The other arguments are as for
-    :class:`~lightning_dct.sync.updates.UpdateSynchronizer`.
+    ``ranks_of_buffers`` are those that have the same buffers, by default those of the group. The other arguments are
+    as for :class:`~lightning_dct.sync.updates.UpdateSynchronizer`.
 
     Raises:
         ValueError: The exchange or the kernel does not work here.
@@ -108,26 +99,20 @@ def make_update_synchronizer(
     group = group or dist.distributed_c10d._get_default_group()
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     names = _synchronised_names(module, ignored)
-    exchange = make_exchange(strategy, names, group)
+    exchange = make_exchange(host, names, group)
     start_alike([tensor for name, tensor in module.named_parameters() if name not in ignored], group)
     # Not over the exchange's own group: training waits for buffers, and not for updates in flight.
-    everyone = ranks_of_buffers or Link(group, strategy.traffic, exchange.everyone.ranks_per_node)
+    everyone = ranks_of_buffers or Link(group, host.traffic, exchange.everyone.ranks_per_node)
     buffers = Buffers()
     if exchanges_buffers:
         buffers = Buffers(partial(buffers_of, module, ignored), partial(statistics_of, module), everyone)
     buffers.exchange(averages=False)
-    every = optimizers or (lambda: strategy.optimizers), (lambda: list(module.parameters()))
-    made = UpdateSynchronizer(strategy.config, names, exchange, buffers, *every, weights)
-    project = getattr(strategy, "project", None)
-    made.project = None if project is None else partial(project, module)
-    compare_places(made, strategy, group)
+    made = UpdateSynchronizer(
+        host.config, names, exchange, buffers, optimizers, lambda: list(module.parameters()), weights
+    )
+    made.project = None if host.project is None else partial(host.project, module)
+    made.compare_places(host.lifeline, group)
     return made
-
-
-def compare_places(synchronizer: Synchronizer, strategy: Any, group: dist.ProcessGroup) -> None:
-    """Have lifelines compare what the ranks of a group do, which hold the same parameters; Fabric has no lifelines."""
-    synchronizer.lifeline = getattr(strategy, "lifeline", None)
-    synchronizer.peers = dist.get_process_group_ranks(group)
 
 
 def start_alike(tensors: Iterable[Tensor], group: dist.ProcessGroup, source: int = 0) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
@@ -83,6 +84,10 @@ class Synchronizer:
         self.epoch = 0
         self.lifeline: Lifeline | None = None
         self.peers: Sequence[int] = ()
+
+    def compare_places(self, lifeline: Lifeline | None, group: dist.ProcessGroup) -> None:
+        """Have a lifeline compare what the ranks of a group do, which hold the same parameters."""
+        self.lifeline, self.peers = lifeline, dist.get_process_group_ranks(group)
 
     def come_to(self, what: str, said: str) -> None:
         """Come to a place where all ranks do the same; see :meth:`lightning_dct.failures.lifeline.Lifeline.come_to`.
