@@ -128,6 +128,16 @@ def test_a_plain_loop_needs_no_lightning(tmp_path: Path) -> None:
     run(textwrap.dedent(script), tmp_path)
 
 
+@pytest.mark.parametrize(
+    "first", ["from lightning_dct import DCTStrategy", "import lightning_dct.callbacks.run_advice"]
+)
+def test_any_name_may_be_imported_before_lightning(tmp_path: Path, first: str) -> None:
+    run(
+        f"{first}\nfrom lightning.pytorch.strategies import StrategyRegistry\nassert 'dct' in StrategyRegistry",
+        tmp_path,
+    )
+
+
 def test_names_where_newer_ones_are_missing(tmp_path: Path) -> None:
     """Without what torch 2.8 does not have; the errors of `strategy="dct"` before processes start."""
     script = """

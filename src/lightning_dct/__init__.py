@@ -1,9 +1,8 @@
 """Dynamic Communication Thresholding for PyTorch Lightning: a tenth to a hundredth of the bytes.
 
 Importing this package registers the strategy names ``dct``, ``dct_spawn``, ``dct_fork``, ``dct_notebook`` and
-``dct_find_unused_parameters_true``, ``dct_pipeline`` with three of these endings, ``dct_fsdp`` and ``dct_elastic``,
-with ``lightning.pytorch.Trainer``, when that is imported. Lightning itself is not imported: :class:`Updates` in a plain
-loop works without it.
+``dct_find_unused_parameters_true``, ``dct_pipeline`` with three of these endings, ``dct_fsdp`` and ``dct_elastic`` with
+``lightning.pytorch.Trainer``, now or when that is imported. :class:`Updates` in a plain loop needs no Lightning.
 
 CONTRIBUTING.md has a map of the modules.
 """
@@ -20,7 +19,7 @@ from lightning_dct.embedding.growing import GrowingEmbeddingBags
 from lightning_dct.embedding.optimizers import RowWiseAdagrad
 from lightning_dct.embedding.sharded import ShardedEmbeddingBags
 from lightning_dct.pipeline.sequential import SplitSequential
-from lightning_dct.registration import register_strategies
+from lightning_dct.registration import TRAINER, register_strategies
 from lightning_dct.sync.plain_loop import Gradients, Updates
 
 if TYPE_CHECKING:
@@ -74,6 +73,7 @@ _PLACES = {
 def __getattr__(name: str) -> Any:
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import_module(TRAINER)  # else the module below would be half imported when the strategies register
     return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
 
 

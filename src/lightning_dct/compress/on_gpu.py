@@ -297,10 +297,7 @@ def _open(arrived: _Arrived, rows: int, first: int, chunk: int) -> Tensor:
 
 
 def add(memory: Memory, received: Received, bucket: Bucket, said: str) -> None:
-    """Add the weighted sum of payloads; see :func:`~lightning_dct.compress.codec.apply`.
-
-    ``memory.awaited.poll()`` later raises an error for a corrupt payload.
-    """
+    """Add payloads; see :func:`~lightning_dct.compress.codec.apply`. ``memory.awaited`` raises errors later."""
     payloads, plan, factor, own, _, how = received
     arrived, rows, base = _read(payloads, plan, how.tag), len(payloads), DTYPES[plan.residual_dtype]
     table, words, addresses = arrived.table, arrived.words, arrived.table.addresses(bucket)

@@ -8,9 +8,8 @@ numba     numba        compiled loops at the speed of memory (``pip install '.[f
 triton    torch, CUDA  on a GPU, the only one there
 ========  ===========  ==================================================================
 
-:mod:`~lightning_dct.kernels.plain` says what each function does on a CPU. All kernels give the same bits, so ranks may
-use different ones.
-:mod:`~lightning_dct.kernels.numba_rows` codes rows of activations as :mod:`lightning_dct.wire.rows` does.
+:mod:`~lightning_dct.kernels.plain` describes each function on a CPU. All kernels give the same bits, so ranks may mix
+them. :mod:`~lightning_dct.kernels.numba_rows` codes rows of activations as :mod:`lightning_dct.wire.rows` does.
 """
 
 import tempfile

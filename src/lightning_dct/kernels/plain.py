@@ -1,9 +1,9 @@
 """Operations on whole tensors before and after an exchange on a CPU: the contract of its kernels, in plain torch.
 
 The tensors of a bucket are given as lists of flat tensors, of fp32 or fp64, which may lie anywhere in memory. *Flags*
-say which entries are sent: one bit an entry, the first in the lowest bit, in a uint8 tensor of
-:func:`~lightning_dct.kernels.bits.flags_num_bytes`.
-Tensor ``t`` has the flags from number ``first[t]`` on. *Values* are those of the flagged entries, in their order.
+say which entries are sent: one bit an entry, the first in the lowest bit, in a uint8 tensor
+(:mod:`~lightning_dct.kernels.bits`). Tensor ``t`` has the flags from number ``first[t]`` on. *Values* are those of the
+flagged entries, in their order.
 
 All kernels give the same flags, values and sums to the last bit, so ranks may use different ones. A mean of magnitudes
 is rounded from fp64 to fp32, which hides the order of the sum.
