@@ -31,11 +31,11 @@ DENSE_TABLES = (
 )
 TRAININGS = {
     "recommender (DLRM)": (
-        "experiment=dlrm data.batches_per_epoch=200 data.eval_rows=20000 trainer.max_epochs=4",
+        "experiment=dlrm data.batches_per_epoch=100 data.eval_rows=20000 trainer.max_epochs=4",
         DENSE_TABLES,
     ),
     "language model": (
-        "experiment=lm model.width=64 data.context_length=64 trainer.max_steps=1200 trainer.val_check_interval=300",
+        "experiment=lm trainer.max_steps=600 trainer.val_check_interval=150",
         "ddp",
     ),
 }

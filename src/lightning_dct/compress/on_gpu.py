@@ -241,7 +241,7 @@ class _Packing:
         # Of formats that do without, any memory does: it is not read.
         means, fits, large = self.sums, self.counts, self.flags
         if value_format in SCALED_FORMATS:
-            means = table.room(table.count, torch.float64)
+            means = table.room(2 * table.count, torch.float64)
             rest: Any = table.tensors, ends, self.sums, means, self.words
             _launch(triton_pack.average, (table.count,), *rest, ROUNDS=table.rounds, SCALES=value_format == "1bit")
         if value_format == "2bit":

@@ -164,12 +164,17 @@ def _total(numbers, first, last, ROUNDS: tl.constexpr):
 
 @triton.jit
 def average(tensors, ends, sums, means, payload, ROUNDS: tl.constexpr, SCALES: tl.constexpr):
-    """The mean magnitude of each tensor's sent entries: fp64. With ``SCALES`` it goes into the payload, as fp32."""
+    """The mean magnitude of each tensor's sent entries, and after all means their sums: fp64.
+
+    With ``SCALES`` the mean goes into the payload, as fp32.
+    """
     t = tl.program_id(0)
     first, last = tl.load(tensors + t * tb.TENSOR + 1), tl.load(tensors + (t + 1) * tb.TENSOR + 1)
     n = tl.load(ends + last) - tl.load(ends + first)
-    mean = _total(sums, first, last, ROUNDS) / tl.maximum(n, 1).to(tl.float64)
+    total = _total(sums, first, last, ROUNDS)
+    mean = total / tl.maximum(n, 1).to(tl.float64)
     tl.store(means + t, mean)
+    tl.store(means + tl.num_programs(0) + t, total)
     if SCALES:
         tl.store(payload + tl.load(tensors + t * tb.TENSOR + 4), mean.to(tl.float32).to(tl.uint32, bitcast=True))
 
@@ -200,8 +205,7 @@ def two_levels(tensors, ends, means, counts, sums, payload, fits, ROUNDS: tl.con
     t = tl.program_id(0)
     first, last = tl.load(tensors + t * tb.TENSOR + 1), tl.load(tensors + (t + 1) * tb.TENSOR + 1)
     n = tl.maximum(tl.load(ends + last) - tl.load(ends + first), 1).to(tl.float64)
-    mean = tl.load(means + t)
-    total = mean * n
+    mean, total = tl.load(means + t), tl.load(means + tl.num_programs(0) + t)
     product = total + _total(sums, first, last, ROUNDS)
     square = n + 3.0 * _total(counts, first, last, ROUNDS)
     scale = product / square

@@ -17,7 +17,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -113,8 +112,8 @@ class Updates(_Loop):
         for optimizer in self.optimizers:
             self.synchronizer.register(optimizer)
             self._handles += [
-                optimizer.register_step_pre_hook(partial(_of_step, self.synchronizer.before_step)),
-                optimizer.register_step_post_hook(partial(_of_step, self.synchronizer.after_step)),
+                optimizer.register_step_pre_hook(lambda one, *_: self.synchronizer.before_step(one)),
+                optimizer.register_step_post_hook(lambda one, *_: self.synchronizer.after_step(one)),
             ]
 
     @contextmanager
@@ -190,7 +189,3 @@ class Gradients(_Loop):
             ValueError: A saved residual has another size than the parameter of its name.
         """
         self.synchronizer.load_state_dict(state)
-
-
-def _of_step(function: Callable[[Optimizer], None], optimizer: Optimizer, *_: Any) -> None:
-    function(optimizer)
