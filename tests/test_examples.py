@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import runpy
 import shutil
 import socket
 import subprocess
@@ -12,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from distributed.scripts import TIMEOUT_S, environment_of_users, run_here
+from lightning_dct import Updates
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -106,6 +109,62 @@ def test_huggingface(ranks: Any, tmp_path: Path, arguments: tuple[str, ...], wor
     output = run_example(ranks, tmp_path, "huggingface.py", *arguments, world_size=world_size)
     assert float(re.findall(r"([\d.]+) nats a byte", output)[0]) < 4.0
     assert table_of(output)["steps"] == "50"
+
+
+def hugging_face(**arguments: Any) -> tuple[Any, Any]:
+    """The example's Trainer without dropout, and its callback."""
+    torch.manual_seed(0)
+    example = runpy.run_path(str(EXAMPLES / "huggingface_trainer.py"))
+    trainer = example["make_trainer"](max_steps=6, eval_steps=3, save_steps=3, **arguments)
+    trainer.model_accepts_loss_kwargs = False  # the mean over a batch
+    for module in trainer.model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    return trainer, example["ExchangeUpdates"](trainer, density=0.2, kernel="torch")
+
+
+def under_hugging_face(folder: str, resume: str | None, arguments: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    """The weights that a Trainer ends with, and the bytes sent."""
+    trainer, exchange = hugging_face(output_dir=folder, **arguments)
+    trainer.add_callback(exchange)
+    trainer.train(resume_from_checkpoint=resume)
+    return dict(trainer.model.state_dict()), exchange.updates.traffic.totals.bytes_sent
+
+
+def in_a_loop(folder: str) -> tuple[dict[str, Any], int]:
+    """The same with the same model, batches and optimizer in a plain loop."""
+    trainer, _ = hugging_face(output_dir=folder)
+    model, batches = trainer.model.train(), trainer.get_train_dataloader()
+    trainer.create_optimizer_and_scheduler(6)
+    updates = Updates(model, trainer.optimizer, steps=6, density=0.2, kernel="torch")
+    for _, batch in zip(range(6), batches, strict=False):
+        model(**batch).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        trainer.optimizer.step()
+        trainer.lr_scheduler.step()
+        model.zero_grad()
+    updates.close()
+    return dict(model.state_dict()), updates.traffic.totals.bytes_sent
+
+
+def test_huggingface_trainer(ranks: Any, tmp_path: Path) -> None:
+    """Oracle: a plain loop. What is saved, a resumed run and the best checkpoint have its bits, on both ranks."""
+    pytest.importorskip("accelerate")
+    safetensors = pytest.importorskip("safetensors.torch")
+    # The best is the first: the loss falls, and here a greater one is better.
+    settings = {"load_best_model_at_end": True, "greater_is_better": True}
+    best = ranks(2).run(under_hugging_face, str(tmp_path), None, settings)
+    first, last = (safetensors.load_file(tmp_path / f"checkpoint-{step}" / "model.safetensors") for step in (3, 6))
+    shutil.rmtree(tmp_path / "checkpoint-6")
+    resumed = ranks(2).run(under_hugging_face, str(tmp_path), str(tmp_path / "checkpoint-3"), {})
+    loops = ranks(2).run(in_a_loop, str(tmp_path))
+    for (weights, sent), (again, _), (theirs, their_bytes) in zip(best, resumed, loops, strict=True):
+        assert sent == their_bytes > 0
+        for name, saved in last.items():
+            assert torch.equal(saved, theirs[name])
+            assert torch.equal(again[name], theirs[name])
+            assert torch.equal(weights[name], first[name])
+    assert not all(torch.equal(first[name], last[name]) for name in last)
 
 
 def test_notebook(tmp_path: Path) -> None:
