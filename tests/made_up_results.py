@@ -56,14 +56,15 @@ def run_in_no_time(started: list[str], figures: Callable[[dict[str, str]], dict[
     """
 
     def start(command: list[str], output: Any) -> int:
-        overrides = OverridesParser.create().parse_overrides(command[2:])
+        words = command[1 + max(place for place, word in enumerate(command) if word.endswith(".py")) :]
+        overrides = OverridesParser.create().parse_overrides(words)
         settings = {override.key_or_group: str(override.value()) for override in overrides}
         folder = Path(settings["hydra.run.dir"])
         started.append(folder.name)
         if (found := figures(settings)) is None:
             output.write("a line of what went wrong\n")
             return 1
-        result = made_up(command[2:-1], int(settings["seed"]), **found)
+        result = made_up(words[:-1], int(settings["seed"]), **found)
         (folder / "result.json").write_text(json.dumps(result))
         return 0
 
