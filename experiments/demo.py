@@ -16,9 +16,8 @@ from typing import Any
 
 from comparison.runs import Runner, Strategy, plan_run
 from comparison.table import higher_is_better, main_metric, markdown, plt
-from lightning_dct.cost.bytes_sent import SentBytes, Step
-from lightning_dct.cost.forecast import layout_of, link_seconds
-from lightning_dct.tables import rate_text
+from lightning_dct.cost.forecast import SentBytes, Step, layout_of, link_seconds
+from lightning_dct.traffic import rate_text
 from zoo.table import ALLOWED
 
 LINK = 100e6

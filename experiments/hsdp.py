@@ -4,8 +4,7 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_dct.fsdp.mesh_strategy import AXES, MeshStrategy
-from lightning_dct.fsdp.wrapping import sharded_modules
+from lightning_dct.fsdp.mesh_strategy import AXES, MeshStrategy, sharded_modules
 from lightning_dct.traffic import Traffic
 
 

@@ -12,7 +12,7 @@ import matplotlib
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
 
-from lightning_dct.tables import plain_table
+from lightning_dct.traffic import plain_table
 
 # What sends a rank away, and brings it back, by scenario.
 AWAY = {"stop": ("stop", "continue"), "cut": ("cut", "plug")}

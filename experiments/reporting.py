@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_dct.tables import plain_table
+from lightning_dct.traffic import plain_table
 
 BEST_PREFIX = "best_"
 """Metrics named ``<stage>/best_<metric>`` are those of a perfect model."""

@@ -36,8 +36,7 @@ from lightning_dct.compress.bucket_plan import Bucket, Received, Sending, plan_b
 from lightning_dct.compress.memory import Memory
 from lightning_dct.cost.timing import wait_for
 from lightning_dct.sync.setup import make_gradient_synchronizer, make_update_synchronizer
-from lightning_dct.tables import plain_table
-from lightning_dct.traffic import Traffic
+from lightning_dct.traffic import Traffic, plain_table
 from one_card import DEVICE
 
 TESTS = Path(__file__).parent

@@ -18,7 +18,7 @@ from lightning_dct.checkpoint import format as saved
 from lightning_dct.checkpoint.format import check_state
 from lightning_dct.checkpoint.merging import merge_states, with_edited_groups, without_place
 from lightning_dct.checkpoint.reading import agreed_notes, read_state
-from lightning_dct.checkpoint.row_files import RowFiles, write_rows
+from lightning_dct.embedding.table_files import RowFiles, write_rows
 from strategies_for_hypothesis import examples
 
 NOTE = saved.make_note(world_size=2, synchronisations=7, save="5f0c93ab")

@@ -102,13 +102,14 @@ def test_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     match words:
         case ["lightning-dct", "plan", *rest]:
             speed = Speed(1e-9, 1e-10, 1e-11, "made up")
-            monkeypatch.setattr("lightning_dct.commands.plan.measure_speed", lambda *_: speed)
+            monkeypatch.setattr("lightning_dct.commands.measure_speed", lambda *_: speed)
             assert commands.main(["plan", *rest]) == 0
         case ["lightning-dct", command, *_]:
             # Its arguments are checked as it checks them; it does not start.
             reached = []
-            module = pytest.importorskip(f"lightning_dct.commands.{command}")
-            monkeypatch.setattr(module, "run", lambda arguments: reached.append(arguments) or 0)
+            summary, add_arguments, _ = commands.COMMANDS[command]
+            run = (summary, add_arguments, lambda arguments: reached.append(arguments) or 0)
+            monkeypatch.setitem(commands.COMMANDS, command, run)
             assert commands.main(words[1:]) == 0
             assert reached
         case ["make", target]:

@@ -21,8 +21,7 @@ import pytest
 import comparison.runs
 from compare import main
 from distributed.scripts import TRAIN, run_here
-from lightning_dct.commands import main as command_line
-from lightning_dct.commands import plan
+from lightning_dct import commands as cli
 from lightning_dct.cost.timing import Speed
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -74,12 +73,12 @@ def test_the_plan_is_what_the_command_prints(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, page: str
 ) -> None:
     """All but what is measured: two rows of a table, and the notes on time."""
-    monkeypatch.setattr(plan, "measure_speed", lambda *_: SPEED)
+    monkeypatch.setattr(cli, "measure_speed", lambda *_: SPEED)
     shown = re.findall(r"^```bash\n([^`]* plan [^`]*)```\n\n```text\n([^`]*)```", page, re.MULTILINE)
     assert shown
     for command, block in shown:
         words = shlex.split(command)
-        assert command_line(words[words.index("plan") :]) == 0
+        assert cli.main(words[words.index("plan") :]) == 0
         printed = " ".join(capsys.readouterr().out.split())
         description, table, *notes = block.split("\n\n")
         assert " ".join(description.split()) in printed
@@ -123,8 +122,8 @@ def test_command(words, tmp_path, ranks, monkeypatch):
         case ["cd", folder]:
             assert folder == REPOSITORY.rpartition("/")[2]
         case ["python", "-m", "lightning_dct", "plan", *rest]:
-            monkeypatch.setattr(plan, "measure_speed", lambda *_: SPEED)
-            assert command_line(["plan", *rest]) == 0
+            monkeypatch.setattr(cli, "measure_speed", lambda *_: SPEED)
+            assert cli.main(["plan", *rest]) == 0
         case ["pip", "install", requirement]:
             extras = re.findall(r"\[(.*)\]", requirement)
             assert set(extras) <= set(metadata.metadata("lightning-dct").get_all("Provides-Extra"))

@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_dct import ShardedEmbeddingBags
+from lightning_dct.embedding.collected import DeliverRows
 from lightning_dct.embedding.owners import place_tables
-from lightning_dct.embedding.row_gradients import DeliverRows
 from lightning_dct.wire.rows import decode_rows, encode_rows, row_scales_num_bytes, row_values_num_bytes
 
 

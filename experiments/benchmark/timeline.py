@@ -10,7 +10,7 @@ from unittest.mock import patch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from lightning_dct.pipeline.results import StepResults
+from lightning_dct.pipeline.mesh import StepResults
 
 FORWARD, BACKWARD, WAITING, SHARING = "forward", "backward", "waiting", "sharing the loss"
 """The kinds of spans: a micro-batch, compression included; waits for sends and receives; sending the loss to all."""

@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # experiments/, where `network` is
 
-from lightning_dct.tables import format_bytes, plain_table
+from lightning_dct.traffic import format_bytes, plain_table
 from network.hosts import Link, make_hosts, parse_link, shared_folder, why_not
 from network.ledger import OTHER, SET_UP, STEPS, Sent, read_ledgers, without_headers
 from network.running import HostFailedError, run_ranks

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dct import SplitPoint, subspace
-from lightning_dct.activations.codec import ActivationLayout
-from lightning_dct.activations.noise import mixed_seed
-from lightning_dct.activations.subspace import Anchored
+from lightning_dct.activations.codec import ActivationLayout, mixed_seed
+from lightning_dct.activations.split_point import Anchored
 from lightning_dct.compress.threshold import entries_at
 
 

@@ -11,8 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lightning_dct.__about__ import __version__
-from lightning_dct.activations.split_point import SplitPoint
-from lightning_dct.activations.subspace import subspace
+from lightning_dct.activations.split_point import SplitPoint, subspace
 from lightning_dct.checksums import CheckpointError
 from lightning_dct.config import DCTConfig
 from lightning_dct.embedding.growing import GrowingEmbeddingBags
@@ -23,13 +22,10 @@ from lightning_dct.registration import TRAINER, register_strategies
 from lightning_dct.sync.plain_loop import Gradients, Updates
 
 if TYPE_CHECKING:
-    from lightning_dct.callbacks.accordion import AccordionSchedule
-    from lightning_dct.callbacks.compression_monitor import CompressionMonitor
-    from lightning_dct.callbacks.embedding_pruning import EmbeddingPruning
-    from lightning_dct.callbacks.threshold_refresh import ThresholdRefresh
+    from lightning_dct.callbacks.compression_monitor import CompressionMonitor, CompressionRatio
+    from lightning_dct.callbacks.schedules import AccordionSchedule, EmbeddingPruning, ThresholdRefresh
     from lightning_dct.elastic.elastic_strategy import DCTElasticStrategy
     from lightning_dct.fsdp.fsdp_strategy import DCTFSDPStrategy
-    from lightning_dct.metrics import CompressionRatio
     from lightning_dct.pipeline.pipeline_strategy import DCTPipelineStrategy
     from lightning_dct.strategy import DCTStrategy
 
@@ -58,15 +54,15 @@ __all__ = [
 
 # Names whose modules import Lightning or torchmetrics.
 _PLACES = {
-    "AccordionSchedule": "callbacks.accordion",
+    "AccordionSchedule": "callbacks.schedules",
     "CompressionMonitor": "callbacks.compression_monitor",
-    "CompressionRatio": "metrics",
+    "CompressionRatio": "callbacks.compression_monitor",
     "DCTElasticStrategy": "elastic.elastic_strategy",
     "DCTFSDPStrategy": "fsdp.fsdp_strategy",
     "DCTPipelineStrategy": "pipeline.pipeline_strategy",
     "DCTStrategy": "strategy",
-    "EmbeddingPruning": "callbacks.embedding_pruning",
-    "ThresholdRefresh": "callbacks.threshold_refresh",
+    "EmbeddingPruning": "callbacks.schedules",
+    "ThresholdRefresh": "callbacks.schedules",
 }
 
 

@@ -345,7 +345,7 @@ def train(
     return shared, memories
 
 
-# 7. Embedding rows (embedding/changes.py). Each row ``E`` has an owner. The owner and the rank that uses the row both
+# 7. Embedding rows (embedding/messages.py). Each row ``E`` has an owner. The owner and the rank that uses the row both
 #    keep the same copy ``R``, so they exchange only differences. One message is for the rows that a rank requests.
 
 

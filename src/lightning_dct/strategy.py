@@ -13,7 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dct.callbacks.threshold_refresh import ThresholdRefresh
+from lightning_dct.callbacks.schedules import ThresholdRefresh
 from lightning_dct.config import Compress, DCTConfig, ExchangeName, MissingState, ValueFormat, check_keywords
 from lightning_dct.failures.course import EXCHANGE
 from lightning_dct.kernels import KernelName

@@ -4,7 +4,6 @@ import gc
 import math
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
@@ -27,12 +26,11 @@ from lightning_dct.callbacks.evaluations import EvaluationJoin, SharedWeightsVie
 from lightning_dct.callbacks.failures import FailureNotice, SignalsAfterStep
 from lightning_dct.callbacks.requirements import AVERAGING, run_length, share_done, trainer_settings
 from lightning_dct.callbacks.run_advice import RunAdvice
-from lightning_dct.callbacks.threshold_refresh import ThresholdRefresh
+from lightning_dct.callbacks.schedules import ThresholdRefresh
 from lightning_dct.clipping import install_clipping, remove_clipping
 from lightning_dct.compress.awaited import clock_of
 from lightning_dct.config import check_density
-from lightning_dct.embedding.lookup import end_backward
-from lightning_dct.embedding.row_gradients import when_backward_ends
+from lightning_dct.embedding.lookup import when_backward_ends
 from lightning_dct.embedding.sharded import ShardedEmbeddingBags
 from lightning_dct.failures.course import EXCHANGE, IN_FORWARD
 from lightning_dct.failures.lifeline import Lifeline, check_lifelines
@@ -228,8 +226,7 @@ class ThresholdedStrategy(CheckpointedStrategy):
         """Have every backward exchange gradients of table rows, also if this rank's loss does not depend on them."""
         super().pre_backward(closure_loss)
         if self._tables and closure_loss.requires_grad:
-            finish = partial(end_backward, self._tables)
-            closure_loss.register_hook(lambda _: when_backward_ends(self._tables[0].collected, finish))
+            closure_loss.register_hook(lambda _: when_backward_ends(self._tables))
 
     def _takes_all_ranks(self) -> bool:
         """Whether DistributedDataParallel exchanges something in forward next: buffers, or its order of gradients."""

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from lightning_dct.activations.noise import CHUNK, mixed_seed, uniform
+from lightning_dct.activations.codec import CHUNK, mixed_seed, uniform
 
 CONTENT = torch.randn(100, generator=torch.Generator().manual_seed(0))
 

@@ -12,8 +12,7 @@ from lightning_dct import CompressionMonitor
 from lightning_dct.callbacks.compression_monitor import summary_rows
 from lightning_dct.compress.memory import Memory
 from lightning_dct.compress.threshold import Thresholds
-from lightning_dct.tables import format_bytes
-from lightning_dct.traffic import Traffic, TrafficTotals
+from lightning_dct.traffic import Traffic, TrafficTotals, format_bytes
 
 TOTALS = TrafficTotals(4000, 123_456, 12_345_600, 500, 50_000, seconds=8.0, refreshes=4)
 ROWS = [

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from distributed.test_logging import Memory
 from distributed.training import Module, loader, rank, trainer_for
 from lightning_dct import CompressionMonitor, DCTPipelineStrategy, DCTStrategy, SplitPoint
-from lightning_dct.callbacks.wandb_runs import STEP, SUMMARIES, settings_of
-from lightning_dct.callbacks.wandb_workspace import Panel, sections
+from lightning_dct.callbacks.wandb_runs import STEP, SUMMARIES, Panel, sections, settings_of
 from offline_runs import OfflineRun
 from rivals.hooks import CountedDDPStrategy
 

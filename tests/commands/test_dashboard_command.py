@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import wandb
 
-from lightning_dct.callbacks.wandb_workspace import sections
+from lightning_dct.callbacks.wandb_runs import sections
 from lightning_dct.commands import main
 
 KEY = "x" * 40
@@ -183,7 +183,7 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise ValueError("a bug")
 
-    monkeypatch.setattr("lightning_dct.commands.dashboard.make_workspace", fail)
+    monkeypatch.setattr("lightning_dct.commands.make_workspace", fail)
     with pytest.raises(ValueError, match="a bug"):
         main(["dashboard", "--project", "runs", "--output", "never-written.json"])
 

@@ -18,7 +18,7 @@ ASKED = ["--world-size", "4", "--link", "1Gbit", "--parameters", "1M"]
 
 @pytest.fixture(autouse=True)
 def made_up_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_dct.commands.plan.measure_speed", lambda *_: SPEED)
+    monkeypatch.setattr("lightning_dct.commands.measure_speed", lambda *_: SPEED)
 
 
 def plan(capsys: pytest.CaptureFixture[str], *words: str) -> str:

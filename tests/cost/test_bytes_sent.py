@@ -6,8 +6,7 @@ from torch import nn
 
 from emulated_ranks import EmulatedRanks
 from lightning_dct import DCTConfig
-from lightning_dct.cost.bytes_sent import SentBytes, compressed_step, dense_step
-from lightning_dct.cost.forecast import layout_of, link_seconds
+from lightning_dct.cost.forecast import SentBytes, compressed_step, dense_step, layout_of, link_seconds
 from lightning_dct.cost.workload import Workload, one_tensor
 from lightning_dct.exchange.factory import costs_of, plan_model
 

@@ -25,8 +25,7 @@ from distributed.training import (
     trainer_for,
 )
 from lightning_dct import DCTConfig, DCTStrategy
-from lightning_dct.cost.bytes_sent import SentBytes, compressed_step, dense_step
-from lightning_dct.cost.forecast import layout_of
+from lightning_dct.cost.forecast import SentBytes, compressed_step, dense_step, layout_of
 from lightning_dct.cost.workload import workload_of
 from lightning_dct.exchange import collectives, compressed
 from lightning_dct.sync import buffers

@@ -16,7 +16,7 @@ from lightning_dct import DCTElasticStrategy, DCTStrategy
 from lightning_dct.config import DCTConfig
 from lightning_dct.elastic import elastic_strategy
 from lightning_dct.elastic.elastic_updates import Header, refuse_not_in_place
-from lightning_dct.elastic.joining import compare_settings, compare_starts, settings_of, train_only, trained_names
+from lightning_dct.elastic.joining import compare_settings, compare_starts, settings_of, situation_of, take_situation
 from lightning_dct.elastic.present import import_torchft
 from lightning_dct.law import RunLength
 
@@ -62,11 +62,11 @@ def test_parameters_that_cannot_be_read_in_place() -> None:
 def test_settings_on_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """LightningCLI reads from the source of ``__init__`` which settings it passes on, and some code it cannot read."""
     monkeypatch.setattr("lightning_dct.elastic.elastic_strategy.import_torchft", lambda: None)
-    given = {"": "lightning_dct.DCTElasticStrategy", ".patience": "30", ".density": "0.5", ".bucket_cap_mb": "7"}
+    given = {"": "lightning_dct.DCTElasticStrategy", ".local_steps": "4", ".density": "0.5", ".bucket_cap_mb": "7"}
     words = [f"--trainer.strategy{setting}={value}" for setting, value in given.items()]
     cli = LightningCLI(BoringModel, run=False, seed_everything_default=None, args=["--trainer.accelerator=cpu", *words])
     strategy = cli.trainer.strategy
-    assert (strategy.patience, strategy.config.density) == (30.0, 0.5)
+    assert (strategy.config.local_steps, strategy.config.density) == (4, 0.5)
     assert (strategy.config.exchange, strategy._ddp_kwargs["bucket_cap_mb"]) == ("all_gather", 7)
 
 
@@ -137,18 +137,19 @@ def test_ranks_choose_settings_by_the_steps_that_the_first_one_expects(
     monkeypatch.setattr(DCTElasticStrategy, "global_rank", 1)
     strategy._lightning_module = module
     strategy.present = OneOther(lambda sent: torch.tensor(Header(*sent.tolist())._replace(rank=0)))  # type: ignore[assignment]
-    strategy.present.text = json.dumps([[], takes, "why"])  # type: ignore[attr-defined]
+    strategy.present.text = json.dumps(situation_of(module, [takes, "why"]))  # type: ignore[attr-defined]
     strategy._join()
     assert strategy._agreed_length() == (takes, "why", 0.0)
 
 
 def test_a_rank_can_join_after_something_is_unfrozen() -> None:
     peer, joiner = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    peer.trainer = joiner.trainer = SimpleNamespace(checkpoint_callbacks=[])  # type: ignore[assignment]
     joiner.weight.requires_grad_(False)
     config = DCTConfig()
     compare_settings(settings_of(peer, config, 1), settings_of(joiner, config, 1))
     peer.bias.requires_grad_(False)
-    train_only(joiner, trained_names(peer))
+    take_situation(joiner, situation_of(peer, []))  # type: ignore[arg-type]
     assert joiner.weight.requires_grad
     assert not joiner.bias.requires_grad
     with pytest.raises(ValueError, match="settings of this rank differ"):

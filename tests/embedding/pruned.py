@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from embedding.hybrid import EVERYTHING, OPTIMIZERS, TABLE_ROWS, Batches, Hybrid, fit
 from lightning_dct import EmbeddingPruning, ShardedEmbeddingBags
-from lightning_dct.embedding.kept_pieces import PIECES
+from lightning_dct.embedding.pruning import PIECES
 
 DIM = 8
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_dct.embedding.changes import decode_whole, encode_whole
+from lightning_dct.embedding.messages import decode_whole, encode_whole
 from lightning_dct.embedding.owners import RowOwners, initial_rows
 from lightning_dct.reference import Settings, look_up, return_gradients
 

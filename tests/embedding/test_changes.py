@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_dct.compress.threshold import SMALLEST_THRESHOLD, nudge
-from lightning_dct.embedding import changes as changes_module
-from lightning_dct.embedding.changes import (
+from lightning_dct.embedding import messages as changes_module
+from lightning_dct.embedding.messages import (
     Message,
     SentRows,
     decode_whole,

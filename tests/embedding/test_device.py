@@ -9,8 +9,7 @@ from torch import Tensor
 
 from lightning_dct import ShardedEmbeddingBags
 from lightning_dct.embedding.cache import RememberedRows
-from lightning_dct.embedding.collected import RowCollectives
-from lightning_dct.embedding.row_gradients import CollectedGradients
+from lightning_dct.embedding.collected import CollectedGradients, RowCollectives
 
 
 def tensors_in(thing: Any) -> list[Tensor]:

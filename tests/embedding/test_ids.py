@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_dct.embedding.cache import RememberedRows
-from lightning_dct.embedding.ids import HALVE_EVERY, REGROUP_EVERY, RequestCode
+from lightning_dct.embedding.messages import HALVE_EVERY, REGROUP_EVERY, RequestCode
 from lightning_dct.kernels.bits import pack_bits, unpack_bits
 from lightning_dct.wire.positions import PayloadError, PositionCode
 from strategies_for_hypothesis import examples

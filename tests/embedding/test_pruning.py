@@ -14,8 +14,7 @@ from embedding.hybrid import ALL_GRADIENTS, EVERYTHING, TABLE_ROWS, batches, hal
 from embedding.pruned import DIM, Pruned, load, train, train_plainly
 from embedding.test_hybrid import difference
 from lightning_dct import DCTStrategy, EmbeddingPruning, GrowingEmbeddingBags, ShardedEmbeddingBags
-from lightning_dct.embedding.kept_pieces import INDEX_BYTES_A_ROW, PIECES
-from lightning_dct.embedding.pruning import prune
+from lightning_dct.embedding.pruning import INDEX_BYTES_A_ROW, PIECES, prune
 
 FEW = {"density": 0.1, "value_format": "2bit", "refresh_every": 5, "cache_rows": 20}
 KEEP = 0.5

@@ -16,7 +16,7 @@ from distributed.harness import RankFailure
 from distributed.scripts import TRAIN, run_here, train_on_ranks
 from dlrm.data import SyntheticClicks
 from dlrm.module import ClickModule
-from lightning_dct.callbacks.wandb_workspace import GROUPS, QUALITY
+from lightning_dct.callbacks.wandb_runs import GROUPS, QUALITY
 from lightning_dct.traffic import Traffic, all_reduce_bytes
 from nlp.data import TextData
 from nlp.module import LanguageModule

@@ -9,7 +9,7 @@ from torch import nn
 from distributed.training import Module, on_two_nodes
 from fsdp.training import train
 from lightning_dct import DCTConfig, DCTFSDPStrategy
-from lightning_dct.cost.bytes_sent import compressed_step, dense_step
+from lightning_dct.cost.forecast import compressed_step, dense_step
 from lightning_dct.cost.workload import Workload
 from lightning_dct.exchange.factory import NodeLayout
 from lightning_dct.traffic import TrafficTotals

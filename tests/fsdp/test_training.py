@@ -16,7 +16,7 @@ from distributed.harness import RankFailure
 from distributed.training import Module, assert_weights_equal, loader, on_two_nodes, trainer_for
 from fsdp.training import Plain, fsdp, train, whole_weights
 from lightning_dct import DCTFSDPStrategy, ShardedEmbeddingBags
-from lightning_dct.fsdp.wrapping import check_sharded
+from lightning_dct.fsdp.mesh_strategy import check_sharded
 
 
 class Wide(Module):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_dct.activations import codec, noise
+from lightning_dct.activations import codec
 from lightning_dct.activations.codec import (
     ActivationLayout,
     decode_backward,
@@ -100,7 +100,7 @@ def test_places_that_32_bits_do_not_hold() -> None:
     """Oracle: torch's places, which are int32."""
     places, keys = [0, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**33 + 5], (123456789, 3987654321)
     low, high = (torch.tensor(key).to(torch.int32) for key in keys)
-    hashed = noise._hashed(noise._hashed(torch.tensor(places).to(torch.int32) ^ low) + high)
+    hashed = codec._hashed(codec._hashed(torch.tensor(places).to(torch.int32) ^ low) + high)
     expected = (hashed & 0xFFFFFF) * 2.0**-24
     assert [numba_rows._noise(place, *map(np.uint32, keys)) for place in places] == expected.tolist()
 

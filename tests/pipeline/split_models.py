@@ -14,7 +14,7 @@ from torchmetrics import MeanMetric
 
 from distributed.training import Noise, trainer_for
 from lightning_dct import DCTPipelineStrategy, SplitPoint, SplitSequential, subspace
-from lightning_dct.activations.subspace import Anchored
+from lightning_dct.activations.split_point import Anchored
 
 DENSE: dict[str, Any] = {"density": 1.0, "forward_format": "fp32", "backward_format": "fp32"}
 MICRO_BATCHES = 4

@@ -4,8 +4,7 @@ import os
 from datetime import timedelta
 from typing import Any
 
-from lightning_dct.pipeline.mesh import PipelineMesh
-from lightning_dct.pipeline.results import StepResults
+from lightning_dct.pipeline.mesh import PipelineMesh, StepResults
 
 RESULTS = ["a", list(range(10_000)), "", {"loss": 1.5}, "b" * 200, "c" * 201]
 

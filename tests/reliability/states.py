@@ -25,14 +25,12 @@ from lightning_dct import CheckpointError
 from lightning_dct.checkpoint.format import identity, make_note, read_checked, rows_path, state_folder, state_path
 from lightning_dct.checkpoint.merging import merge_states
 from lightning_dct.checkpoint.reading import agreed_notes
-from lightning_dct.checkpoint.row_files import INDEX
 from lightning_dct.compress.bucket_plan import OwnedPiece
 from lightning_dct.compress.memory import Memory
-from lightning_dct.embedding.cache import RememberedRows
-from lightning_dct.embedding.memory_checks import check_memory
+from lightning_dct.embedding.cache import RememberedRows, check_memory
 from lightning_dct.embedding.owners import place_tables
 from lightning_dct.embedding.sharded import ShardedEmbeddingBags
-from lightning_dct.embedding.table_files import load_rows, save_rows
+from lightning_dct.embedding.table_files import INDEX, load_rows, save_rows
 from reliability.mutations import mutate
 
 TABLES, DIM = (50, 7), 4

@@ -23,10 +23,9 @@ from lightning_dct.activations.split_point import ROW_FORMATS, SplitPoint
 from lightning_dct.compress.bucket_plan import BucketPlan, Received
 from lightning_dct.compress.codec import decompress
 from lightning_dct.compress.memory import Memory
-from lightning_dct.embedding.changes import Message as Changes
-from lightning_dct.embedding.changes import message_about
 from lightning_dct.embedding.collected import check_announced
-from lightning_dct.embedding.ids import RequestCode
+from lightning_dct.embedding.messages import Message as Changes
+from lightning_dct.embedding.messages import RequestCode, message_about
 from lightning_dct.kernels.bits import as_bytes, flags_num_bytes, unpack_bits
 from lightning_dct.pipeline.borders import as_floats
 from lightning_dct.wire.payload import unpack

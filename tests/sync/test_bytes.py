@@ -9,8 +9,7 @@ import torch
 from distributed.training import Module, fit
 from lightning_dct import DCTConfig, DCTStrategy
 from lightning_dct.compress.bucket_plan import real_dtype
-from lightning_dct.cost.bytes_sent import compressed_step, dense_step
-from lightning_dct.cost.forecast import layout_of
+from lightning_dct.cost.forecast import compressed_step, dense_step, layout_of
 from lightning_dct.cost.workload import workload_of
 from lightning_dct.sync.rounds import Rounds, buckets_of, is_due
 from lightning_dct.sync.step_cosine import is_measured, sample_of

@@ -1,4 +1,4 @@
-"""Logs the traffic and its compression, and prints a table at the end of fit."""
+"""Logs the traffic and its compression, prints a table at the end of fit, and has the ratio as a metric."""
 
 import math
 import statistics
@@ -6,9 +6,12 @@ from time import perf_counter
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from lightning.pytorch.strategies import DDPStrategy
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+from torchmetrics import Metric
 
 from lightning_dct.activations.module import CompressedModule
 from lightning_dct.activations.split_point import SplitPoint
@@ -17,9 +20,44 @@ from lightning_dct.callbacks.run_advice import RunAdvice
 from lightning_dct.compress.bucket_plan import local_of, real_numel
 from lightning_dct.config import check_integer
 from lightning_dct.lightning_private import is_logged, logged_step
-from lightning_dct.metrics import CompressionRatio
-from lightning_dct.tables import format_bytes
-from lightning_dct.traffic import FP32_BYTES, Traffic, TrafficTotals, all_reduce_bytes
+from lightning_dct.traffic import FP32_BYTES, Traffic, TrafficTotals, all_reduce_bytes, format_bytes
+
+
+class CompressionRatio(Metric):
+    """Dense fp32 bytes over bytes really sent, summed over updates and ranks.
+
+    ``compute`` returns a scalar fp64 tensor; NaN when nothing was sent.
+
+    Example:
+        >>> from lightning_dct import CompressionRatio
+        >>> from lightning_dct.traffic import TrafficTotals
+        >>> ratio = CompressionRatio()
+        >>> ratio.update(TrafficTotals(bytes_sent=10, bytes_dense=1000))
+        >>> ratio.update(TrafficTotals(bytes_sent=30, bytes_dense=1000))
+        >>> ratio.compute()
+        tensor(50., dtype=torch.float64)
+    """
+
+    higher_is_better = True
+    is_differentiable = False
+    full_state_update = False
+    bytes_sent: Tensor
+    bytes_dense: Tensor
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        zero = torch.zeros((), dtype=torch.float64)
+        self.add_state("bytes_sent", zero.clone(), dist_reduce_fx="sum")
+        self.add_state("bytes_dense", zero.clone(), dist_reduce_fx="sum")
+
+    def update(self, traffic: TrafficTotals) -> None:
+        """Add what was sent since the last update: ``strategy.traffic.totals - totals_at_last_update``."""
+        self.bytes_sent += traffic.bytes_sent
+        self.bytes_dense += traffic.bytes_dense
+
+    def compute(self) -> Tensor:
+        """The ratio over everything added so far."""
+        return torch.where(self.bytes_sent > 0, self.bytes_dense / self.bytes_sent, torch.nan)
 
 
 class CompressionMonitor(pl.Callback):
@@ -87,9 +125,7 @@ class CompressionMonitor(pl.Callback):
             self._at_fit_start = self._at_last_log = totals
             self._steps_before = totals["dp"].steps
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Describe the run to W&B and CSV files if its settings are new, and log when the Trainer logs."""
         # Not before the first step: the strategy chooses settings when training starts, after this callback's turn.
         if trainer.is_global_zero and self._described != (described := (wandb_runs.config_of(trainer.strategy),)):

@@ -16,8 +16,7 @@ from lightning_dct.cost.timing import MeasuredLink, Speed, measure_link, measure
 from lightning_dct.cost.workload import one_tensor
 from lightning_dct.kernels import faster_kernel_missing
 from lightning_dct.law import BY_LENGTH, CAUTION, Given, RunLength, RunSettings, expected_loss, steps_needed
-from lightning_dct.tables import rate_text
-from lightning_dct.traffic import FP32_BYTES, Traffic, TrafficTotals
+from lightning_dct.traffic import FP32_BYTES, Traffic, TrafficTotals, rate_text
 
 DELAYS_OF_GRADIENTS = 10
 """A run with gradients should last this many delays, to make up for its start."""
@@ -52,7 +51,7 @@ class StepClock:
 
     def __init__(self) -> None:
         self._steps, self._seen = 0, 0
-        self._sums = 0.0, 0.0, 0.0
+        self._sums = [0.0, 0.0, 0.0]  # as in `StepCosts`
         # The end of the step before those that are not in the sums yet, with the totals up to it.
         self._since: tuple[Any, TrafficTotals] | None = None
         # The end of the last step, and how many there were.
@@ -89,8 +88,7 @@ class StepClock:
         after = self._traffic.settle()
         spent = after - before
         new = self._traffic.clock.seconds(start, stop), spent.seconds, spent.seconds_waiting
-        total, compressing, waiting = (old + more for old, more in zip(self._sums, new, strict=True))
-        self._sums, self._since = (total, compressing, waiting), (stop, after)
+        self._sums, self._since = [sum(pair) for pair in zip(self._sums, new, strict=True)], (stop, after)
 
 
 class SlowRank(NamedTuple):

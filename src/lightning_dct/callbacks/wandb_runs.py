@@ -1,4 +1,6 @@
-"""Axes, summaries, settings, histograms and tables for W&B, on rank 0, beside the scalars of every logger.
+"""W&B: axes, summaries, settings, histograms and tables of a run, and a workspace of panels that shows them.
+
+Rank 0 logs these keys beside the scalars of every logger:
 
 ============================  ========================================================================================
 key                           value
@@ -12,17 +14,19 @@ dct/summary                   table: the one printed at the end of fit
 ============================  ========================================================================================
 
 The run's config has the settings under ``lightning_dct``, by which runs can be grouped: the strategy's name, the number
-of ranks and the fields of :class:`~lightning_dct.DCTConfig`.
+of ranks and the fields of :class:`~lightning_dct.DCTConfig`. The workspace has every key that
+:class:`~lightning_dct.CompressionMonitor` logs, and those of quality, which the user names.
 """
 
+import json
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import WandbLogger
 
-from lightning_dct.config import DCTConfig
+from lightning_dct.config import DCTConfig, UsageError
 from lightning_dct.sync.synchronizer import TensorFigures
 
 CONFIG_KEY = "lightning_dct"
@@ -32,6 +36,12 @@ _OF_PARTS = {"compression_ratio": "last,mean", "density": "last,mean", "threshol
 SUMMARIES = {"dct/compression_ratio": "last,mean", "dct/overhead_ms": "mean,max"}
 SUMMARIES |= {f"dct/{part}/{key}": summary for part in ("dp", "mp") for key, summary in _OF_PARTS.items()}
 """How W&B summarizes the history of a metric; for other metrics it shows the last value."""
+
+QUALITY = ("train/loss", "val/loss")
+"""Keys of the model's quality, as the experiments of this repository log them."""
+GROUPS = ("strategy", "density", "value_format")
+"""Settings by which runs are grouped, outermost first."""
+RATIO, TENSORS = "dct/compression_ratio", "dct/dp/tensors"
 
 
 def wandb_loggers(trainer: pl.Trainer) -> list[WandbLogger]:
@@ -93,3 +103,147 @@ def summary_media(tables: Mapping[str, Iterable[tuple[str, str]]]) -> dict[str, 
 
     rows = [[title, name, value] for title, table in tables.items() for name, value in table]
     return {"dct/summary": wandb.Table(columns=["table", "figure", "value"], data=rows)}
+
+
+class Panel(NamedTuple):
+    """One panel.
+
+    Attributes:
+        title: Above it.
+        keys: Logged keys; for ``trade`` of the horizontal and the vertical axis, for ``bars`` a table and its column.
+        kind: ``curves`` over steps, ``log`` for a logarithmic axis, ``trade`` for a point a run, ``bars`` or ``table``.
+    """
+
+    title: str
+    keys: tuple[str, ...]
+    kind: str = "curves"
+
+
+def sections(quality: Sequence[str] = QUALITY) -> dict[str, list[Panel]]:
+    """All panels by section; each key of quality gets one, and the last key also against the ratio."""
+    return {
+        "Quality": [
+            *(Panel(key, (key,)) for key in quality),
+            *(Panel(f"{key} against compression ratio", (f"{RATIO}.mean", key), "trade") for key in quality[-1:]),
+        ],
+        "Bytes": [
+            Panel("data parallelism: bytes sent, rank 0", ("dct/dp/bytes_sent",)),
+            Panel("data parallelism: sent, and dense fp32", ("dct/dp/bytes_sent", "dct/dp/bytes_dense"), "log"),
+            Panel("", ("dct/summary",), "table"),
+        ],
+        "Compression ratio": [
+            Panel("all traffic, against dense fp32", (RATIO,), "log"),
+            Panel("data parallelism, against dense fp32", ("dct/dp/compression_ratio",), "log"),
+        ],
+        "Thresholds and densities per tensor": [
+            Panel("threshold, median of all tensors", ("dct/dp/threshold",), "log"),
+            Panel("thresholds of all tensors, log10", ("dct/dp/log10_threshold",)),
+            Panel("threshold", (TENSORS, "threshold"), "bars"),
+            Panel("density: entries sent over entries due", ("dct/dp/density",)),
+            Panel("densities of all tensors, log10", ("dct/dp/log10_density",)),
+            Panel("density", (TENSORS, "density"), "bars"),
+            Panel("", (TENSORS,), "table"),
+        ],
+        "Residual norms": [
+            Panel("norm over all tensors, rank 0", ("dct/dp/residual_norm",)),
+            Panel("norms of all tensors, log10", ("dct/dp/log10_residual_norm",)),
+            Panel("residual norm", (TENSORS, "residual_norm"), "bars"),
+        ],
+        "Time": [
+            Panel("compressing, ms a step", ("dct/overhead_ms",)),
+            Panel("seconds of training, without validations", ("dct/seconds",)),
+        ],
+        "Split points": [
+            Panel("compression ratio, against dense fp32", ("dct/mp/compression_ratio",), "log"),
+            Panel("bytes sent, and dense fp32", ("dct/mp/bytes_sent", "dct/mp/bytes_dense"), "log"),
+            Panel("density: entries sent over entries due", ("dct/mp/density",)),
+            Panel("threshold, median", ("dct/mp/threshold",), "log"),
+            Panel("all thresholds, log10", ("dct/mp/log10_threshold",)),
+            Panel("norm of the residual, rank 0", ("dct/mp/residual_norm",)),
+            Panel("forwards with more entries than a payload holds", ("dct/mp/overflows",)),
+        ],
+    }
+
+
+def make_workspace(entity: str, project: str, name: str, quality: Sequence[str] = QUALITY) -> Any:
+    """The dashboard as a workspace of ``wandb-workspaces``, not saved; the same arguments make the same one."""
+    from wandb_workspaces import workspaces
+
+    made = []
+    for row, (title, panels) in enumerate(sections(quality).items()):
+        shown = [_make(panel) for panel in panels]
+        for column, panel in enumerate(shown):
+            # A random id, the default, would change a file under version control in every line.
+            panel._id = f"lightningdct{row}{column}"
+        layout = workspaces.SectionLayoutSettings(columns=3, rows=-(-len(shown) // 3))
+        made.append(workspaces.Section(name=title, panels=shown, is_open=True, layout_settings=layout))
+    return workspaces.Workspace(
+        entity=entity,
+        project=project,
+        name=name,
+        sections=made,
+        settings=workspaces.WorkspaceSettings(x_axis=STEP),
+        runset_settings=workspaces.RunsetSettings(
+            groupby=[workspaces.Config(f"{CONFIG_KEY}.{setting}") for setting in GROUPS]
+        ),
+    )
+
+
+def to_json(workspace: Any) -> str:
+    """A workspace as W&B stores it."""
+    # Private, because the public way to a specification sends it.
+    view = workspace._to_model().model_dump(by_alias=True, exclude_none=True)
+    stored = {key: view[key] for key in ("entity", "project", "displayName", "spec")}
+    return json.dumps(stored, indent=2) + "\n"
+
+
+def push(entity: str | None, project: str, name: str, quality: Sequence[str]) -> str:
+    """Save the dashboard as a new view of a project, by default of the user's default entity; return the view's URL.
+
+    Raises:
+        UsageError: No user is logged in, W&B cannot be reached, or there is no such project.
+    """
+    import wandb
+    from wandb.errors import AuthenticationError, CommError
+    from wandb.errors import UsageError as WandbUsageError
+
+    try:
+        api = wandb.Api()
+        owner = entity or api.default_entity
+    except (AuthenticationError, WandbUsageError) as error:
+        raise UsageError(
+            f"cannot log in to W&B: {error} Run `wandb login`, or set WANDB_API_KEY, and WANDB_BASE_URL for your own"
+            " server. `--output FILE` needs no login."
+        ) from error
+    if not owner:
+        raise UsageError("you have no default entity in W&B. Name the owner of the project: `--entity NAME`.")
+    workspace = make_workspace(owner, project, name, quality)
+    try:
+        # Any attribute makes W&B look the project up.
+        _ = api.project(project, owner).id
+        url: str = workspace.save().url
+    except (CommError, ValueError) as error:
+        raise UsageError(
+            f"W&B has no project {project!r} of the entity {owner!r}, or you may not write to it ({error}). Check"
+            f" `--project` and `--entity`, or log a run there first: `WandbLogger(project={project!r})`."
+        ) from error
+    return url
+
+
+def _make(panel: Panel) -> Any:
+    from wandb_workspaces.reports.v2 import interface as panels
+
+    match panel.kind:
+        case "trade":
+            across, upwards = map(panels.SummaryMetric, panel.keys)
+            return panels.ScatterPlot(title=panel.title, x=across, y=upwards, log_x=True)
+        case "bars":
+            return panels.CustomChart(
+                query={"summaryTable": {"tableKey": panel.keys[0]}},
+                chart_name="wandb/bar/v0",
+                chart_fields={"label": "tensor", "value": panel.keys[1]},
+                chart_strings={"title": panel.title},
+            )
+        case "table":
+            return panels.WeavePanelSummaryTable(table_name=panel.keys[0])
+    return panels.LinePlot(title=panel.title, x=STEP, y=list(panel.keys), log_y=panel.kind == "log" or None)

@@ -4,7 +4,7 @@
     format      the note in Lightning's checkpoint, each rank's file, and what both may say
     reading     the same on all ranks, or an error on all of them
     merging     the states of all ranks, for another number of ranks
-    row_files   rows of sharded tables, piece by piece
 
 Strategies save and load with these in :mod:`lightning_dct.saving`; each part of the package gives its own state.
+:mod:`lightning_dct.embedding.table_files` has the rows of sharded tables.
 """

@@ -42,7 +42,7 @@ from lightning_dct.saving import STATE_KEY
 from lightning_dct.strategy import DCTStrategy
 from lightning_dct.sync.buffers import PresentBuffers
 from lightning_dct.sync.setup import buffers_of, parameter_names, statistics_of
-from lightning_dct.tables import plain_table
+from lightning_dct.traffic import plain_table
 
 # How long a rank waits at the start of a run for the others that were asked for.
 START_S = 300.0
@@ -54,11 +54,11 @@ class DCTElasticStrategy(DCTStrategy):
     :mod:`lightning_dct.elastic.elastic_updates` has the equations. Something outside starts each rank by itself, with
     its ``NODE_RANK`` and ``LOCAL_RANK``, starts it again if it dies, and gives all the address of a lighthouse in
     ``TORCHFT_LIGHTHOUSE``; ``examples/elastic/start.py`` does. ``trainer.world_size`` and samplers mean the ranks that
-    were asked for.
+    were asked for. An exchange waits for a rank that is alive and has not come for as long as the lighthouse says, and
+    goes on without it; that rank takes part in a later one.
 
     Args:
-        patience: Seconds for which an exchange waits for a rank that is alive and has not come. It then goes on without
-            that rank, which takes part in a later one.
+        accelerator: As for DDPStrategy.
         **kwargs: As for :class:`~lightning_dct.DCTStrategy`, except what needs all ranks.
 
     Raises:
@@ -72,7 +72,7 @@ class DCTElasticStrategy(DCTStrategy):
     restore_checkpoint_after_setup = True
     fits: ClassVar[int] = 0  # of this process
 
-    def __init__(self, accelerator: Any = None, *, patience: float = 10.0, **kwargs: Any) -> None:
+    def __init__(self, accelerator: Any = None, **kwargs: Any) -> None:
         import_torchft()
         for setting, only in ONLY.items():
             if setting in kwargs and kwargs[setting] not in only:
@@ -83,7 +83,6 @@ class DCTElasticStrategy(DCTStrategy):
         # In these two statements, and with no `kwargs.get` above: LightningCLI reads here which settings there are.
         kwargs |= {"exchange": "all_gather", "lifelines": False}
         super().__init__(accelerator, **kwargs)
-        self.patience = patience
         self._pretends = False
         self._given: Mapping[str, Any] | None = None
         self._marked = self._seconds = 0.0  # since the last optimizer step, without what is not training
@@ -215,22 +214,23 @@ class DCTElasticStrategy(DCTStrategy):
                     tensor.detach().copy_(same)
                 # Ranks may have more data or less than the first one.
                 length = run_length(trainer) if self.given.left_out else RunLength(math.inf)
-                said = present.spread_text(json.dumps([joining.checkpoint_folders(trainer), *length[:2]]))
+                said = present.spread_text(json.dumps(joining.situation_of(self._module, length[:2])))
                 if present.agree():
-                    folders, *self._length = json.loads(said)
-                    joining.use_checkpoint_folders(trainer, folders)
+                    self._take_situation(json.loads(said))
                     break
             elif late and restarted:
                 raise RuntimeError("This rank was started again, and the others have finished or are gone.")
             time.sleep(0.2)
         if self._given is not None:
             joining.compare_settings(self._given["settings"], self._settings())
-            joining.train_only(self._module, self._given["trained"])
-            self._length = self._given["length"]
-            joining.use_checkpoint_folders(trainer, self._given["folders"])
+            self._take_situation(self._given["situation"])
             restore_from(trainer, dict(self._given["checkpoint"]))
         said = "has joined a run" if self._given is not None else "starts"
         print(f"lightning_dct: rank {self.global_rank} {said}, {present.size()} ranks are present.", flush=True)
+
+    def _take_situation(self, situation: Mapping[str, Any]) -> None:
+        self._length = situation["length"]
+        joining.take_situation(self._module, situation)
 
     def _settings(self) -> dict[str, str]:
         return joining.settings_of(self._module, self.given.config, self.fits)
@@ -249,10 +249,9 @@ class DCTElasticStrategy(DCTStrategy):
         with weights.in_model():
             checkpoint = checkpoint_of(self._module.trainer)
         checkpoint[STATE_KEY] = state
-        said: dict[str, Any] = {"settings": self._settings(), "length": self._length}
-        said["folders"] = joining.checkpoint_folders(self._module.trainer)
-        said["trained"] = joining.trained_names(self._module)
-        return {**self._elastic.give(), **said, "checkpoint": checkpoint, "shared": shared}
+        situation = joining.situation_of(self._module, self._length)
+        given = {"settings": self._settings(), "situation": situation, "checkpoint": checkpoint, "shared": shared}
+        return {**self._elastic.give(), **given}
 
     def _take(self, given: Mapping[str, Any]) -> None:
         if not given:
@@ -266,10 +265,10 @@ class DCTElasticStrategy(DCTStrategy):
 
     def set_density(self, density: float) -> None:
         """Refuse it: ranks come to a step at different times, or not at all (ValueError)."""
-        said = (
-            f"`strategy='dct_elastic'` cannot set density={density!r} in mid-run: its ranks come to a step at different"
+        raise ValueError(
+            f"`strategy='dct_elastic'` cannot set density={density!r} in mid-run, because its ranks come to a step at"
+            " different times. Give `density` to the strategy, or use `strategy='dct'`."
         )
-        raise ValueError(f"{said} times. Give `density` to the strategy, or use `strategy='dct'`.")
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's step; a rank that is behind or slow passes over it, with the last output and no gradients."""

@@ -1,7 +1,7 @@
 """Compares a rank with the others before it starts with them or joins them, and takes their settings."""
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -38,34 +38,22 @@ def settings_of(module: Module, config: DCTConfig, fit: int) -> dict[str, str]:
 
 
 def compare_settings(theirs: Mapping[str, str], own: Mapping[str, str]) -> None:
-    """Compare the settings of a run with those of a rank that joins it.
-
-    Raises:
-        ValueError: They differ.
-    """
+    """Compare the settings of a run with those of a rank that joins it (ValueError if they differ)."""
     if theirs["fit"] != own["fit"]:
         raise ValueError(
             f"This rank is in fit {own['fit']} of its process, and the run that it would join is in fit"
-            f" {theirs['fit']}. Use a script for each fit, or let all ranks end each fit at the same step."
-            " A rank that is started again can join the first fit only."
+            f" {theirs['fit']}. A rank that is started again can join the first fit only: use a script for each fit."
         )
     if theirs != own:
         raise ValueError(
-            f"The settings of this rank differ from the settings of the run that it joins. The run has"
-            f" {theirs}, and this rank has {own}. Use the same on all ranks."
+            f"The settings of this rank differ from those of the run that it joins, {theirs}: it has {own}. Use the"
+            " same on all ranks."
         )
 
 
 def trained_names(module: Module) -> list[str]:
     """The parameters that are trained now."""
     return [name for name, parameter in module.named_parameters() if parameter.requires_grad]
-
-
-def train_only(module: Module, names: list[str]) -> None:
-    """Freeze and unfreeze parameters as a peer has."""
-    trained = set(names)
-    for name, parameter in module.named_parameters():
-        parameter.requires_grad_(name in trained)
 
 
 def compare_starts(
@@ -95,14 +83,21 @@ def compare_starts(
     return True
 
 
-def checkpoint_folders(trainer: pl.Trainer) -> list[str | None]:
-    """Where each checkpoint callback writes; a rank by itself may find another version of a logger's folder."""
-    found = [getattr(one, "dirpath", None) for one in trainer.checkpoint_callbacks]
-    return [None if path is None else str(path) for path in found]
+def situation_of(module: pl.LightningModule, length: Sequence[Any]) -> dict[str, Any]:
+    """The state of a run that a rank takes from this one when it starts with it or joins it, as plain data.
+
+    It has the expected length, the names of trained parameters, and the folders of checkpoint callbacks, because that
+    rank may find another version of a logger's folder.
+    """
+    found = [getattr(one, "dirpath", None) for one in module.trainer.checkpoint_callbacks]
+    folders = [None if path is None else str(path) for path in found]
+    return {"length": list(length), "folders": folders, "trained": trained_names(module)}
 
 
-def use_checkpoint_folders(trainer: pl.Trainer, folders: list[str | None]) -> None:
-    """Have the checkpoint callbacks write where those of another rank do."""
-    for one, path in zip(trainer.checkpoint_callbacks, folders, strict=True):
+def take_situation(module: pl.LightningModule, situation: Mapping[str, Any]) -> None:
+    """Write checkpoints where another rank does, and train the same parameters."""
+    for one, path in zip(module.trainer.checkpoint_callbacks, situation["folders"], strict=True):
         if path is not None:
             one.dirpath = path  # type: ignore[attr-defined]
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(name in situation["trained"])

@@ -1,4 +1,4 @@
-"""The look-ups of a batch: checks and flattens ids and offsets, pools rows into bags, and spreads gradients back."""
+"""The look-ups of a batch: checks and flattens ids and offsets, finds the distinct rows, pools rows into bags."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_dct.embedding.owners import ID_SPACE, Int64Array
+from lightning_dct.embedding.owners import ID_SPACE, Int64Array, RowOwners
 from lightning_dct.kernels import add_in_order
 
 
@@ -96,3 +96,30 @@ def read_bags(ids: Tensor, offsets: Tensor | None, table_rows: Sequence[int], po
             f" ({int(bad.sum())} of {flat.size} ids are out of range). {remedy}"
         )
     return Bags(tables, flat, bags, divisors, num_samples, num_tables)
+
+
+class DistinctRows:
+    """The distinct rows of some bags, by owner.
+
+    Attributes:
+        bags: The look-ups.
+        wanted: For each owner, the places there: ascending, distinct.
+        lookups: For each owner, the number of look-ups of these rows.
+        inverse: Shape ``[lookups]``, int64: the distinct row of each look-up, counted through all owners.
+    """
+
+    def __init__(self, bags: Bags, placement: RowOwners, device: torch.device) -> None:
+        owners, places = placement.locate(bags.tables, bags.rows)
+        inverse = np.empty(places.size, dtype=np.int64)
+        self.bags = bags
+        self.wanted: list[Int64Array] = []
+        start = 0
+        # Owner by owner, because keys of growing tables leave no bits for the owner.
+        for rank in range(placement.world_size):
+            here = np.flatnonzero(owners == rank)
+            wanted, which = np.unique(places[here], return_inverse=True)
+            inverse[here] = start + which.reshape(-1)
+            start += wanted.size
+            self.wanted.append(wanted)
+        self.lookups = np.bincount(owners, minlength=placement.world_size)
+        self.inverse = torch.from_numpy(inverse).to(device)

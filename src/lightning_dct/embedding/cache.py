@@ -9,15 +9,16 @@ has not sent yet.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_dct.embedding.ids import HALVE_EVERY, REGROUP_EVERY, RequestCode
-from lightning_dct.embedding.owners import GOLDEN, Int64Array
+from lightning_dct.checksums import CheckpointError
+from lightning_dct.embedding.messages import HALVE_EVERY, REGROUP_EVERY, RequestCode
+from lightning_dct.embedding.owners import GOLDEN, Int64Array, RowOwners
 from lightning_dct.kernels import rows_kernel
 
 
@@ -33,6 +34,8 @@ class Admission(NamedTuple):
 _SMALLEST_BITS = 6
 # The arrays of a cache's state, by slot.
 CACHE_ARRAYS = ("row_at", "last_used", "counts")
+# Groups of rows are exponents of counts, which are int64.
+MOST_GROUPS = 63
 # Parts with an entry for each slot of the cache.
 ROW_STATE = ("copies", "residual", "outdated")
 
@@ -136,8 +139,7 @@ class RowCache:
 
     def state_dict(self) -> dict[str, Any]:
         """The state as integers and tensors."""
-        arrays = {name: torch.from_numpy(getattr(self, name).copy()) for name in CACHE_ARRAYS}
-        return {"requests": self.requests, **arrays}
+        return {"requests": self.requests, **{name: torch.tensor(getattr(self, name)) for name in CACHE_ARRAYS}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a saved state."""
@@ -227,9 +229,9 @@ class RememberedRows:
         if missing > 0:
             # Doubling, up to the capacity of the cache, makes reallocations rare.
             more = max(missing, min(len(self.copies), self.cache.capacity - len(self.copies)))
-            self.copies = torch.cat([self.copies, self.copies.new_zeros(more, self.copies.shape[1])])
-            self.residual = torch.cat([self.residual, self.residual.new_zeros(more, self.residual.shape[1])])
-            self.outdated = torch.cat([self.outdated, self.outdated.new_zeros(more)])
+            for name in ROW_STATE:
+                before = getattr(self, name)
+                setattr(self, name, torch.cat([before, before.new_zeros(more, *before.shape[1:])]))
         fresh = admission.slots[admission.new]
         if fresh.size:
             at = torch.from_numpy(fresh).to(self.copies.device)
@@ -284,3 +286,79 @@ def add_entries(rows: Tensor, slots: Tensor, positions: Tensor, values: Tensor) 
     dim = rows.shape[1]
     flat, entries = rows.view(-1), slots.index_select(0, positions // dim) * dim + positions % dim
     flat.index_copy_(0, entries, flat.index_select(0, entries).add_(values.to(rows.dtype)))
+
+
+def check_memory(
+    state: Mapping[str, Any], table_rows: Sequence[int], dim: int, kind: type[RowOwners] = RowOwners
+) -> None:
+    """Check sizes, ranges and dtypes in the state of one rank: ``TableState.compression_state``.
+
+    Raises:
+        CheckpointError: The tables have other sizes than ``table_rows`` and ``dim``, or the state is corrupt.
+    """
+    try:
+        saved = kind(**state["placement"])
+        if list(saved.table_rows) != list(table_rows):
+            raise ValueError(f"it has tables of {list(saved.table_rows)} rows, and the model of {list(table_rows)}")
+        _check_parts(state, saved, dim)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
+        raise CheckpointError(
+            "The checkpoint's memory of sharded tables does not fit or is corrupt"
+            f" ({type(error).__name__}: {error}). Resume with the model that was saved, or from another checkpoint."
+        ) from error
+
+
+def _check_parts(state: Mapping[str, Any], saved: RowOwners, dim: int) -> None:
+    tables = len(saved.table_rows)
+    if not (
+        saved.world_size >= 1
+        and len(saved.block_rows) == len(saved.first_rank) == tables
+        and min(saved.block_rows) >= 1
+        and all(0 <= first < saved.world_size for first in saved.first_rank)
+    ):
+        raise ValueError("the placement of its rows")
+    for part in ("held", "mirrors"):
+        for peer, rows in state[part].items():
+            if not 0 <= peer < saved.world_size:
+                raise ValueError(f"rank {peer} of {saved.world_size} in {part!r}")
+            # Held rows are the peer's. Mirrored rows are this rank's, and the state does not say which rank it is.
+            universe = saved.owned_rows[peer] if part == "held" else max(saved.owned_rows)
+            for name, is_sound in _soundness(rows, universe, dim, tables, part == "held").items():
+                if not is_sound:
+                    raise ValueError(f"{name} of rank {peer} in {part!r}")
+    for places, gradient in state["collected"]:
+        if not _is_places(places, max(saved.owned_rows)) or gradient.shape != (places.numel(), dim):
+            raise ValueError("the collected gradients")
+
+
+def _soundness(rows: Mapping[str, Any], universe: int, dim: int, tables: int, with_residual: bool) -> dict[str, bool]:
+    """Whether each part of the state of :class:`RememberedRows` is sound."""
+    cache, code, thresholds, row_at = rows["cache"], rows["code"], rows["thresholds"], rows["cache"]["row_at"]
+    cached = row_at[row_at >= 0]
+    widths = {"copies": dim, "residual": dim if with_residual else 0}
+    return {
+        "the cache": all(cache[name].dtype == torch.int64 for name in CACHE_ARRAYS)
+        and _is_places(cached, universe)
+        and cached.unique().numel() == cached.numel()
+        and row_at.shape == cache["last_used"].shape == cache["counts"].shape
+        and int(cache["requests"]) >= 0,
+        "the groups of rows": _is_places(code["rows"], universe)
+        and bool((code["rows"].diff() > 0).all())
+        and _is_places(code["groups"], MOST_GROUPS)
+        and code["groups"].shape == code["rows"].shape,
+        "the thresholds": thresholds.shape == (tables,)
+        and thresholds.dtype.is_floating_point
+        and bool(((thresholds >= 0) & thresholds.isfinite()).all()),
+        "the copies or residuals": all(
+            rows[name].shape == (row_at.numel(), width) and rows[name].is_floating_point()
+            for name, width in widths.items()
+        )
+        and bool(rows["residual"].isfinite().all()),
+        "the outdated rows": rows["outdated"].shape == row_at.shape and rows["outdated"].dtype == torch.bool,
+    }
+
+
+def _is_places(places: Tensor, universe: int) -> bool:
+    """Whether these are whole numbers from 0 to below ``universe``."""
+    is_list = places.dtype == torch.int64 and places.ndim == 1
+    return is_list and (not places.numel() or (int(places.min()) >= 0 and int(places.max()) < universe))

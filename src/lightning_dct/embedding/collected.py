@@ -1,9 +1,12 @@
-"""The collectives between the ranks that use rows and the ranks that own them. They count every byte."""
+"""Collectives between the ranks that use rows and the ranks that own them, and the gradients that arrive.
+
+Collectives count every byte. Gradients are taken from autograd, collected from all ranks and put into ``weight.grad``.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple, cast
 
@@ -14,11 +17,14 @@ from torch import Tensor
 
 from lightning_dct.agreement import gather_objects
 from lightning_dct.embedding.owners import Int64Array
+from lightning_dct.kernels import add_rows
 from lightning_dct.traffic import Traffic
 from lightning_dct.wire.positions import PayloadError
 
 # A rank whose batch is wrong announces this instead of each number.
 FAULT = -(2**31)
+# Messages that may be under way at a time.
+MOST_EXPECTED = 16
 
 
 class Incoming(NamedTuple):
@@ -133,3 +139,68 @@ def check_announced(announced: Int64Array, least: int) -> None:
 def _destroy(group: dist.ProcessGroup) -> None:
     with suppress(ValueError):  # destroyed already, with the default group
         dist.destroy_process_group(group)
+
+
+class CollectedGradients:
+    """The gradients of this rank's rows that have arrived since the last backward ended."""
+
+    def __init__(self, parts: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
+        self._parts = list(parts)
+        self.ended_by = -1  # the backward that will end with them, of autograd's numbers
+        self._expected: list[Callable[[], Iterable[tuple[Tensor, Tensor]]]] = []
+
+    @property
+    def parts(self) -> list[tuple[Tensor, Tensor]]:
+        """Places among this rank's rows (int64 ``[k]``) and gradients (``[k, dim]``), in the order of :meth:`add`."""
+        self.wait()
+        return self._parts
+
+    def add(self, places: Tensor, gradient: Tensor) -> None:
+        """Add the gradient of a rank's mean loss at ``places``; a row may occur more than once."""
+        self._parts.append((places, gradient))
+
+    def expect(self, arrive: Callable[[], Iterable[tuple[Tensor, Tensor]]]) -> None:
+        """Add what ``arrive`` waits for and returns, places and gradients, before any part is read."""
+        if len(self._expected) == MOST_EXPECTED:  # of look-ups without a backward
+            self.wait()
+        self._expected.append(arrive)
+
+    def wait(self) -> None:
+        """Wait for all expected parts."""
+        for arrive in self._expected:
+            self._parts += arrive()
+        self._expected = []
+
+    def deliver(
+        self, weight: Tensor, world_size: int, resolve: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    ) -> None:
+        """Add the mean over ``world_size`` ranks to ``weight.grad`` as a sparse tensor, and forget the parts.
+
+        ``resolve`` maps distinct places and their gradients to ascending rows of ``weight`` and their gradients.
+        """
+        parts, self._parts = self.parts, []
+        distinct, inverse = torch.unique(torch.cat([places for places, _ in parts]), return_inverse=True)
+        summed = parts[0][1].new_zeros(distinct.numel(), parts[0][1].shape[1])
+        for part, (_, gradient) in zip(inverse.split([len(p) for p, _ in parts]), parts, strict=True):
+            add_rows(summed, part, gradient)
+        rows, mean = resolve(distinct, summed.div_(world_size).to(weight.dtype))
+        gradient = torch.sparse_coo_tensor(
+            rows.unsqueeze(0), mean, weight.shape, is_coalesced=True, check_invariants=False
+        )
+        weight.grad = gradient if weight.grad is None else (weight.grad + gradient).coalesce()
+
+
+class DeliverRows(torch.autograd.Function):
+    """Makes backward call ``send_gradient`` with the gradient of ``pooled``. It sets the gradient of ``weight``."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, pooled: Tensor, send_gradient: Callable[[Tensor], None]) -> Tensor:
+        """The pooled rows, as they are."""
+        ctx.send_gradient = send_gradient
+        return pooled.view_as(pooled)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        """No gradient: ``send_gradient`` has it."""
+        ctx.send_gradient(gradient)
+        return None, None, None

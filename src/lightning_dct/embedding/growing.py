@@ -22,8 +22,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lightning_dct.config import check_integer
 from lightning_dct.embedding.cache import CACHE_ARRAYS, RowCache
 from lightning_dct.embedding.owners import ID_SPACE, Int64Array, RowOwners, initial_rows, place_by_hash
+from lightning_dct.embedding.pruning import is_row_state
 from lightning_dct.embedding.sharded import Pooling, ShardedEmbeddingBags
-from lightning_dct.embedding.state import is_row_state
 
 # The names of a directory's caches.
 PARTS = ("rows", "counted")
@@ -72,16 +72,14 @@ class RowDirectory:
         for part in PARTS:
             cache: RowCache = getattr(self, part)
             saved = [state[part] for state in states]
-            rows, last_used, counts = (
-                np.concatenate([state[name].numpy() for state in saved]) for name in CACHE_ARRAYS
-            )
+            arrays = {name: np.concatenate([state[name].numpy() for state in saved]) for name in CACHE_ARRAYS}
+            rows = arrays["row_at"]
             own = np.flatnonzero((rows >= 0) & is_own(rows))
-            newest = own[np.lexsort((rows[own], -last_used[own]))[: cache.capacity]]
-            arrays = zip(CACHE_ARRAYS, (rows, last_used, counts), strict=True)
-            merged: dict[str, Any] = {name: torch.from_numpy(array[newest]) for name, array in arrays}
+            newest = own[np.lexsort((rows[own], -arrays["last_used"][own]))[: cache.capacity]]
             # All owners count the same look-ups.
-            merged["requests"] = max(int(state["requests"]) for state in saved)
-            cache.load_state_dict(merged)
+            requests = max(int(state["requests"]) for state in saved)
+            merged = {name: torch.from_numpy(array[newest]) for name, array in arrays.items()}
+            cache.load_state_dict({**merged, "requests": requests})
 
 
 class GrowingEmbeddingBags(ShardedEmbeddingBags):

@@ -1,4 +1,6 @@
-"""One training look-up: the rank requests each distinct row once, and only changes are sent, both ways.
+"""Look-ups of rows on their owners: in training only changes are sent, both ways; elsewhere exact rows.
+
+A training look-up requests each distinct row once::
 
     rank that uses a row (R: its copy, G: its residual)            rank that owns it (E: the row, R: the same copy)
 
@@ -11,6 +13,10 @@
       G of evicted rows     -------  behind the answers  -------   joins that sum
 
 What is below the threshold is sent later. The paper instead sends pooled embeddings and sets the small ones to zero.
+
+Outside training ranks may have different numbers of batches, and a collective needs every rank. So in each round every
+rank announces how many rows it requests, or that it has no more batches. It then answers the others until no rank has
+batches. The modules of one model share their rounds: ranks may request rows of different modules in the same round.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,54 +27,34 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_dct.embedding import changes
-from lightning_dct.embedding.bags import Bags
-from lightning_dct.embedding.cache import RememberedRows, add_entries
-from lightning_dct.embedding.collected import Incoming
+from lightning_dct.embedding import messages
+from lightning_dct.embedding.bags import Bags, DistinctRows
+from lightning_dct.embedding.cache import Admission, RememberedRows, add_entries
+from lightning_dct.embedding.collected import DeliverRows, Incoming
 from lightning_dct.embedding.owners import Int64Array
-from lightning_dct.embedding.row_gradients import DeliverRows, when_backward_ends
 from lightning_dct.embedding.state import TableState
 from lightning_dct.kernels import add_rows
 from lightning_dct.traffic import FP32_BYTES, ID_BYTES
 from lightning_dct.wire.payload import unpack
-from lightning_dct.wire.positions import PayloadError, reading
+from lightning_dct.wire.positions import PayloadError, PositionCode, reading
 
 
-class DistinctRows:
-    """The distinct rows of some bags, by owner.
+class _Requested(NamedTuple):
+    """The rows of a request, on either of its ends."""
 
-    Attributes:
-        bags: The look-ups.
-        wanted: For each owner, the places there: ascending, distinct.
-        lookups: For each owner, the number of look-ups of these rows.
-        inverse: Shape ``[lookups]``, int64: the distinct row of each look-up, counted through all owners.
-    """
+    rows: RememberedRows  # the copies: of the rank that has asked, or of its owner
+    places: Int64Array  # shape `[k]`: on the owner
+    admission: Admission
+    slots: Tensor  # shape `[k]`: of the copies
+    message: messages.Message  # the form of the messages about these rows, in both directions
 
-    def __init__(self, bags: Bags, module: TableState) -> None:
-        placement = module.placement
-        owners, places = placement.locate(bags.tables, bags.rows)
-        inverse = np.empty(places.size, dtype=np.int64)
-        self.bags = bags
-        self.wanted: list[Int64Array] = []
-        start = 0
-        # Owner by owner, because keys of growing tables leave no bits for the owner.
-        for rank in range(placement.world_size):
-            here = np.flatnonzero(owners == rank)
-            wanted, which = np.unique(places[here], return_inverse=True)
-            inverse[here] = start + which.reshape(-1)
-            start += wanted.size
-            self.wanted.append(wanted)
-        self.lookups = np.bincount(owners, minlength=placement.world_size)
-        self.inverse = torch.from_numpy(inverse).to(module.weight.device)
-
-
-class Request(NamedTuple):
-    """A request that this rank has received."""
-
-    places: Int64Array  # shape `[k]`: the requested rows
-    slots: Tensor  # shape `[k]`: the slots of their copies in the mirror
-    evicted: Int64Array  # shape `[e]`: the rows that the requesting rank has evicted, whose residuals follow
-    message: changes.Message  # the form of the messages about these rows, in both directions
+    def check_not_evicted(self, cache_rows: int) -> None:
+        """Refuse to use copies whose slots other rows have by now (RuntimeError)."""
+        if (self.rows.cache.row_at[self.admission.slots] != self.places).any():
+            raise RuntimeError(
+                "Rows were evicted between a request and its backward. If there are several requests before a backward,"
+                f" `cache_rows` ({cache_rows}) must hold the rows of all requests. Raise it."
+            )
 
 
 # A rank announces to each other: what it has come to; of a request the bytes of ids, look-ups and evicted rows,
@@ -76,6 +62,9 @@ class Request(NamedTuple):
 ANNOUNCED = 4
 REQUEST, END = 0, 1
 MOST_LOOKUPS = 31
+# What a round of exact rows announces: the module's index, and the number of rows or that there are no more batches.
+ANNOUNCED_EXACT = 2
+FINISHED = -1
 
 
 class ChangesLookup:
@@ -91,26 +80,25 @@ class ChangesLookup:
         self._module = module
         self._rank, self._peers = module.exchange_group.rank, module.peers
         with module.traffic.timed():
-            self._rows = DistinctRows(bags, module)
+            self._rows = DistinctRows(bags, module.placement, module.weight.device)
             payloads, evicted, numbers = self._make_requests()
         announced = _announce(module, numbers)
         sizes = dict(enumerate(announced[:, 1].tolist()))
         requests = module.exchange_group.start(payloads, sizes, module.traffic).wait()
         with module.traffic.timed():
-            self._requests = {
+            # By rank, the requests that this one has received.
+            self._received = {
                 peer: self._read_request(peer, requests[peer], *announced[peer, 2:].tolist()) for peer in self._peers
             }
             # The dense exchange has fp32 rows both ways, and the int64 id of every look-up.
             own, others = (int(each[self._peers, 2].sum()) for each in (numbers, announced))
             row_bytes = FP32_BYTES * module.embedding_dim
             module.traffic.add(steps=1, bytes_dense=own * (ID_BYTES + row_bytes) + others * row_bytes)
-            module.note_requests([self._rows.wanted[self._rank], *(r.places for r in self._requests.values())])
-            # Message forms of the requests this rank has sent; `_requests` has those of the requests it received.
-            self._messages = {peer: self._message(peer, self._rows.wanted[peer]) for peer in self._peers}
+            module.note_requests([self._rows.wanted[self._rank], *(one.places for one in self._received.values())])
             answers = {}
             counts = np.zeros((len(numbers), 1), dtype=np.int64)
-            for peer in self._peers:
-                answers[peer], counts[peer] = self._answer(peer)
+            for peer, request in self._received.items():
+                answers[peer], counts[peer] = self._answer(request)
         # Only the owner knows how many of the rows that are new in a cache are not at their initial values.
         self._num_whole = module.exchange_group.announce(counts, module.traffic)[:, 0].tolist()
         sizes = {peer: sum(self._answer_sizes(peer)) for peer in self._peers}
@@ -128,12 +116,13 @@ class ChangesLookup:
         module = self._module
         answers, self._incoming, module.latest_lookup = self._incoming.wait(), None, None
         with module.traffic.timed():
-            for peer in self._peers:
-                held, slots = self._held(peer)
+            for peer, request in self._sent.items():
+                request.check_not_evicted(module.cache_rows)
                 whole, others = answers[peer].split(self._answer_sizes(peer))
                 with reading(f"Embedding rows from rank {peer} of the process group"):
-                    self._add_whole(held, slots, whole, self._num_whole[peer])
-                add_entries(held.copies, slots, *self._read(peer, others, self._messages[peer]))
+                    self._add_whole(request, whole, self._num_whole[peer])
+                    sent = unpack(request.message.layout, others)
+                add_entries(request.rows.copies, request.slots, sent.positions, sent.values)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def pooled(self) -> Tensor:
@@ -147,8 +136,8 @@ class ChangesLookup:
                 if rank == self._rank:
                     part.copy_(module.own_rows(rows.wanted[rank]))
                     continue
-                held, slots = self._held(rank)
-                torch.index_select(held.copies, 0, slots, out=part)
+                self._sent[rank].check_not_evicted(module.cache_rows)
+                torch.index_select(self._sent[rank].rows.copies, 0, self._sent[rank].slots, out=part)
             pooled = rows.bags.pool(found.to(module.weight.dtype).index_select(0, rows.inverse))
         return DeliverRows.apply(module.weight, pooled, self.reach)
 
@@ -164,8 +153,7 @@ class ChangesLookup:
             if self.gradient is None:
                 self.gradient = each.new_zeros(sum(wanted.size for wanted in rows.wanted), module.embedding_dim)
             add_rows(self.gradient, rows.inverse, each)
-        modules = module.evaluated_with or (module,)
-        when_backward_ends(modules[0].collected, partial(end_backward, modules))
+        when_backward_ends(module.evaluated_with or (module,))
 
     def send_gradient(self) -> Callable[[], None]:
         """Start to send each owner the gradient of its rows; the result receives that of this rank's."""
@@ -176,8 +164,8 @@ class ChangesLookup:
             gradient = module.weight.new_zeros(sum(sizes), dim, dtype=module.remembered_dtype)
         with module.traffic.timed():
             parts = gradient.split(sizes)
-            payloads = {peer: self._gradient_payload(peer, parts[peer]) for peer in self._peers}
-        expected = {peer: request.message.layout.num_bytes for peer, request in self._requests.items()}
+            payloads = {peer: self._gradient_payload(request, parts[peer]) for peer, request in self._sent.items()}
+        expected = {peer: request.message.layout.num_bytes for peer, request in self._received.items()}
         incoming = module.exchange_group.start(payloads, expected, module.traffic)
 
         def receive() -> None:
@@ -186,44 +174,51 @@ class ChangesLookup:
             with module.traffic.timed():
                 own = torch.from_numpy(rows.wanted[self._rank]).to(gradient.device)
                 module.collected.add(own, parts[self._rank])
-                for peer, request in self._requests.items():
-                    positions, values = self._read(peer, received[peer], request.message)
-                    touched, within = torch.unique_consecutive(positions // dim, return_inverse=True)
+                for peer, request in self._received.items():
+                    with reading(f"Embedding rows from rank {peer} of the process group"):
+                        sent = unpack(request.message.layout, received[peer])
+                    touched, within = torch.unique_consecutive(sent.positions // dim, return_inverse=True)
                     dense = gradient.new_zeros(touched.numel(), dim)
-                    dense.view(-1).index_copy_(0, within * dim + positions % dim, values.to(dense.dtype))
+                    dense.view(-1).index_copy_(0, within * dim + sent.positions % dim, sent.values.to(dense.dtype))
                     module.collected.add(torch.from_numpy(request.places).to(gradient.device)[touched], dense)
 
         return receive
 
     def _make_requests(self) -> tuple[dict[int, Tensor], dict[int, Tensor], Int64Array]:
         """The bytes of ids and the residuals of evicted rows, by owner, and the numbers to announce."""
-        module, device = self._module, self._module.weight.device
+        module = self._module
         numbers = np.zeros((module.placement.world_size, ANNOUNCED), dtype=np.int64)  # REQUEST in the first place
         payloads, evicted = {}, {}
-        self._slots: dict[int, Tensor] = {}
-        self._admitted: dict[int, Int64Array] = {}  # the same for the host
+        self._sent: dict[int, _Requested] = {}  # by owner, the requests of this rank
         for peer in self._peers:
             wanted = self._rows.wanted[peer]
-            payloads[peer] = module.held[peer].code.encode(wanted).to(device)
-            admission, residuals = module.held[peer].admit(wanted)
-            self._slots[peer], self._admitted[peer] = torch.from_numpy(admission.slots).to(device), admission.slots
-            evicted[peer] = changes.encode_whole(residuals, module.value_format)
+            payloads[peer] = module.held[peer].code.encode(wanted).to(module.weight.device)
+            self._sent[peer], residuals = self._admit(module.held[peer], peer, wanted)
+            evicted[peer] = messages.encode_whole(residuals, module.value_format)
             numbers[peer, 1:] = payloads[peer].numel(), self._rows.lookups[peer], len(residuals)
         return payloads, evicted, numbers
 
-    def _read_request(self, peer: int, data: Tensor, lookups: int, evicted: int) -> Request:
-        module = self._module
+    def _read_request(self, peer: int, data: Tensor, lookups: int, evicted: int) -> _Requested:
+        mirror = self._module.mirrors[peer]
         with reading(f"Rank {peer} of the process group"):
-            places = module.mirrors[peer].code.decode(data, lookups)
+            places = mirror.code.decode(data, lookups)
+        request, _ = self._admit(mirror, self._rank, places)
         # Both ends compute the same evictions.
-        admission, _ = module.mirrors[peer].admit(places)
-        if evicted != admission.evicted.size:
+        if evicted != (expected := request.admission.evicted.size):
             raise PayloadError(
-                f"Rank {peer} has evicted {evicted} rows where {admission.evicted.size} were expected: the two"
-                " ends' caches differ. Use the same `cache_rows` and the same checkpoint on every rank."
+                f"Rank {peer} has evicted {evicted} rows where {expected} were expected: the two ends' caches differ."
+                " Use the same `cache_rows` and the same checkpoint on every rank."
             )
+        return request
+
+    def _admit(self, rows: RememberedRows, owner: int, places: Int64Array) -> tuple[_Requested, Tensor]:
+        """Admit an owner's rows to copies; also the residuals of the evicted rows."""
+        module = self._module
+        admission, residuals = rows.admit(places)
         slots = torch.from_numpy(admission.slots).to(module.weight.device)
-        return Request(places, slots, admission.evicted, self._message(self._rank, places))
+        tables = module.placement.tables_of(owner, places)
+        message = messages.message_about(tables, module.embedding_dim, module.density, module.value_format)
+        return _Requested(rows, places, admission, slots, message), residuals
 
     def _send_evicted(self, payloads: Mapping[int, Tensor]) -> None:
         """Start to send the residuals of evicted rows, which are not needed before backward ends.
@@ -231,8 +226,8 @@ class ChangesLookup:
         They are sent after the answers, which pooling waits for, because they can be many times as long.
         """
         module, dim, value_format = self._module, self._module.embedding_dim, self._module.value_format
-        evicted = {peer: request.evicted for peer, request in self._requests.items()}
-        sizes = {peer: changes.whole_num_bytes(places.size, dim, value_format) for peer, places in evicted.items()}
+        evicted = {peer: request.admission.evicted for peer, request in self._received.items()}
+        sizes = {peer: messages.whole_num_bytes(places.size, dim, value_format) for peer, places in evicted.items()}
         incoming = module.exchange_group.start(payloads, sizes, module.traffic)
 
         def arrive() -> Iterator[tuple[Tensor, Tensor]]:
@@ -240,76 +235,60 @@ class ChangesLookup:
             for peer, places in evicted.items():
                 if places.size:
                     with module.traffic.timed():
-                        rows = changes.decode_whole(received[peer], places.size, dim, value_format)
+                        rows = messages.decode_whole(received[peer], places.size, dim, value_format)
                     if rows.any():  # not of look-ups without a backward
                         yield torch.from_numpy(places).to(rows.device), rows.to(module.remembered_dtype)
 
         module.collected.expect(arrive)
 
-    def _answer(self, peer: int) -> tuple[Tensor, int]:
+    def _answer(self, request: _Requested) -> tuple[Tensor, int]:
         """The bytes for a rank, of whole rows and then of changes, and the number of whole rows."""
-        module = self._module
-        request, mirror = self._requests[peer], module.mirrors[peer]
+        module, mirror, slots = self._module, request.rows, request.slots
         now = module.own_rows(request.places).to(module.remembered_dtype)
-        missed = now - mirror.copies.index_select(0, request.slots)
-        outdated = (missed != 0).any(dim=1) & mirror.take_outdated(request.slots)
-        whole, count = changes.encode_some(missed, outdated, module.value_format)
-        self._add_whole(mirror, request.slots, whole, count)
-        known = mirror.copies.index_select(0, request.slots)
-        sent = changes.compress_changes(now, known, request.message, mirror.thresholds, scale=-1)
-        add_entries(mirror.copies, request.slots, sent.positions, sent.received)
+        missed = now - mirror.copies.index_select(0, slots)
+        outdated = (missed != 0).any(dim=1) & mirror.take_outdated(slots)
+        whole, count = messages.encode_some(missed, outdated, module.value_format)
+        self._add_whole(request, whole, count)
+        known = mirror.copies.index_select(0, slots)
+        sent = messages.compress_changes(now, known, request.message, mirror.thresholds, scale=-1)
+        add_entries(mirror.copies, slots, sent.positions, sent.received)
         num_sent = count * module.embedding_dim + sent.positions.numel()
         module.traffic.add(entries_sent=num_sent, entries=now.numel())
         return torch.cat([whole, sent.payload]), count
 
-    def _add_whole(self, rows: RememberedRows, slots: Tensor, payload: Tensor, count: int) -> None:
+    def _add_whole(self, request: _Requested, payload: Tensor, count: int) -> None:
         """Add the whole rows of an answer to the copies of the requested rows."""
-        some, values = changes.decode_some(
-            payload, count, len(slots), self._module.embedding_dim, self._module.value_format
-        )
-        rows.copies.index_add_(0, slots[some], values.to(rows.copies))
+        dim, value_format = self._module.embedding_dim, self._module.value_format
+        some, values = messages.decode_some(payload, count, len(request.slots), dim, value_format)
+        request.rows.copies.index_add_(0, request.slots[some], values.to(request.rows.copies))
 
     def _answer_sizes(self, owner: int) -> list[int]:
         """The bytes of the two parts of an owner's answer."""
-        module, message = self._module, self._messages[owner]
-        num_rows, count = len(self._slots[owner]), self._num_whole[owner]
-        whole = changes.some_num_bytes(count, num_rows, module.embedding_dim, module.value_format)
-        return [whole, message.layout.num_bytes]
+        dim, request, count = self._module.embedding_dim, self._sent[owner], self._num_whole[owner]
+        whole = messages.some_num_bytes(count, len(request.slots), dim, self._module.value_format)
+        return [whole, request.message.layout.num_bytes]
 
-    def _gradient_payload(self, owner: int, gradient: Tensor) -> Tensor:
-        module = self._module
-        held, slots = self._held(owner)
-        rows = held.residual.index_select(0, slots)
-        sent = changes.compress_changes(rows, gradient, self._messages[owner], held.thresholds)
+    def _gradient_payload(self, request: _Requested, gradient: Tensor) -> Tensor:
+        request.check_not_evicted(self._module.cache_rows)
+        rows = request.rows.residual.index_select(0, request.slots)
+        sent = messages.compress_changes(rows, gradient, request.message, request.rows.thresholds)
         flat = rows.view(-1)
         left = torch.where(sent.left.isfinite(), sent.left, flat.index_select(0, sent.positions))
-        held.residual.index_copy_(0, slots, flat.index_copy_(0, sent.positions, left).view_as(rows))
-        module.traffic.add(entries_sent=sent.positions.numel(), entries=gradient.numel())
+        request.rows.residual.index_copy_(0, request.slots, flat.index_copy_(0, sent.positions, left).view_as(rows))
+        self._module.traffic.add(entries_sent=sent.positions.numel(), entries=gradient.numel())
         return sent.payload
 
-    def _held(self, owner: int) -> tuple[RememberedRows, Tensor]:
-        """This rank's copies of an owner's rows, and the slots of this look-up's rows."""
-        held, slots = self._module.held[owner], self._slots[owner]
-        if (held.cache.row_at[self._admitted[owner]] != self._rows.wanted[owner]).any():
-            raise RuntimeError(
-                "Rows were evicted between a request and its backward. If there are several requests before a backward,"
-                f" `cache_rows` ({self._module.cache_rows}) must hold the rows of all requests. Raise it."
-            )
-        return held, slots
 
-    def _message(self, owner: int, places: Int64Array) -> changes.Message:
-        module = self._module
-        tables = module.placement.tables_of(owner, places)
-        return changes.message_about(tables, module.embedding_dim, module.density, module.value_format)
-
-    def _read(self, peer: int, payload: Tensor, message: changes.Message) -> tuple[Tensor, Tensor]:
-        with reading(f"Embedding rows from rank {peer} of the process group"):
-            unpacked = unpack(message.layout, payload)
-        return unpacked.positions, unpacked.values
+def when_backward_ends(modules: Sequence[TableState]) -> None:
+    """Exchange the gradients of all of a model's tables once, after the rest of this backward; every rank calls it."""
+    this_backward = torch._C._current_graph_task_id()
+    if modules[0].collected.ended_by != this_backward:
+        modules[0].collected.ended_by = this_backward
+        torch.autograd.Variable._execution_engine.queue_callback(partial(_end_backward, modules))
 
 
-def end_backward(modules: Sequence[TableState]) -> None:
-    """Exchange the gradients of all look-ups that some rank's backward has reached; every rank calls it."""
+def _end_backward(modules: Sequence[TableState]) -> None:
+    """Exchange the gradients of all look-ups that some rank's backward has reached."""
     for module in modules:
         if not module.weight.requires_grad:
             continue
@@ -336,3 +315,64 @@ def _announce(module: TableState, numbers: Int64Array) -> Int64Array:
             " often. A rank without ids gives an empty batch."
         )
     return announced
+
+
+class ExactReader:
+    """A look-up of exact rows: the constructor reads them, :meth:`pooled` pools them."""
+
+    def __init__(self, module: TableState, bags: Bags) -> None:
+        self._rows = DistinctRows(bags, module.placement, module.weight.device)
+        _, parts = exact_round(module.evaluated_with or (module,), module, self._rows.wanted)
+        own = self._rows.wanted[module.exchange_group.rank]
+        parts[module.exchange_group.rank] = module.own_rows(own)
+        lookups = int(sum(self._rows.lookups[peer] for peer in module.peers))
+        row_bytes = FP32_BYTES * module.embedding_dim
+        module.evaluation_traffic.add(steps=1, bytes_dense=lookups * (ID_BYTES + 2 * row_bytes))
+        self._distinct = torch.cat(parts)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def pooled(self) -> Tensor:
+        """The pooled rows, ``[samples, tables, dim]``."""
+        return self._rows.bags.pool(self._distinct[self._rows.inverse])
+
+
+def exact_round(
+    modules: Sequence[TableState], module: TableState, wanted: list[Int64Array] | None
+) -> tuple[bool, list[Tensor]]:
+    """Request rows of one of the modules, which have the same order on every rank, and answer the others.
+
+    ``wanted`` is None if this rank has no more batches.
+
+    Returns:
+        Whether all ranks have finished, and the rows by owner, ``[k, dim]`` each.
+    """
+    exchange, placement, traffic = modules[0].exchange_group, module.placement, module.evaluation_traffic
+    weight, row_bytes = module.weight, module.embedding_dim * module.weight.element_size()
+    places = [np.empty(0, dtype=np.int64)] * placement.world_size if wanted is None else wanted
+    which = modules.index(module)
+    numbers = [(which, FINISHED if wanted is None else len(part)) for part in places]
+    announced = exchange.announce(np.array(numbers, dtype=np.int64), traffic, FINISHED)
+    requested = announced[:, 0]
+    if (requested < 0).any() or (requested >= len(modules)).any():
+        raise PayloadError(f"A rank requests module {requested.max()} of {len(modules)} sharded tables.")
+    if wanted is None and (announced[:, 1] == FINISHED).all():
+        return True, []
+    payloads: dict[int, Tensor] = {}
+    codes: dict[int, PositionCode] = {}
+    for peer in module.peers:
+        count, universe = max(int(announced[peer, 1]), 0), modules[requested[peer]].placement.owned_rows[exchange.rank]
+        if count > universe:
+            raise PayloadError(f"Rank {peer} requests {count} rows where there are {universe}.")
+        codes[peer] = PositionCode(universe, count)
+        own = PositionCode(placement.owned_rows[peer], places[peer].size)
+        payloads[peer] = own.encode(torch.from_numpy(places[peer]).to(weight.device))
+    sizes = {peer: code.num_bytes for peer, code in codes.items()}
+    requests = exchange.start(payloads, sizes, traffic).wait()
+    answers = {}
+    for peer, code in codes.items():
+        with reading(f"Ids that rank {peer} of the process group requests"):
+            requested_places = code.decode(requests[peer], code.capacity).cpu().numpy()
+        answers[peer] = modules[requested[peer]].own_rows(requested_places).view(-1).view(torch.uint8)
+        sizes[peer] = len(places[peer]) * row_bytes
+    received = exchange.start(answers, sizes, traffic).wait()
+    return False, [part.clone().view(weight.dtype).view(-1, module.embedding_dim) for part in received]

@@ -15,7 +15,7 @@ Rows of growing tables belong to ranks by a hash. Their places are *keys*: whole
 in the highest bits and the id in the others. An id that needs more bits than there are is hashed to them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -34,8 +34,16 @@ BLOCKS_PER_RANK = 16
 # Ids of a growing table are below this, which is the number of rows that such a table is said to have.
 ID_SPACE = 2**63
 _KEY_BITS = 63
+# Rows that are filled or copied at a time, so that no second copy of a table ever exists.
+ROWS_AT_A_TIME = 1 << 16
 # 2 ** 64 over the golden ratio, odd.
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def in_parts(start: int, stop: int) -> Iterator[Int64Array]:
+    """The places from ``start`` to ``stop``, at most ``ROWS_AT_A_TIME`` at a time."""
+    for low in range(start, stop, ROWS_AT_A_TIME):
+        yield np.arange(low, min(low + ROWS_AT_A_TIME, stop))
 
 
 class RowRange(NamedTuple):
@@ -108,20 +116,15 @@ class RowOwners:
         return tables, rows
 
 
-def place_tables(
-    table_rows: Sequence[int], world_size: int, expected_lookups: Sequence[float] | None = None
-) -> RowOwners:
-    """Balance rows (memory) and look-ups (traffic) over the ranks.
+def place_tables(table_rows: Sequence[int], world_size: int) -> RowOwners:
+    """Balance rows (memory) and look-ups (traffic, the same of each table) over the ranks.
 
-    All tables of a module have the same dimension, so rows measure their bytes. ``expected_lookups`` per sample of each
-    table may have any unit; None means one each.
+    All tables of a module have the same dimension, so rows measure their bytes.
     """
     total_rows = sum(table_rows)
-    lookups = [1.0] * len(table_rows) if expected_lookups is None else [float(number) for number in expected_lookups]
-    total_lookups = sum(lookups) or 1.0
     block_rows, first_rank = list(table_rows), [0] * len(table_rows)
     memory_of = [rows / total_rows for rows in table_rows]
-    traffic_of = [number / total_lookups for number in lookups]
+    traffic_of = 1.0 / len(table_rows)
     memory, traffic = [0.0] * world_size, [0.0] * world_size
     cut = [table for table, rows in enumerate(table_rows) if rows * world_size > total_rows and rows >= world_size > 1]
     for turn, table in enumerate(cut):
@@ -130,14 +133,14 @@ def place_tables(
         block_rows[table] = -(-table_rows[table] // (world_size * BLOCKS_PER_RANK))
         for rank in range(world_size):
             memory[rank] += memory_of[table] / world_size
-            traffic[rank] += traffic_of[table] / world_size
+            traffic[rank] += traffic_of / world_size
     whole = set(range(len(table_rows))) - set(cut)
-    for table in sorted(whole, key=lambda table: (-max(memory_of[table], traffic_of[table]), table)):
-        loads = [(max(m + memory_of[table], t + traffic_of[table]), m) for m, t in zip(memory, traffic, strict=True)]
+    for table in sorted(whole, key=lambda table: (-max(memory_of[table], traffic_of), table)):
+        loads = [(max(m + memory_of[table], t + traffic_of), m) for m, t in zip(memory, traffic, strict=True)]
         rank = loads.index(min(loads))
         first_rank[table] = rank
         memory[rank] += memory_of[table]
-        traffic[rank] += traffic_of[table]
+        traffic[rank] += traffic_of
     return RowOwners(world_size, tuple(table_rows), tuple(block_rows), tuple(first_rank))
 
 

@@ -11,10 +11,7 @@ from torch import Tensor
 from lightning_dct.config import VALUE_FORMATS, check_choice, check_density, check_integer
 from lightning_dct.embedding.bags import read_bags
 from lightning_dct.embedding.collected import FAULT
-from lightning_dct.embedding.evaluation import ANNOUNCED as OF_ROUND
-from lightning_dct.embedding.evaluation import ExactReader, exact_round
-from lightning_dct.embedding.lookup import ANNOUNCED as OF_REQUEST
-from lightning_dct.embedding.lookup import ChangesLookup
+from lightning_dct.embedding.lookup import ANNOUNCED, ANNOUNCED_EXACT, ChangesLookup, ExactReader, exact_round
 from lightning_dct.embedding.state import TableState
 
 Pooling = Literal["sum", "mean"]
@@ -56,7 +53,6 @@ class ShardedEmbeddingBags(TableState):
         cache_rows: Most rows of each other rank to remember. The residual of an evicted row is sent: in fp32
             or bf16 if ``value_format`` is that, else in int8 with a scale for the row. A remembered row takes
             ``8 * embedding_dim`` bytes here and ``4 * embedding_dim`` on its owner.
-        expected_lookups: Look-ups per sample of each table, to balance the ranks; one each when None.
         initial_bound: Rows start uniform on ``[-bound, bound)``; ``1 / sqrt(rows)`` of each table when None.
         seed: Seeds the initial rows.
 
@@ -75,7 +71,6 @@ class ShardedEmbeddingBags(TableState):
         value_format: str = "1bit",
         refresh_every: int = 1000,
         cache_rows: int = 1 << 18,
-        expected_lookups: Sequence[float] | None = None,
         initial_bound: float | None = None,
         seed: int = 0,
     ) -> None:
@@ -86,12 +81,6 @@ class ShardedEmbeddingBags(TableState):
             raise ValueError("`table_rows` is empty: give the number of rows of each table.")
         for table, rows in enumerate(table_rows):
             check_integer(f"table_rows[{table}]", rows, minimum=1)
-        if expected_lookups is not None and len(expected_lookups) != len(table_rows):
-            raise ValueError(
-                f"`expected_lookups` has {len(expected_lookups)} entries for {len(table_rows)} tables: give one each."
-            )
-        if expected_lookups is not None and not all(0 <= number < math.inf for number in expected_lookups):
-            raise ValueError(f"`expected_lookups` must be numbers of at least 0; got {list(expected_lookups)}.")
         if initial_bound is not None and not 0 <= initial_bound < math.inf:
             raise ValueError(f"`initial_bound` must be a number of at least 0; got {initial_bound!r}.")
         check_integer("embedding_dim", embedding_dim, minimum=1)
@@ -105,7 +94,6 @@ class ShardedEmbeddingBags(TableState):
         self.density = density
         self.value_format = value_format
         self.cache_rows = cache_rows
-        self.expected_lookups = None if expected_lookups is None else list(expected_lookups)
         self.seed = seed
         bounds = [1 / math.sqrt(rows) if initial_bound is None else initial_bound for rows in self.table_rows]
         self.initial_bounds = np.array(bounds, dtype=np.float32)
@@ -148,7 +136,7 @@ class ShardedEmbeddingBags(TableState):
         except (IndexError, ValueError) as fault:
             # The others wait for an announcement. With this one they all fail.
             exchange = ((self.evaluated_with or (self,))[0] if is_exact else self).exchange_group
-            numbers = np.full((exchange.world_size, OF_ROUND if is_exact else OF_REQUEST), FAULT)
+            numbers = np.full((exchange.world_size, ANNOUNCED_EXACT if is_exact else ANNOUNCED), FAULT)
             exchange.announce(numbers, self.traffic, fault=fault)
             raise
         if is_exact:
@@ -167,9 +155,6 @@ class ShardedEmbeddingBags(TableState):
 
     def agreed_settings(self) -> dict[str, Any]:
         """The settings that must be the same on every rank, by name."""
-        names = ("table_rows", "embedding_dim", "pooling", "density", "value_format", "cache_rows", "expected_lookups")
-        return {
-            **super().agreed_settings(),
-            **{name: getattr(self, name) for name in (*names, "seed")},
-            "initial_bound": self.initial_bounds.tolist(),
-        }
+        names = ("table_rows", "embedding_dim", "pooling", "density", "value_format", "cache_rows", "seed")
+        own = {name: getattr(self, name) for name in names}
+        return {**super().agreed_settings(), **own, "initial_bound": self.initial_bounds.tolist()}

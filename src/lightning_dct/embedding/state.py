@@ -13,16 +13,11 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from lightning_dct.activations.module import CompressedModule
-from lightning_dct.embedding.cache import RememberedRows
-from lightning_dct.embedding.collected import RowCollectives
-from lightning_dct.embedding.kept_pieces import PIECES, KeptPieces
-from lightning_dct.embedding.memory_checks import check_memory
-from lightning_dct.embedding.owners import Int64Array, RowOwners, initial_rows, place_tables
-from lightning_dct.embedding.row_gradients import CollectedGradients
+from lightning_dct.embedding.cache import RememberedRows, check_memory
+from lightning_dct.embedding.collected import CollectedGradients, RowCollectives
+from lightning_dct.embedding.owners import Int64Array, RowOwners, in_parts, initial_rows, place_tables
+from lightning_dct.embedding.pruning import PIECES, KeptPieces
 from lightning_dct.traffic import Traffic
-
-# Rows that are filled or copied at a time, so that no second copy of a table ever exists.
-ROWS_AT_A_TIME = 1 << 16
 
 
 class UnmadeRows(nn.parameter.UninitializedParameter):
@@ -47,7 +42,6 @@ class TableState(CompressedModule):
     density: float
     value_format: str
     cache_rows: int
-    expected_lookups: list[float] | None
     seed: int
     initial_bounds: np.typing.NDArray[np.float32]
     placement: RowOwners
@@ -117,7 +111,7 @@ class TableState(CompressedModule):
 
     def place(self, world_size: int) -> RowOwners:
         """Decide which rank owns which row."""
-        return place_tables(self.table_rows, world_size, self.expected_lookups)
+        return place_tables(self.table_rows, world_size)
 
     def capacity(self) -> int:
         """The number of rows of this rank's ``weight``."""
@@ -125,9 +119,8 @@ class TableState(CompressedModule):
 
     def initialize_rows(self) -> None:
         """Set all of this rank's rows to their initial values."""
-        for low in range(0, len(self.weight), ROWS_AT_A_TIME):
-            places = np.arange(low, min(low + ROWS_AT_A_TIME, len(self.weight)))
-            self.weight[low : low + ROWS_AT_A_TIME] = self.initial(self.exchange_group.rank, places)
+        for places in in_parts(0, len(self.weight)):
+            self.weight[places[0] : places[-1] + 1] = self.initial(self.exchange_group.rank, places)
 
     def reset_memory(self) -> None:
         """Drop all copies, residuals and thresholds, as before the first step."""
@@ -334,8 +327,3 @@ def saved_in_shards(tables: Mapping[str, TableState]) -> Iterator[None]:
     finally:
         for module in tables.values():
             module.saved_in_shards = False
-
-
-def is_row_state(value: Any, weight: Tensor) -> bool:
-    """Whether an entry of an optimizer's state has a row for each row of the weight."""
-    return isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == weight.shape[0]

@@ -13,26 +13,48 @@ tensor for each owner, by slot, together with the owner's directory, which names
 
 Pruned rows are saved whole, ``[rows, PIECES, embedding_dim / PIECES]``, with zeros where no piece is kept.
 
+Tensors are written piece by piece, as plain bytes. An index that is no pickle has every checksum::
+
+    rank-0.rows    the pieces that rank 0 has written, one after the other
+    rank-1.rows
+    index          a checksum of what follows; then, as JSON, this folder's name, and of each tensor dtype, shape and
+                   pieces (first row, number of rows, rank, offset in that rank's file, checksum)
+
 With the same number of ranks, growing tables keep their slots. With another number, each rank reads the keys of all
 owners, keeps those that it owns now, and reads the pieces with their rows.
 """
 
+from __future__ import annotations
+
+import json
+import math
+import os
 import warnings
+import zlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dct.checkpoint.reading import on_all_ranks
-from lightning_dct.checkpoint.row_files import Pieces, RowFiles, write_rows
+from lightning_dct.checksums import bytes_of, with_checksum, without_checksum
 from lightning_dct.embedding.growing import PARTS, GrowingEmbeddingBags
-from lightning_dct.embedding.kept_pieces import PIECES, KeptPieces
-from lightning_dct.embedding.owners import Int64Array
-from lightning_dct.embedding.state import ROWS_AT_A_TIME, TableState, is_row_state
+from lightning_dct.embedding.owners import ROWS_AT_A_TIME, Int64Array, in_parts
+from lightning_dct.embedding.pruning import PIECES, KeptPieces, is_row_state
+from lightning_dct.embedding.state import TableState
+
+INDEX = "index"
+# One rank's pieces of a tensor: the tensor's number of rows, and the pieces by their first row. A function makes its
+# rows when they are written, so that not all of them exist at once.
+Pieces = tuple[int, Mapping[int, Tensor | Callable[[], Tensor]]]
 
 
 def save_rows(folder: str, tables: Mapping[str, TableState], optimizers: list[Optimizer]) -> None:
@@ -133,15 +155,16 @@ def _pieces_of(key: str, module: TableState, values: Tensor) -> dict[str, Pieces
 
 def _by_table(key: str, module: TableState, values: Tensor, kept: KeptPieces | None = None) -> dict[str, Pieces]:
     """This rank's pieces of values for each of its rows, or for each kept piece of them."""
+
+    def whole_rows(places: Int64Array) -> Tensor:
+        assert kept is not None
+        return kept.expand(values, places, values.new_zeros(places.size, PIECES, *values.shape[1:]))
+
     pieces: list[dict[int, Tensor | Callable[[], Tensor]]] = [{} for _ in module.table_rows]
-    for table, start, low, high in _own_rows(module):
-        pieces[table][start] = values[low:high] if kept is None else partial(_whole_rows, kept, values, low, high)
+    for table, start, places in _own_rows(module):
+        own = values[places[0] : places[-1] + 1] if kept is None else partial(whole_rows, places)
+        pieces[table][start] = own
     return {f"{key}.table_{table}": (module.table_rows[table], own) for table, own in enumerate(pieces)}
-
-
-def _whole_rows(kept: KeptPieces, values: Tensor, low: int, high: int) -> Tensor:
-    whole = values.new_zeros(high - low, PIECES, *values.shape[1:])
-    return kept.expand(values, np.arange(low, high), whole)
 
 
 def _whole(key: str, values: Tensor) -> dict[str, Pieces]:
@@ -150,12 +173,11 @@ def _whole(key: str, values: Tensor) -> dict[str, Pieces]:
     return {key: (len(values), {start: values[start : start + ROWS_AT_A_TIME] for start in starts})}
 
 
-def _own_rows(module: TableState) -> Iterator[tuple[int, int, int, int]]:
-    """For tables of fixed size, a piece at a time: table, first row there, and the first and last place here."""
+def _own_rows(module: TableState) -> Iterator[tuple[int, int, Int64Array]]:
+    """For tables of fixed size, a part at a time: table, first row there, and the places here."""
     for table, start, stop, place in module.placement.ranges(module.exchange_group.rank):
-        for low in range(start, stop, ROWS_AT_A_TIME):
-            high = min(low + ROWS_AT_A_TIME, stop)
-            yield table, low, place + low - start, place + high - start
+        for places in in_parts(place, place + stop - start):
+            yield table, start + int(places[0]) - place, places
 
 
 def _load_values(files: RowFiles, name: str, key: str, module: TableState, values: Tensor) -> None:
@@ -166,26 +188,25 @@ def _load_values(files: RowFiles, name: str, key: str, module: TableState, value
     for owner in _owners(files, name, module)[0]:
         keys = _read_array(files, f"{_directory_name(name, module)}.rows.row_at.rank_{owner}").numpy()
         slots = np.where(keys >= 0, module.directory.rows.find(keys), -1)
-        for low in range(0, slots.size, ROWS_AT_A_TIME):
-            part = slots[low : low + ROWS_AT_A_TIME]
-            own = np.flatnonzero(part >= 0)
-            if own.size:
-                rows = values.new_empty(part.size, *values.shape[1:])
-                files.read(f"{key}.rank_{owner}", low, rows)
-                values[torch.from_numpy(part[own]).to(values.device)] = rows[torch.from_numpy(own).to(values.device)]
+        for there in in_parts(0, slots.size):
+            here = torch.from_numpy(slots[there]).to(values.device)
+            if (own := here >= 0).any():
+                rows = values.new_empty(here.numel(), *values.shape[1:])
+                files.read(f"{key}.rank_{owner}", int(there[0]), rows)
+                values[here[own]] = rows[own]
 
 
 def _load_by_table(files: RowFiles, key: str, module: TableState, values: Tensor) -> None:
-    for table, start, low, high in _own_rows(module):
+    for table, start, places in _own_rows(module):
         saved = files.num_rows(f"{key}.table_{table}")
         if saved != module.table_rows[table]:
             raise ValueError(f"table {table} has {saved} rows instead of {module.table_rows[table]}")
         if module.kept is None:
-            files.read(f"{key}.table_{table}", start, values[low:high])
+            files.read(f"{key}.table_{table}", start, values[places[0] : places[-1] + 1])
             continue
-        rows = values.new_empty(high - low, PIECES, *values.shape[1:])
+        rows = values.new_empty(places.size, PIECES, *values.shape[1:])
         files.read(f"{key}.table_{table}", start, rows)
-        module.kept.pack(values, np.arange(low, high), rows)
+        module.kept.pack(values, places, rows)
 
 
 def _load_kept(files: RowFiles, name: str, module: TableState) -> None:
@@ -264,3 +285,111 @@ def _read_array(files: RowFiles, key: str) -> Tensor:
     if array.numel():
         files.read(key, 0, array)
     return array
+
+
+def write_rows(folder: str, tensors: Mapping[str, Pieces]) -> None:
+    """Write every rank's pieces of tensors.
+
+    A collective call. Rank 0 ends last, so other ranks can read the folder after a barrier only.
+
+    Raises:
+        OSError: Some rank cannot write, for example because its disk is full. Raised on every rank.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    everyone = on_all_ranks(lambda: _write_pieces(folder, tensors, rank), folder, (OSError, PermissionError))
+    if rank == 0:
+        merged: dict[str, dict[str, Any]] = {}
+        for written in everyone:
+            for name, tensor in written.items():
+                merged.setdefault(name, {**tensor, "pieces": []})["pieces"] += tensor["pieces"]
+        text = json.dumps({"folder": os.path.basename(folder), "tensors": merged}).encode()
+        with _written(f"{folder}/{INDEX}") as file:
+            file.write(with_checksum(text))
+
+
+def _write_pieces(folder: str, tensors: Mapping[str, Pieces], rank: int) -> dict[str, Any]:
+    """Write one rank's file, and return its part of the index."""
+    index: dict[str, Any] = {}
+    offset = 0
+    with _written(f"{folder}/{_file_of(rank)}") as file:
+        for name, (num_rows, pieces) in tensors.items():
+            for start, rows in pieces.items():
+                whole = rows if isinstance(rows, Tensor) else rows()
+                data = bytes_of(whole)
+                shape, dtype = [num_rows, *whole.shape[1:]], str(whole.dtype).removeprefix("torch.")
+                tensor = index.setdefault(name, {"dtype": dtype, "shape": shape, "pieces": []})
+                tensor["pieces"].append([start, len(whole), rank, offset, zlib.crc32(data)])
+                file.write(data)
+                offset += data.nbytes
+    return index
+
+
+@contextmanager
+def _written(path: str) -> Iterator[Any]:
+    """A file to write to, which on a local disk is there when the context ends."""
+    files, place = url_to_fs(path)
+    files.makedirs(os.path.dirname(place), exist_ok=True)
+    with files.open(place, "wb") as file:
+        yield file
+        if isinstance(files, LocalFileSystem):
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _file_of(rank: int) -> str:
+    return f"rank-{rank}.rows"
+
+
+class RowFiles:
+    """Reads what :func:`save_rows` has written, from wherever fsspec reads.
+
+    Raises:
+        FileNotFoundError: The folder is missing.
+        ValueError: The index does not match its checksum, belongs to another folder, or is no index.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._files, self._folder = url_to_fs(folder)
+        if not self._files.isdir(self._folder):
+            raise FileNotFoundError(
+                f"The checkpoint's embedding rows should be in {folder!r}, which is not there. Put the folder that was"
+                " saved with the checkpoint beside it."
+            )
+        index = json.loads(
+            without_checksum(self._files.cat_file(f"{self._folder}/{INDEX}"), f"the index of {folder!r}")
+        )
+        if index["folder"] != os.path.basename(self._folder):
+            raise ValueError(f"the index of {folder!r} belongs to {index['folder']!r}")
+        # By name: the dtype, as torch calls it, the shape and the pieces of each tensor.
+        self.index: dict[str, dict[str, Any]] = index["tensors"]
+
+    def num_rows(self, name: str) -> int:
+        """The number of rows of a tensor; 0 if there is none of this name."""
+        return int(self.index[name]["shape"][0]) if name in self.index else 0
+
+    def read(self, name: str, start: int, rows: Tensor) -> None:
+        """Overwrite ``rows``, shape ``[n, ...]``, with the rows of a tensor from ``start`` on.
+
+        Raises:
+            KeyError: There is no tensor of this name.
+            FileNotFoundError: A rank's file is missing.
+            ValueError: A piece does not match its checksum, rows are missing, or they have another shape.
+        """
+        missing, saved = len(rows), self.index[name]
+        dtype, shape = getattr(torch, saved["dtype"]), rows.shape[1:]
+        if saved["shape"][1:] != list(shape):
+            raise ValueError(f"{name} in {self._folder!r} has shape {saved['shape']}")
+        for first, length, rank, offset, checksum in saved["pieces"]:
+            low, high = max(start, first), min(start + len(rows), first + length)
+            if low >= high:
+                continue
+            with self._files.open(f"{self._folder}/{_file_of(rank)}", "rb") as file:
+                file.seek(offset)
+                data = bytearray(file.read(length * math.prod(shape) * dtype.itemsize))
+            if zlib.crc32(data) != checksum:
+                raise ValueError(f"a piece of {name} in {self._folder!r} does not match its checksum")
+            values = torch.frombuffer(data, dtype=dtype).view(length, *shape)
+            rows[low - start : high - start] = values[low - first : high - first].to(rows)
+            missing -= high - low
+        if missing:
+            raise ValueError(f"{missing} rows of {name} are missing in {self._folder!r}")

@@ -19,10 +19,11 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from lightning_dct.failures.course import SAME_BATCHES
-from lightning_dct.failures.sockets import WELCOME, accept, listen, pair, read_lines, write_line
+from lightning_dct.failures.sockets import WELCOME, accept, listen, pair, receive, write_line
 
 # A death makes other ranks fail, and their reports may arrive first. So the hub waits before it decides.
 SETTLE_S = 1.0
@@ -109,17 +110,7 @@ class Hub:
             self._decide()
 
     def _receive(self, caller: _Caller) -> None:
-        try:
-            received = caller.connection.recv(1 << 16)
-            for message in read_lines(caller.buffer, received):
-                self._handle(caller, message)
-            how = "has died" if not received else None
-        except ConnectionError:
-            how = "has died"
-        except Exception:
-            # The kernel's probes got no answer, or an unknown caller sent something else.
-            how = "cannot be reached any more"
-        if how is None:
+        if not (how := receive(caller.connection, caller.buffer, partial(self._handle, caller))):
             return
         if caller in self._nameless:
             self._nameless.remove(caller)

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from lightning_dct.agreement import gather_objects
 from lightning_dct.failures.course import Course
 from lightning_dct.failures.hub import Hub
-from lightning_dct.failures.sockets import address_towards, enter, read_lines, write_line
+from lightning_dct.failures.sockets import address_towards, enter, receive, write_line
 
 # How long a rank may take to be let in by the hub.
 CONNECT_S = 10.0
@@ -160,17 +160,8 @@ class Lifeline:
         selector.register(self._connection, selectors.EVENT_READ)
         how = ""
         while not how:
-            try:
-                if not selector.select(self._course.ask_if_late()):
-                    continue
-                received = self._connection.recv(1 << 16)
-                for message in read_lines(buffer, received):
-                    self._handle(message)
-                how = "" if received else "has died"
-            except ConnectionError:
-                how = "has died"
-            except (OSError, ValueError):
-                how = "cannot be reached any more"
+            if selector.select(self._course.ask_if_late()):
+                how = receive(self._connection, buffer, self._handle)
         self._course.release()
         if not self._hub_may_end:
             self._decide(f"{self._hub_who} {how}", [0])

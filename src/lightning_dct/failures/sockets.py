@@ -6,6 +6,7 @@ import os
 import socket
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -113,6 +114,20 @@ def name_of_this_host(host: str) -> str:
 def write_line(connection: socket.socket, message: dict[str, Any]) -> None:
     """Send one message; an OSError if the connection is gone."""
     connection.sendall(_line(message))
+
+
+def receive(connection: socket.socket, buffer: bytearray, handle: Callable[[dict[str, Any]], None]) -> str:
+    """Handle the messages that have arrived; the result says how the connection has ended, empty if it has not."""
+    try:
+        received = connection.recv(1 << 16)
+        for message in read_lines(buffer, received):
+            handle(message)
+    except ConnectionError:
+        return "has died"
+    except Exception:
+        # The kernel's probes got no answer, or an unknown caller sent something else.
+        return "cannot be reached any more"
+    return "" if received else "has died"
 
 
 def read_lines(buffer: bytearray, received: bytes) -> list[dict[str, Any]]:

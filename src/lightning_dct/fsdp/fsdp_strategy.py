@@ -1,6 +1,6 @@
 """``Trainer(strategy="dct_fsdp")``: compressed exchange between replicas, and FSDP2 inside them."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, cast
 
@@ -22,8 +22,7 @@ from lightning_dct.compress.bucket_plan import local_of
 from lightning_dct.config import DCTConfig, check_integer, check_keywords
 from lightning_dct.exchange.collectives import Link
 from lightning_dct.failures.course import EXCHANGE, IN_FORWARD
-from lightning_dct.fsdp.mesh_strategy import MeshStrategy
-from lightning_dct.fsdp.wrapping import UNIT, Unit, check_sharded, shard_of, sharded_modules
+from lightning_dct.fsdp.mesh_strategy import UNIT, MeshStrategy, Unit, check_sharded, shard_of, sharded_modules
 from lightning_dct.law import Given
 from lightning_dct.sync.setup import check_settings, make_update_synchronizer
 from lightning_dct.sync.shared_weights import SharedWeights
@@ -155,7 +154,13 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
 
     def _make_updates(self, model: pl.LightningModule) -> UpdateSynchronizer:
         modules, group = sharded_modules(model), self.device_mesh["replicate"].get_group()
-        count_inside(modules, Link(self.shard_mesh.get_group(), self.traffic, self.num_processes))
+        link = Link(self.shard_mesh.get_group(), self.traffic, self.num_processes)
+        # Not public, but FSDP has no count of its own.
+        for module, unit in ((one, unit) for one in modules for unit in one._get_fsdp_state()._fsdp_param_groups):
+            gather = getattr(unit._all_gather_comm, "collective", unit._all_gather_comm)
+            scatter = getattr(unit._reduce_scatter_comm, "collective", unit._reduce_scatter_comm)
+            module.set_custom_all_gather(_Counted(gather, link, all_gather_bytes))
+            module.set_custom_reduce_scatter(_Counted(scatter, link, lambda size, ranks: size * (ranks - 1) // ranks))
         # The ranks of a replica have buffers of their own.
         everyone = Link(dist.distributed_c10d._get_default_group(), self.traffic, self.shards)
         return make_update_synchronizer(
@@ -264,17 +269,6 @@ class ShardWeights(SharedWeights):
             local.copy_(others[name])
             others[name].copy_(before)
         return in_model
-
-
-def count_inside(modules: Iterable[FSDPModule], link: Link) -> None:
-    """Count the bytes of FSDP's gathers and reductions inside a replica."""
-    for module in modules:
-        # Not public, but FSDP has no count of its own.
-        for unit in module._get_fsdp_state()._fsdp_param_groups:
-            gather = getattr(unit._all_gather_comm, "collective", unit._all_gather_comm)
-            scatter = getattr(unit._reduce_scatter_comm, "collective", unit._reduce_scatter_comm)
-            module.set_custom_all_gather(_Counted(gather, link, all_gather_bytes))
-            module.set_custom_reduce_scatter(_Counted(scatter, link, lambda size, ranks: size * (ranks - 1) // ranks))
 
 
 class _Counted(AllGather, ReduceScatter):

@@ -1,6 +1,6 @@
 """Codes rows in 8 or 4 bits, draws initial ones and finds cached ones, compiled for this CPU by numba (extra ``fast``).
 
-:mod:`lightning_dct.wire.rows` describes the bytes and :mod:`lightning_dct.activations.noise` the random numbers. The
+:mod:`lightning_dct.wire.rows` describes the bytes and :mod:`lightning_dct.activations.codec` the random numbers. The
 results are the same as in torch to the last bit, so ranks may use either. All arithmetic is fp32, with one rounding for
 each operation, and unsigned integers of 32 bits.
 """

@@ -21,9 +21,8 @@ from lightning_dct.clipping import install_clipping
 from lightning_dct.config import check_choice, check_integer
 from lightning_dct.failures.course import EXCHANGE
 from lightning_dct.law import Given
-from lightning_dct.pipeline.mesh import PipelineMesh
-from lightning_dct.pipeline.placement import Placement, merge_optimizer_states, part_of_optimizer_state
-from lightning_dct.pipeline.results import synchronise_metrics
+from lightning_dct.pipeline.mesh import PipelineMesh, synchronise_metrics
+from lightning_dct.pipeline.placement import Placement, convert, merge_optimizer_states, part_of_optimizer_state
 from lightning_dct.pipeline.runner import Delivered, Runner, set_aside
 from lightning_dct.pipeline.schedule import SCHEDULES, Pipeline, ScheduleName, check_schedule
 from lightning_dct.pipeline.steps import exchanged
@@ -184,7 +183,8 @@ class DCTPipelineStrategy(DCTStrategy):
     def model_to_device(self) -> None:
         """Move this rank's pieces to its device, and free the others for training."""
         if self._module.trainer.state.fn == TrainerFn.FITTING:
-            self._placement.spread_out()
+            convert(self._placement.foreign, lambda tensor: tensor.to("meta"))
+            self._placement.spread = True
         with self._placement.without_foreign():
             super().model_to_device()
 
@@ -224,7 +224,9 @@ class DCTPipelineStrategy(DCTStrategy):
     def training_step(self, *arguments: Any) -> Tensor:
         """Run a batch through the pipeline, forward and backward, and return its loss on every rank."""
         self._come_to_stages("training_step")
-        own = self._placement.own_parameters  # callbacks unfreeze some
+        # Each once, and anew in each step, because callbacks unfreeze some.
+        modules = (piece.modules for piece in self._placement.own)
+        own = list(dict.fromkeys(p for module in modules for p in module.parameters() if p.requires_grad))
         with set_aside(own) as gradients:
             loss = self._runner.train(*arguments)
         self.split_traffic.add(steps=1)

@@ -61,11 +61,6 @@ class Placement:
         return [name for name, _ in chain(parameters, buffers) if name.startswith(ignored)]
 
     @property
-    def own_parameters(self) -> list[nn.Parameter]:
-        """The parameters that this rank trains, each once."""
-        return list(dict.fromkeys(p for piece in self.own for p in piece.modules.parameters() if p.requires_grad))
-
-    @property
     def split_points(self) -> dict[str, SplitPoint]:
         """All split points of the network, by name. Every rank has them, because they set the size of payloads."""
         children = self.network.named_children()
@@ -96,18 +91,13 @@ class Placement:
         owners: dict[int, int] = {}
         for piece in self.pieces:
             stage = piece.index % self.mesh.stages
-            for name, module in piece.modules.named_modules():
-                if module._buffers and owners.setdefault(id(module), stage) != stage:
+            named = {"parameter": piece.modules.named_parameters(), "buffer": piece.modules.named_buffers()}
+            for what, (name, tensor) in ((kind, one) for kind, found in named.items() for one in found):
+                if owners.setdefault(id(tensor), stage) != stage:
                     raise ValueError(
-                        f"The module {name!r} of piece {piece.index} has buffers and is also used on stage"
-                        f" {owners[id(module)]}: stages on different ranks cannot share them. Make a module for each."
-                    )
-            for name, parameter in piece.modules.named_parameters():
-                if owners.setdefault(id(parameter), stage) != stage:
-                    raise ValueError(
-                        f"The parameter {name!r} of piece {piece.index} is also used on stage {owners[id(parameter)]}:"
-                        " stages on different ranks cannot share a parameter. Untie the weights, or put both uses into"
-                        " one piece."
+                        f"The {what} {name!r} of piece {piece.index} is also used on stage {owners[id(tensor)]}:"
+                        " stages on different ranks cannot share it. Make a module for each, untie the weights, or put"
+                        " both uses into one piece."
                     )
         for stage in range(self.mesh.stages):
             pieces = self.pieces[stage :: self.mesh.stages]
@@ -116,11 +106,6 @@ class Placement:
                     f"Stage {stage} of the pipeline has no trainable parameter. Move a SplitPoint, so that every stage"
                     " has some, or use fewer stages."
                 )
-
-    def spread_out(self) -> None:
-        """Move the pieces of other ranks to the meta device."""
-        convert(self.foreign, lambda tensor: tensor.to("meta"))
-        self.spread = True
 
     @contextmanager
     def without_foreign(self) -> Iterator[None]:

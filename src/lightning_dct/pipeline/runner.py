@@ -24,8 +24,7 @@ from lightning_dct.agreement import gather_objects
 from lightning_dct.checksums import checksum_of
 from lightning_dct.pipeline import steps
 from lightning_dct.pipeline.borders import Border, trace_borders
-from lightning_dct.pipeline.mesh import to_device
-from lightning_dct.pipeline.results import StepResults
+from lightning_dct.pipeline.mesh import StepResults, to_device
 from lightning_dct.pipeline.schedule import Pipeline
 from lightning_dct.pipeline.sequential import NetworkCall
 

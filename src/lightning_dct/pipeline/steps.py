@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import lightning.pytorch as pl
@@ -54,12 +55,10 @@ def capture_call(
         check_no_gradients(context)
         raise _Reached(NetworkCall(input, context))
 
-    log_nothing = exchanged(module, "log", lambda *_, **__: None)
-    with exchanged(network, "forward", reach), log_nothing, exchanged(module, "all_gather", _refuse_gathering):
-        try:
-            getattr(module, step)(*arguments)
-        except _Reached as reached:
-            return reached.call
+    try:
+        _run(module, network, step, arguments, reach, lambda *_, **__: None)
+    except _Reached as reached:
+        return reached.call
     raise RuntimeError(
         f"`{step}` never calls the Sequential that is cut into stages. Under `DCTPipelineStrategy` every step calls it"
         " once, as in `self.network(inputs)`."
@@ -82,15 +81,22 @@ def run_step(
         times_called += 1
         return output
 
-    log = exchanged(module, "log", _recorder(module, calls))
-    with exchanged(network, "forward", answer), log, exchanged(module, "all_gather", _refuse_gathering):
-        result = getattr(module, step)(*arguments)
+    result = _run(module, network, step, arguments, answer, _recorder(module, calls))
     if times_called != 1:
         raise RuntimeError(
             f"`{step}` has called the Sequential that is cut into stages {times_called} times. Under"
             " `DCTPipelineStrategy` every step calls it once: join the inputs into one batch."
         )
     return result, calls
+
+
+def _run(
+    module: pl.LightningModule, network: nn.Module, step: str, arguments: Sequence[Any], forward: Any, log: Any
+) -> Any:
+    """Run a step with another forward of the network and another ``self.log``."""
+    gather = exchanged(module, "all_gather", _refuse_gathering)
+    with exchanged(network, "forward", forward), exchanged(module, "log", log), gather:
+        return getattr(module, step)(*arguments)
 
 
 def loss_in(result: Any) -> Tensor:
@@ -111,7 +117,7 @@ def combine(micro_batches: Sequence[Sequence[LogCall]]) -> list[LogCall]:
     Values are combined like batches of an epoch: by ``reduce_fx``, by default the mean weighted by ``batch_size``.
     """
     by_name: dict[str, list[LogCall]] = {}
-    for call in (call for calls in micro_batches for call in calls):
+    for call in chain.from_iterable(micro_batches):
         by_name.setdefault(call.name, []).append(call)
     return [_combine(calls) for calls in by_name.values()]
 

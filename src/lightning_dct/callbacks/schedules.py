@@ -1,17 +1,54 @@
-"""Switches between two densities: one for critical learning regimes, one for all other intervals of a run."""
+"""Callbacks that change a run in its middle: thresholds, the density by learning regimes, and rows of tables."""
 
 import math
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor, float64, zeros_like
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor, float64, int32, zeros, zeros_like
 from torch.optim import Optimizer
 
+from lightning_dct.activations.module import modules_of
 from lightning_dct.callbacks.requirements import require_dct
 from lightning_dct.config import check_density, check_integer
+from lightning_dct.embedding.growing import GrowingEmbeddingBags
+from lightning_dct.embedding.pruning import INDEX_BYTES_A_ROW, PIECES, prune
+from lightning_dct.embedding.sharded import ShardedEmbeddingBags
 from lightning_dct.sync.setup import parameter_names
 from lightning_dct.sync.shared_weights import as_real
+
+
+class ThresholdRefresh(Callback):
+    """Refresh the thresholds periodically (Gupta et al., KDD 2021, section 3).
+
+    Steps are counted as completed synchronisations: one for each optimizer step, whatever ``accumulate_grad_batches``
+    is and however many optimizers there are. The count is saved with the checkpoint, so a resumed run refreshes on the
+    same steps as an uninterrupted one.
+
+    ``DCTStrategy`` adds this callback with its own ``refresh_every`` if the Trainer has none. A callback of the user
+    takes precedence over that setting.
+
+    Args:
+        every_n_steps: Optimizer steps from one refresh to the next, at least 1.
+    """
+
+    def __init__(self, every_n_steps: int = 1000) -> None:
+        check_integer("ThresholdRefresh(every_n_steps)", every_n_steps, minimum=1)
+        self.every_n_steps = every_n_steps
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse strategies without thresholds, with a MisconfigurationException."""
+        require_dct(trainer, self)
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        """Request a refresh when one is due; the next synchronisation performs it."""
+        strategy: Any = trainer.strategy
+        synchronizer = strategy.synchronizer
+        for module in strategy.activation_modules:
+            module.advance(synchronizer.synchronisations)
+        if synchronizer.steps_since_refresh >= self.every_n_steps:
+            synchronizer.request_refresh()
 
 
 class AccordionSchedule(Callback):
@@ -142,3 +179,90 @@ def _shared_weights(strategy: Any) -> dict[str, Tensor]:
 
 def _norm(tensors: dict[str, Tensor]) -> float:
     return math.hypot(*(float(as_real(tensor).norm(dtype=float64)) for tensor in tensors.values()))
+
+
+class EmbeddingPruning(Callback):
+    """Prune the rows of all :class:`~lightning_dct.ShardedEmbeddingBags` once, in the middle of training.
+
+    Each rank keeps those quarters of its rows that matter most. The score of a quarter is how often its row was
+    requested, times the squared distance from its initial value (after Luo et al., arXiv 2401.04408). All others go
+    back to their initial values, which take no memory, and are not trained any more. The optimizer's state shrinks with
+    the rows: ``weight`` then has the shape ``[kept quarters, embedding_dim / 4]``, and ``RowWiseAdagrad`` has one
+    number for each. Until then each row takes four more bytes, for the count of its requests.
+
+    Tables in which most rows are rare can lose most of their bytes. Compare your model's metric with and without:
+    docs/recommender.md has figures.
+
+    Args:
+        keep: Share of the rows' bytes that each rank keeps, in (0, 1], with 1.5 bytes a row to find what is kept.
+        at_step: The optimizer step after which rows are pruned: best about half of the run.
+
+    Raises:
+        MisconfigurationException: There is nothing to prune, rows cannot be cut into quarters, or the step has passed.
+    """
+
+    def __init__(self, keep: float = 0.35, at_step: int = 1000) -> None:
+        check_density(
+            "EmbeddingPruning(keep)", keep, "the share of the rows' bytes that is kept", "To keep all that has changed"
+        )
+        check_integer("EmbeddingPruning(at_step)", at_step, minimum=1)
+        self.keep, self.at_step = keep, at_step
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse strategies without sharded tables."""
+        require_dct(trainer, self)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start to count requests, unless a checkpoint has brought counts or pruned rows."""
+        tables = _tables_of(pl_module)
+        if not tables:
+            raise MisconfigurationException(
+                "`EmbeddingPruning` needs `ShardedEmbeddingBags` in the model, and there are none. Growing tables are"
+                " not pruned: set their `max_rows` instead."
+            )
+        for name, module in tables.items():
+            if module.embedding_dim % PIECES:
+                raise MisconfigurationException(
+                    f"`EmbeddingPruning` cuts rows into {PIECES} pieces, and {name!r} has rows of"
+                    f" {module.embedding_dim} entries: choose an `embedding_dim` that {PIECES} divides."
+                )
+            row_bytes = module.embedding_dim * module.weight.element_size()
+            if self.keep * row_bytes <= INDEX_BYTES_A_ROW:
+                raise MisconfigurationException(
+                    f"`EmbeddingPruning(keep={self.keep})` leaves {self.keep * row_bytes:.1f} bytes for each row of"
+                    f" {name!r}, and the index of what is kept takes {INDEX_BYTES_A_ROW} of them: raise `keep`."
+                )
+            if module.kept is not None or module.row_requests is not None:
+                continue
+            if _completed_steps(trainer) >= self.at_step:
+                raise MisconfigurationException(
+                    f"`EmbeddingPruning(at_step={self.at_step})` cannot choose what to keep, because this run is at"
+                    f" step {_completed_steps(trainer)} already and has counted no requests. Raise `at_step`."
+                )
+            module.row_requests = zeros(module.capacity(), dtype=int32)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Prune if it is time."""
+        if _completed_steps(trainer) < self.at_step:
+            return
+        for name, module in _tables_of(pl_module).items():
+            if module.kept is None:
+                left = prune(module, self.keep, trainer.optimizers)
+                rank_zero_info(f"Step {_completed_steps(trainer)}: rank 0 keeps {left:.1%} of the bytes of {name!r}.")
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Warn if it was not time in the whole run."""
+        if _completed_steps(trainer) < self.at_step and _tables_of(pl_module):
+            rank_zero_warn(
+                f"`EmbeddingPruning(at_step={self.at_step})` has pruned nothing: the run has ended at step"
+                f" {_completed_steps(trainer)}. Lower `at_step`."
+            )
+
+
+def _tables_of(model: LightningModule) -> dict[str, ShardedEmbeddingBags]:
+    found = modules_of(model, ShardedEmbeddingBags)
+    return {name: module for name, module in found.items() if not isinstance(module, GrowingEmbeddingBags)}
+
+
+def _completed_steps(trainer: Trainer) -> int:
+    return int(trainer.strategy.synchronizer.synchronisations)  # type: ignore[attr-defined]

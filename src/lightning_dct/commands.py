@@ -1,4 +1,8 @@
-"""``lightning-dct plan``: bytes, time and memory of a run before it starts; see :mod:`lightning_dct.cost`."""
+"""The command ``lightning-dct``: the cost of a run before it starts, and a W&B workspace of bytes and quality.
+
+A subcommand is a function that describes its arguments, one that returns the exit status, and a line in ``COMMANDS``. A
+UsageError and a missing package end it with a line and status 1.
+"""
 
 import argparse
 import json
@@ -6,12 +10,16 @@ import math
 import os
 import re
 import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from lightning_dct.__about__ import __version__
 from lightning_dct.callbacks.run_advice import notes_at_start
-from lightning_dct.config import VALUE_FORMATS, DCTConfig
+from lightning_dct.callbacks.wandb_runs import QUALITY, make_workspace, push, to_json
+from lightning_dct.config import VALUE_FORMATS, DCTConfig, UsageError
 from lightning_dct.cost.forecast import Forecast, describe, layout_of
 from lightning_dct.cost.timing import measure_speed
 from lightning_dct.cost.workload import Workload, load_module, one_tensor, workload_of
@@ -22,8 +30,28 @@ MOST_PARAMETERS = 10**15
 _FACTORS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Describe the command line."""
+def main(words: Sequence[str] | None = None) -> int:
+    """Run one subcommand, by default that of the process's own command line, and return the exit status."""
+    parser = argparse.ArgumentParser(prog="lightning-dct", description="Tools for training with strategy='dct'.")
+    parser.add_argument("--version", action="version", version=__version__)
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, (summary, add_arguments, run) in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=summary, description=summary)
+        add_arguments(subparser)
+        subparser.set_defaults(run=run)
+    arguments = parser.parse_args(words)
+    try:
+        return int(arguments.run(arguments))
+    except ModuleNotFoundError as error:
+        reason = f"the package {error.name!r} is missing: pip install '.[experiments]' in a clone of lightning_dct"
+    except UsageError as error:
+        reason = str(error)
+    print(f"lightning-dct {arguments.command}: {reason}", file=sys.stderr)
+    return 1
+
+
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    """Describe the command line of ``plan``."""
     defaults, add = DCTConfig(), parser.add_argument
     add("--world-size", type=int, required=True, help="number of ranks: processes of the whole job")
     add("--nodes", type=int, help="number of machines, with equally many ranks on each (default: one rank on each)")
@@ -45,8 +73,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--min-tensor-size", type=int, default=defaults.min_tensor_size, help=smaller)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Compute and print the forecast."""
+def plan(arguments: argparse.Namespace) -> int:
+    """Compute and print the forecast of :mod:`lightning_dct.cost`."""
     ranks, steps = arguments.world_size, arguments.steps
     names = ("compress", "local_steps", "density", "value_format", "min_tensor_size")
     try:
@@ -122,3 +150,51 @@ def parse_count(text: str) -> int:
             f"{text!r}: write a number from 1 on, as 25000000, 100M or 1.3B, {MOST_PARAMETERS:.0e} at most"
         )
     return round(number)
+
+
+def add_dashboard(parser: argparse.ArgumentParser) -> None:
+    """Describe the command line of ``dashboard``."""
+    add, environment = parser.add_argument, os.environ.get
+    add("--project", default=environment("WANDB_PROJECT"), help="where the runs are (default: WANDB_PROJECT)")
+    owner = "user or team that owns the project (default: WANDB_ENTITY, else your default entity)"
+    add("--entity", default=environment("WANDB_ENTITY"), help=owner)
+    add("--name", default="lightning_dct", help="name of the view (default: %(default)s)")
+    keys = f"keys of the model's quality, the decisive one last (default: {' '.join(QUALITY)})"
+    add("--quality", nargs="+", default=list(QUALITY), metavar="KEY", help=keys)
+    add("--output", type=Path, metavar="FILE", help="write JSON to this file and send nothing; needs no login")
+
+
+def dashboard(arguments: argparse.Namespace) -> int:
+    """Build the dashboard, and write it or save it in W&B."""
+    entity, project, output = arguments.entity, arguments.project, arguments.output
+    if not project:
+        raise UsageError("which W&B project? Name it with `--project`, or set WANDB_PROJECT.")
+    if output is None:
+        print(push(entity, project, arguments.name, arguments.quality))
+        return 0
+    text = to_json(make_workspace(entity or "", project, arguments.name, arguments.quality))
+    try:
+        if output.exists() and not _may_be_replaced(output):
+            raise UsageError(f"--output {output}: this is no dashboard; name another file or remove it")
+        output.write_text(text)
+    except OSError as error:
+        raise UsageError(f"--output {output}: {error.strerror}") from error
+    print(output)
+    return 0
+
+
+def _may_be_replaced(file: Path) -> bool:
+    """Whether it is an empty file or another dashboard."""
+    if not file.is_file():
+        return False
+    with file.open("rb") as content:
+        beginning = content.read(64)
+    # A formatter may have changed its white space.
+    return not beginning or b"".join(beginning.split()).startswith(b'{"entity":')
+
+
+Command = tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]
+COMMANDS: dict[str, Command] = {
+    "plan": ("Bytes, time and memory of a run, for each exchange, before it starts.", add_plan, plan),
+    "dashboard": ("A W&B workspace of bytes, residuals and quality, or its JSON.", add_dashboard, dashboard),
+}
