@@ -1,17 +1,17 @@
 """Predicts how much loss a run of updates gives up, and chooses the settings with the fewest bytes within a bound.
 
-    loss in % = (0.3 m (H / d)^0.5  +  0.05 W^1.25 (H - 1)^0.8) / (S / 1000)^0.67
-    loss in % =  0.035 (m / d) g / (S / 1000)^0.67     if the mean is made as long as the steps
+    loss in %  =  0.035 k (m / d) g / (S / 1000)  +  0.25 W ((H - 1) / (S / 1000))^0.8
 
 ``W`` ranks exchange every ``H`` local steps at density ``d``, and make ``S`` optimizer steps; ``m = min(W - 1, 3)``,
-and ``g = max(1, min(W, 8) / 4)^2 max(1, W / 8)^0.45``. The term with ``d`` is for entries that wait to be sent, and is
-never less than that of the second line; the other one is for steps that ranks take apart. The longer a run, the less it
-loses. This is a fit to small language models under AdamW, and no more: ``docs/evidence/run_length.md``.
+and ``g = max(1, min(W, 8) / 4)^2 max(1, W / 8)^0.45``. The first term is for entries that wait to be sent: ``k`` is 1
+if the mean is made as long as the steps, else 2. The second one is for steps that ranks take apart. The longer a run,
+the less it loses. This is a fit to small language models under AdamW, and no more: ``docs/evidence/run_length.md``.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -29,13 +29,14 @@ CANDIDATES = tuple((1, density) for density in (0.3, 0.2, 0.1, 0.05, 0.03)) + tu
 """Local steps and densities that a run chooses from."""
 BY_LENGTH = frozenset({"local_steps", "density"})
 """Settings that the length of a run chooses, if they are left out."""
-EXPONENT = 0.67
 BOUND = 1.0
 """The loss that a run may give up, in percent."""
 CAUTION = 2.0
 """Safety factor: a run may lose this many times the loss that the law predicts."""
 ENTRIES = 1 << 20
 """Entries of the tensor whose bytes rank the settings."""
+LONGEST = 10**12
+"""Steps of a run that allows everything."""
 SHORTEST = 1000
 """A run of unknown length is assumed to make this many steps, or twice as many as it has made."""
 COUNTED = "with manual optimization DCT counts each optimizer's steps"
@@ -47,19 +48,16 @@ OFF = 0.25
 
 def expected_loss(config: DCTConfig, ranks: int, steps: float) -> float:
     """Expected excess of the loss over that of plain DDP, in percent, with updates."""
-    others = min(ranks - 1, 3)
     growth = max(1.0, min(ranks, 8) / 4) ** 2 * max(1.0, ranks / 8) ** 0.45
-    lost = 0.035 * others * growth / config.density
-    if not config.lengthens:
-        apart = 0.05 * ranks**1.25 * (config.round_length - 1) ** 0.8
-        # Below 1% of the entries, waiting longer would be better by the fit to higher densities.
-        lost = max(lost, 0.3 * others * config.steps_of_delay**0.5) + apart
-    return lost / (steps / 1000) ** EXPONENT
+    waiting = 35 * min(ranks - 1, 3) * growth / config.density / steps
+    if config.lengthens:
+        return waiting
+    return 2 * waiting + 0.25 * ranks * (1000 * (config.round_length - 1) / steps) ** 0.8
 
 
 def steps_needed(config: DCTConfig, ranks: int) -> int:
     """Optimizer steps that a run needs to stay within the bound, with the safety factor."""
-    return math.ceil(1000 * (CAUTION * expected_loss(config, ranks, 1000) / BOUND) ** (1 / EXPONENT))
+    return bisect_left(range(LONGEST), -BOUND, lo=1, key=lambda steps: -CAUTION * expected_loss(config, ranks, steps))
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,7 @@ class Given:
                 found.append(one)
         rungs: list[DCTConfig] = []
         for one in sorted(found, key=lambda one: bytes_sent(one, ranks)):
-            if not rungs or expected_loss(one, ranks, 1000) < expected_loss(rungs[-1], ranks, 1000):
+            if not rungs or steps_needed(one, ranks) < steps_needed(rungs[-1], ranks):
                 rungs.append(one)
         return rungs[::-1]
 

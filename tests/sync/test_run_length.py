@@ -101,7 +101,7 @@ def train_unknown(function: Any, *arguments: Any) -> Any:
 def test_a_run_of_unknown_length_sends_less_as_it_goes_on(ranks: Any) -> None:
     """By hand: 4, 8, 16, 24 and 32 steps are expected; 0.8 / density, times the local steps, are needed."""
     (seen, other) = ranks(2).run(train_unknown, settings_of, 20, {})
-    expected = [(1, 0.2)] * 4 + [(1, 0.1)] * 4 + [(1, 0.05)] * 4 + [(8, 0.3)] * 4 + [(4, 0.1)] * 4
+    expected = [(1, 0.2)] * 4 + [(1, 0.1)] * 4 + [(2, 0.1)] * 4 + [(8, 0.3)] * 4 + [(4, 0.1)] * 4
     assert seen == other == expected
     assert Given.of({}).for_run(2, 20).round_length == 1
 
