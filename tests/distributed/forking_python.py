@@ -82,9 +82,15 @@ class ForkingPython:
 def _serve(listener: socket.socket, command: str) -> NoReturn:
     selector = selectors.DefaultSelector()
     selector.register(listener, selectors.EVENT_READ)
+    parent: Any = multiprocessing.parent_process()
+    selector.register(parent.sentinel, selectors.EVENT_READ, None)
     while True:
         for key, _ in selector.select():
-            if key.fileobj is listener:
+            if key.fileobj == parent.sentinel:  # pytest was killed
+                for fork in [one.data[0] for one in selector.get_map().values() if isinstance(one.data, tuple)]:
+                    os.kill(fork, signal.SIGKILL)
+                os._exit(1)
+            elif key.fileobj is listener:
                 _begin(listener, selector, command)
             elif isinstance(key.fileobj, int):  # a fork has ended
                 pid, asker = key.data
