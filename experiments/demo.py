@@ -34,7 +34,7 @@ TRAININGS = {
         DENSE_TABLES,
     ),
     "language model": (
-        "experiment=lm trainer.max_steps=600 trainer.val_check_interval=150",
+        "experiment=lm trainer.max_steps=700 trainer.val_check_interval=175",
         "ddp",
     ),
 }
