@@ -26,6 +26,8 @@ LINEAR: dict[str, Callable[..., optim.Optimizer]] = {
     "SGD with momentum": partial(optim.SGD, lr=0.3, momentum=0.9, nesterov=True, weight_decay=0.1),
     "ASGD": optim.ASGD,
     "Lookahead of SGD": lambda params: Lookahead(optim.SGD(params, lr=0.1)),
+    "Adam that divides by 1": partial(optim.Adam, eps=1.0),
+    "RMSprop that divides by 0.1": partial(optim.RMSprop, eps=0.1),
 }
 CHOOSING: dict[str, Callable[..., optim.Optimizer]] = {
     "Adam": partial(optim.Adam, weight_decay=0.1),

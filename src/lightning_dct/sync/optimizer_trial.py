@@ -30,6 +30,8 @@ from lightning_dct.compress.bucket_plan import local_of
 # Entries along a dimension of a miniature's tensors.
 WIDTH = 4
 WEIGHT, LEARNING_RATE, WEIGHT_DECAY = 0.0625, 0.015625, 0.25
+# Gradients of real models are small. A step that divides by their size plus a much larger number grows with them.
+GRADIENT = 2.0**-8
 # Some optimizers begin otherwise than they go on: RAdam is linear for five steps.
 STEPS = 8
 # Between a step that stays as long and one that doubles when its gradient doubles.
@@ -119,7 +121,8 @@ def _last_move(small: "_Miniature", gradient: float, push: float) -> list[Tensor
     with torch.random.fork_rng(devices=small.gpus), small:
         for step in range(1, STEPS + 1):
             for parameter in small.parameters:
-                small.set_gradient(parameter, torch.randn(parameter.shape, generator=numbers).mul_(gradient))
+                scale = GRADIENT if parameter.dtype.itemsize > 2 else 1.0  # its square is 0 in half precision
+                small.set_gradient(parameter, torch.randn(parameter.shape, generator=numbers).mul_(scale * gradient))
                 parameter.data.add_(push if step == STEPS else 0.0)
             before = [parameter.detach().clone() for parameter in small.parameters]
             small.step()
