@@ -9,6 +9,7 @@ from dataclasses import fields
 from functools import partial
 from typing import Any, NamedTuple, TypeGuard
 
+import torch.distributed as dist
 from lightning.fabric.accelerators.accelerator import Accelerator
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies.ddp import DDPStrategy
@@ -26,7 +27,8 @@ from lightning_dct.checkpoint.merging import checksum_of_groups, with_edited_gro
 from lightning_dct.compress.awaited import clock_of
 from lightning_dct.config import DCTConfig, check_density, check_keywords
 from lightning_dct.embedding.sharded import ShardedEmbeddingBags
-from lightning_dct.failures.lifeline import Lifeline, check_lifelines
+from lightning_dct.failures.course import EXCHANGE
+from lightning_dct.failures.lifeline import Lifeline, check_lifelines, lifeline_of_process
 from lightning_dct.failures.process_group import group_is_made
 from lightning_dct.law import Given, RunSettings
 from lightning_dct.lightning_private import BackwardSyncControl, StrategyRegistry
@@ -51,9 +53,7 @@ class DCTStrategy(DDPStrategy):
     Args:
         accelerator: As for DDPStrategy.
         **kwargs: The settings of :class:`~lightning_dct.DCTConfig`, and everything DDPStrategy and
-            DistributedDataParallel take. ``lifelines=False`` uses no store of its own under torchrun and no pause at
-            the end of the process. (Fabric has no lifelines themselves.) ``project`` brings weights back into their
-            bounds, as for Lightning's Trainer.
+            DistributedDataParallel take. ``lifelines`` and ``project`` are as for Lightning's Trainer.
 
     Raises:
         TypeError: A setting has the wrong type, or its name is not known.
@@ -85,6 +85,7 @@ class DCTStrategy(DDPStrategy):
         """Start the processes."""
         with group_is_made(self._lifelines, self._timeout):
             super().setup_environment()
+        self.lifeline = lifeline_of_process(self._lifelines)
         self.traffic.clock = clock_of(self.root_device)
         if self._checkpoint_io is None:
             self._checkpoint_io = AtomicCheckpointIO()
@@ -145,6 +146,7 @@ class DCTStrategy(DDPStrategy):
             ValueError: It is out of range, or the ranks differ. Raised on every rank.
         """
         check_density("set_density(density)", density)
+        self._come_to("a change of the density")
         check_agreement({"set_density(density)": float(density)}, Module(), None)
         for its in self._synchronized.values():
             its.synchronizer.set_density(float(density))
@@ -189,6 +191,32 @@ class DCTStrategy(DDPStrategy):
             synchronizer.after_step(optimizer)
         return output
 
+    def _come_to(self, what: str, group: Any = None) -> None:
+        """Come to a place where all ranks of a group do the same: see ``failures/course.py`` (RuntimeError)."""
+        if self.lifeline is not None:
+            peers = range(self.world_size) if group is None else dist.get_process_group_ranks(group)
+            self.lifeline.come_to(what, what, peers)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for all ranks."""
+        self._come_to("a barrier")
+        super().barrier(*args, **kwargs)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Send an object from one rank to all."""
+        self._come_to("a broadcast")
+        return super().broadcast(obj, src)
+
+    def all_reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Combine a tensor of all ranks."""
+        self._come_to(f"{EXCHANGE} of reduced values", group)
+        return super().all_reduce(tensor, group, reduce_op)
+
+    def all_gather(self, tensor: Any, group: Any | None = None, sync_grads: bool = False) -> Any:
+        """Gather a tensor of all ranks."""
+        self._come_to(f"{EXCHANGE} of gathered values", group)
+        return super().all_gather(tensor, group, sync_grads)
+
     @contextmanager
     def shared_weights(self) -> Iterator[None]:
         """Have the weights that all ranks share in the modules, to evaluate them; a collective call."""
@@ -196,6 +224,7 @@ class DCTStrategy(DDPStrategy):
             yield
             return
         # Keeps the modules alive meanwhile.
+        self._come_to("an evaluation")
         own = {its.number: (module, its.synchronizer) for module, its in self._synchronized.items()}
         # Ranks delete a module that the user has dropped at different times, and its buffers need all ranks.
         everywhere = set.intersection(*gather_objects(set(own)))

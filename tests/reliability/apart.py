@@ -6,9 +6,11 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.fabric import Fabric
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import lightning_dct.fabric  # noqa: F401
 from lightning_dct import (
     DCTFSDPStrategy,
     DCTPipelineStrategy,
@@ -16,6 +18,7 @@ from lightning_dct import (
     ShardedEmbeddingBags,
     SplitPoint,
     SplitSequential,
+    Updates,
 )
 from lightning_dct.callbacks import failures
 from lightning_dct.failures import course, lifeline
@@ -122,9 +125,40 @@ class Model(pl.LightningModule):
         return torch.optim.SGD(chosen.parameters(), 0.1)
 
 
+def loop(way: str) -> None:
+    """Train without a Trainer; rank 0 makes the mistake."""
+    is_first, fabric, model = os.environ["RANK"] == "0", None, nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    if way.startswith("fabric"):
+        fabric = Fabric(strategy="dct", accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]))
+        fabric.launch()
+        model, optimizer = fabric.setup(model, optimizer)
+        evaluation = fabric.strategy.shared_weights
+    else:
+        dist.init_process_group("gloo")
+        evaluation = Updates(model, optimizer).shared_weights
+    for step in range(12):
+        is_apart = is_first and step == 9
+        if is_apart and "fewer batches" in way:
+            break
+        model(torch.randn(4, 8)).square().mean().backward()
+        if is_apart and fabric is not None:
+            fabric.barrier() if "barrier" in way else fabric.all_gather(torch.ones(1))
+        if is_apart and "evaluation" in way:
+            with evaluation():
+                pass
+        if not (is_apart and "fewer steps" in way):
+            optimizer.step()
+    with evaluation():
+        pass
+
+
 def train(way: str, folder: str) -> None:
     """Train on every rank; rank 0 makes the mistake."""
     lifeline.GRACE_S, course.LATE_S = 1.5, 3.0
+    if way.startswith(("fabric", "loop")):
+        loop(way)
+        return
     failures.PATIENCE_S = 200.0  # the others may be slow on a busy machine
     fewer = "fewer" in way and os.environ["RANK"] == "0"
     batches = 12 if not fewer else 1 if "only one" in way else 9

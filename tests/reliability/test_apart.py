@@ -52,6 +52,13 @@ SAYS = {
     "rows, not looked up": ["rank 0 to an exchange of ", " and rank 1 to an exchange of embedding rows after 4 steps"],
     "barrier of its own": ["rank 0 to `barrier`, called in ", "apart.py, line ", "in optimizer step 5"],
     "barrier of its own in validation": ["rank 0 to `barrier`, called in ", "apart.py, line "],
+    "fabric, fewer batches": [
+        "rank 0 to an evaluation and rank 1 to an exchange of 2 parameters, in optimizer step 10"
+    ],
+    "fabric, barrier": ["rank 0 to a barrier and rank 1 to an exchange of 2 parameters, in optimizer step 10"],
+    "fabric, gathering": ["to an exchange of gathered values and rank 1 to an exchange of 2 parameters"],
+    "loop, fewer steps": ["rank 0 to an evaluation and rank 1 to an exchange of 2 parameters, in optimizer step 12"],
+    "loop, evaluation": ["rank 0 to an evaluation and rank 1 to an exchange of 2 parameters, in optimizer step 10"],
     "more parameters": [
         "an exchange of 8 parameters, 'extra.weight', 'extra.bias' added, in optimizer step 5",
         "`param_groups`",

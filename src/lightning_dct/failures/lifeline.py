@@ -22,6 +22,7 @@ import threading
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
+from multiprocessing.util import Finalize
 from typing import Any
 
 import torch.distributed as dist
@@ -210,6 +211,22 @@ class Lifeline:
     def _print(self, sentence: str) -> None:
         with suppress(OSError, ValueError):  # standard error is closed, or it cannot be encoded
             print(f"lightning_dct, rank {self._rank}: {sentence}", file=sys.stderr, flush=True)
+
+
+_of_processes: dict[dist.ProcessGroup | None, Lifeline | None] = {}
+
+
+def lifeline_of_process(wanted: bool | int = True) -> Lifeline | None:
+    """The lifeline of loops without a Trainer: one for each default process group, until the process ends.
+
+    The first call is a collective one: see :meth:`Lifeline.open`.
+    """
+    world = dist.group.WORLD
+    if world not in _of_processes:
+        lifeline = _of_processes[world] = Lifeline.open(wanted)
+        if lifeline is not None:
+            Finalize(None, lifeline.close, exitpriority=0)  # also in processes of multiprocessing
+    return _of_processes[world]
 
 
 def check_lifelines(wanted: bool | int) -> None:

@@ -30,7 +30,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_dct.agreement import check_agreement, describe_optimizers
 from lightning_dct.compress.awaited import clock_of
 from lightning_dct.config import DCTConfig
-from lightning_dct.failures.lifeline import Lifeline
+from lightning_dct.failures.lifeline import lifeline_of_process
 from lightning_dct.law import Given, RunSettings
 from lightning_dct.profiling import recorded
 from lightning_dct.sync.optimizer_trial import refuse
@@ -43,10 +43,11 @@ class _Loop:
 
     _timeout: timedelta | None = None
     project: Callable[[Module], None] | None = None
-    lifeline: Lifeline | None = None
 
-    def __init__(self, config: DCTConfig, model: Module) -> None:
+    def __init__(self, config: DCTConfig, model: Module, group: dist.ProcessGroup) -> None:
         self.config = config
+        # It connects all ranks of the job.
+        self.lifeline = lifeline_of_process() if group.size() == dist.get_world_size() else None
         # Which rank tells and warns; Lightning sets it, too.
         rank_zero_only.rank = getattr(rank_zero_only, "rank", dist.get_rank())  # type: ignore[attr-defined]
         # As torchrun says it; without it, each rank counts as a node of its own.
@@ -102,7 +103,7 @@ class Updates(_Loop):
             refuse(optimizer)
         self.project = project
         run_settings = RunSettings(given, group.size(), math.inf if steps is None else steps)
-        super().__init__(run_settings.at(0), model)
+        super().__init__(run_settings.at(0), model, group)
         check_settings(given.config, model, {"process_group": group}, {"steps": steps})
         self.synchronizer = make_update_synchronizer(self, model, group, average_buffers, lambda: self.optimizers)
         self.synchronizer.run_settings = run_settings
@@ -119,6 +120,7 @@ class Updates(_Loop):
     @contextmanager
     def shared_weights(self) -> Iterator[None]:
         """Have the weights that all ranks share in the model, to evaluate or save them; a collective call."""
+        self.synchronizer.come_to("an evaluation", "an evaluation")
         self.synchronizer.begin_evaluation()
         try:
             yield
@@ -145,6 +147,7 @@ class Updates(_Loop):
         """Leave the shared weights in the model, and exchange no more; a collective call."""
         for handle in self._handles:
             handle.remove()
+        self.synchronizer.come_to("the end", "`close`")
         self.synchronizer.apply_all()
         self.synchronizer.begin_evaluation()
         self.synchronizer.exchange.close()
@@ -170,7 +173,7 @@ class Gradients(_Loop):
     """
 
     def __init__(self, model: DistributedDataParallel, *, scaler: GradScaler | None = None, **settings: Any) -> None:
-        super().__init__(DCTConfig(**{"compress": "gradients", **settings}), model)
+        super().__init__(DCTConfig(**{"compress": "gradients", **settings}), model, model.process_group)
         if self.config.compress != "gradients":
             raise ValueError("`Gradients` exchanges gradients; got `compress='updates'`. Use `Updates`.")
         check_settings(self.config, model.module, {"process_group": model.process_group}, {})
