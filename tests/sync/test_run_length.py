@@ -161,6 +161,22 @@ def test_steps_by_hand_are_counted(
         assert set(seen[counted_after:]) == {chosen_for(makes)}
 
 
+class Skips(Module):
+    """Ends each epoch after four batches, as `on_train_batch_start` may."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx >= 4 else None
+
+
+def test_epochs_that_the_module_ends_early_are_counted(ranks: Any) -> None:
+    """Lightning expects 16 epochs of 64 steps, and there are 16 of 4; the first count comes in the fourth of them."""
+    assert chosen_for(64) == chosen_for(70) != chosen_for(16 * 64)
+    for seen in ranks(2).run(counted_settings, Skips(), {"max_epochs": 16}):
+        assert seen[0] == chosen_for(16 * 64)
+        assert len(seen) == 64
+        assert set(seen[16:]) == {chosen_for(64)}
+
+
 def test_an_accumulation_that_changes_is_known(ranks: Any) -> None:
     """64 batches at once, and 64 in eights: 72 steps, and not 128."""
     scheduled = {"max_epochs": 2, "callbacks": [GradientAccumulationScheduler({0: 1, 1: 8})]}

@@ -82,7 +82,8 @@ def share_done(trainer: pl.Trainer, batches: float) -> float:
     done = trainer.fit_loop.epoch_loop.total_batch_idx
     if not batches or done < FIRST_COUNTED or done & (done - 1):
         return 0.0
-    return max(done / batches, trainer.global_step / trainer.max_steps if trainer.max_steps > 0 else 0.0)
+    limits = ((trainer.global_step, trainer.max_steps), (trainer.current_epoch, trainer.max_epochs or 0))
+    return max(done / batches, *(reached / most for reached, most in limits if most > 0))
 
 
 def require_dct(trainer: pl.Trainer, callback: pl.Callback) -> None:
