@@ -134,8 +134,8 @@ class ThresholdedStrategy(CheckpointedStrategy):
                 " step. Use `precision='bf16-mixed'` instead of `'16-mixed'`."
             )
         if tables:
-            for table in tables.values():
-                table.exchange_group.come_to = self._come_to_rows
+            for name, table in tables.items():
+                table.exchange_group.come_to = partial(self._come_to_rows, name)
             rows = {id(module.weight) for module in tables.values()}
             group = next(iter(tables.values())).exchange_group.group
             install_clipping(self.precision_plugin, group, lambda parameter: id(parameter) in rows)
@@ -253,10 +253,10 @@ class ThresholdedStrategy(CheckpointedStrategy):
         peers = range(self.world_size) if group is None else dist.get_process_group_ranks(group)
         self.lifeline.come_to(f"{what} {detail}".strip(), said, peers, patience_s)
 
-    def _come_to_rows(self) -> None:
+    def _come_to_rows(self, name: str, what: str) -> None:
         """Come to an exchange of rows in fit, outside evaluations, in which ranks may have more batches."""
         if self._module.trainer.training:
-            self.come_to(f"{EXCHANGE} of embedding rows")
+            self.come_to(f"{EXCHANGE} of {what} of {name!r}")
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""

@@ -41,6 +41,7 @@ class Model(pl.LightningModule):
         if way.startswith("stage"):
             self.model, self.extra = SplitSequential(nn.Linear(8, 8), SplitPoint(), nn.Linear(8, 8)), None
         self.tables = ShardedEmbeddingBags([9], 4) if way.startswith("rows") else None
+        self.others = ShardedEmbeddingBags([9], 4, seed=1) if "other order" in way else None
 
     @property
     def automatic_optimization(self) -> bool:
@@ -70,8 +71,13 @@ class Model(pl.LightningModule):
                 self.all_gather(batch[0])
         output = self.model(batch[0])
         loss = (output if self.extra is None else output + self.extra(batch[0])).square().mean()
-        if self.tables is not None:
-            loss = loss + self.tables(torch.ones(4, 1, dtype=torch.int64)).mean()
+        ids, is_apart = torch.ones(4, 1, dtype=torch.int64), self.global_rank == 0 and batch_idx == 4
+        if is_apart and "exact" in self.way:
+            with torch.no_grad():
+                self.tables(ids)
+        tables = [one for one in (self.tables, self.others) if one is not None]
+        for one in tables[::-1] if is_apart else tables:
+            loss = loss + one(ids).mean()
         if self.global_rank == 0 and batch_idx == 4 and "after forward" in self.way:
             self.all_gather(batch[0])
         if "log" in self.way:

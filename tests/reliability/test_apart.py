@@ -48,8 +48,12 @@ SAYS = {
     "gathering in predict": [
         "rank 0 to an exchange of gathered values in `predict` and rank 1 to the end in `predict`"
     ],
-    "rows, looked up alone": ["rank 0 to an exchange of embedding rows after 12 steps and rank 1 to "],
-    "rows, not looked up": ["rank 0 to an exchange of ", " and rank 1 to an exchange of embedding rows after 4 steps"],
+    "rows, looked up alone": ["rank 0 to an exchange of exact rows of 'tables' after 12 steps and rank 1 to "],
+    "rows, once more exact": ["exchange of exact rows of 'tables' after 4 steps and rank 1 to an exchange of rows of"],
+    "rows, in other order": [
+        "exchange of rows of 'others' after 4 steps and rank 1 to an exchange of rows of 'tables'"
+    ],
+    "rows, not looked up": ["rank 0 to an exchange of ", " and rank 1 to an exchange of rows of 'tables' after 4"],
     "barrier of its own": ["rank 0 to `barrier`, called in ", "apart.py, line ", "in optimizer step 5"],
     "barrier of its own in validation": ["rank 0 to `barrier`, called in ", "apart.py, line "],
     "fabric, fewer batches": [
