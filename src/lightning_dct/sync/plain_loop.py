@@ -63,8 +63,8 @@ class Updates(_Loop):
     Each rank trains its own weights with its own optimizer on its own data. The optimizers' step hooks exchange what
     weights have moved; :mod:`lightning_dct.sync.updates` has the equations. Do not wrap the model in
     ``DistributedDataParallel``. All ranks make this object together, after ``torch.distributed.init_process_group``;
-    they continue with the weights of the first one. Every rank must make the same steps: a loss scaler that skips a
-    step on one rank, as with fp16, leaves the others waiting. Use bf16.
+    they continue with the weights of the first one. Every rank must make the same steps, or all end with an error: a
+    loss scaler may skip a step on one rank, as with fp16. Use bf16.
 
     Args:
         model: Its parameters may be of several optimizers, or of none.
