@@ -4,6 +4,7 @@ import gc
 import math
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
