@@ -129,13 +129,17 @@ def test_a_plain_loop_needs_no_lightning(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "first", ["from lightning_dct import DCTStrategy", "import lightning_dct.callbacks.run_advice"]
+    "first",
+    [
+        "from lightning_dct import DCTStrategy",
+        "import lightning_dct.callbacks.run_advice",
+        "import lightning_dct.pipeline.pipeline_strategy",
+        "import lightning_dct.fabric",
+    ],
 )
 def test_any_name_may_be_imported_before_lightning(tmp_path: Path, first: str) -> None:
-    run(
-        f"{first}\nfrom lightning.pytorch.strategies import StrategyRegistry\nassert 'dct' in StrategyRegistry",
-        tmp_path,
-    )
+    script = "from lightning.pytorch.strategies import StrategyRegistry\nprint(StrategyRegistry.get('dct_pipeline'))"
+    assert "DCTPipelineStrategy" in run(f"{first}\n{script}", tmp_path)
 
 
 def test_names_where_newer_ones_are_missing(tmp_path: Path) -> None:

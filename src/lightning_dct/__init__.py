@@ -18,7 +18,7 @@ from lightning_dct.embedding.growing import GrowingEmbeddingBags
 from lightning_dct.embedding.optimizers import RowWiseAdagrad
 from lightning_dct.embedding.sharded import ShardedEmbeddingBags
 from lightning_dct.pipeline.sequential import SplitSequential
-from lightning_dct.registration import TRAINER, register_strategies
+from lightning_dct.registration import register_strategies
 from lightning_dct.sync.plain_loop import Gradients, Updates
 
 if TYPE_CHECKING:
@@ -69,7 +69,6 @@ _PLACES = {
 def __getattr__(name: str) -> Any:
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import_module(TRAINER)  # else the module below would be half imported when the strategies register
     return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
 
 

@@ -31,9 +31,9 @@ from lightning_dct.failures.course import EXCHANGE
 from lightning_dct.failures.lifeline import Lifeline, check_lifelines, lifeline_of_process
 from lightning_dct.failures.process_group import group_is_made
 from lightning_dct.law import Given, RunSettings
-from lightning_dct.lightning_private import BackwardSyncControl, StrategyRegistry
+from lightning_dct.lightning_private import BackwardSyncControl
 from lightning_dct.profiling import recorded
-from lightning_dct.strategy import DCTStrategy as TrainerStrategy
+from lightning_dct.registration import ENDINGS
 from lightning_dct.sync import setup
 from lightning_dct.sync.optimizer_trial import refuse
 from lightning_dct.sync.step_guard import StepGuard
@@ -139,11 +139,7 @@ class DCTStrategy(DDPStrategy):
     def set_density(self, density: float) -> None:
         """Send this share of each tensor's entries from the next exchange on, of all modules that are set up.
 
-        All ranks call this together, between two optimizer steps, and decide alike. ``fabric.save`` keeps the density.
-
-        Raises:
-            TypeError: It is no number.
-            ValueError: It is out of range, or the ranks differ. Raised on every rank.
+        As ``DCTStrategy.set_density`` for the Trainer. ``fabric.save`` keeps the density.
         """
         check_density("set_density(density)", density)
         self._come_to("a change of the density")
@@ -339,12 +335,6 @@ class DCTStrategy(DDPStrategy):
                 stack.enter_context(synchronizer.weights.in_model())
             yield
 
-    @classmethod
-    def register_strategies(cls, strategy_registry: StrategyRegistry) -> None:
-        """Register this strategy's names with Fabric's registry."""
-        for name, settings in TrainerStrategy.registered_names.items():
-            strategy_registry.register(name, cls, description="DCT strategy for Fabric", override=True, **settings)
-
 
 class _Synchronized(NamedTuple):
     """A module's number, its synchronizer, and the optimizers that step its parameters, in the order of setup."""
@@ -401,4 +391,7 @@ def _part(path: Any, index: int) -> str:
     return f"{path}.module-{index}"
 
 
-DCTStrategy.register_strategies(STRATEGY_REGISTRY)
+for _ending, _settings in ENDINGS.items():
+    STRATEGY_REGISTRY.register(
+        f"dct{_ending}", DCTStrategy, description="DCT strategy for Fabric", override=True, **_settings
+    )

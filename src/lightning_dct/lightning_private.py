@@ -14,7 +14,6 @@ private part                       no public hook lies there
 ``_logger_connector``              whether this step is logged
 ``_batches_that_stepped``          the number by which Lightning logs a step
 ``_active_loop``                   whether this batch is the last of an evaluation, also within fit
-``_StrategyRegistry``              the type of ``register_strategies``'s argument
 ``_BackwardSyncControl``           how Fabric accumulates gradients
 ``_METADATA_FILENAME``             the mark by which Lightning knows a folder of a distributed checkpoint
 =================================  ==================================================================================
@@ -24,11 +23,10 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.fabric.strategies.registry import _StrategyRegistry as StrategyRegistry
 from lightning.fabric.strategies.strategy import _BackwardSyncControl as BackwardSyncControl
 from lightning.fabric.utilities.load import _METADATA_FILENAME as METADATA_FILENAME
 
-__all__ = ["METADATA_FILENAME", "BackwardSyncControl", "StrategyRegistry"]
+__all__ = ["METADATA_FILENAME", "BackwardSyncControl"]
 _AGREEMENT = "_broadcast_sigterm_tensor"
 
 

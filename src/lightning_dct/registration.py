@@ -7,11 +7,29 @@ strategies, so a hook of the import system waits for it.
 import importlib.util
 import sys
 from collections.abc import Sequence
+from functools import partial
+from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 TRAINER = "lightning.pytorch"
+ENDINGS: dict[str, dict[str, Any]] = {
+    "": {"start_method": "popen"},
+    "_spawn": {"start_method": "spawn"},
+    "_fork": {"start_method": "fork"},
+    "_notebook": {"start_method": "fork"},
+    "_find_unused_parameters_true": {"start_method": "popen", "find_unused_parameters": True},
+}
+"""Of names of strategies that start processes, with what each means."""
+NAMES = {
+    **{f"dct{ending}": ("DCTStrategy", settings) for ending, settings in ENDINGS.items()},
+    **{f"dct_pipeline{end}": ("DCTPipelineStrategy", given) for end, given in ENDINGS.items() if "unused" not in end},
+    "dct_fsdp": ("DCTFSDPStrategy", {}),
+    "dct_elastic": ("DCTElasticStrategy", {}),
+}
+"""The public class of each name, and the settings that it begins with."""
 
 
 def register_strategies() -> None:
@@ -25,13 +43,13 @@ def register_strategies() -> None:
 def _register() -> None:
     from lightning.pytorch.strategies import StrategyRegistry
 
-    from lightning_dct.elastic.elastic_strategy import DCTElasticStrategy
-    from lightning_dct.fsdp.fsdp_strategy import DCTFSDPStrategy
-    from lightning_dct.pipeline.pipeline_strategy import DCTPipelineStrategy
-    from lightning_dct.strategy import DCTStrategy
+    for name, (kind, settings) in NAMES.items():
+        StrategyRegistry.register(name, partial(_make, kind), description=kind, override=True, **settings)
 
-    for strategy in (DCTStrategy, DCTPipelineStrategy, DCTFSDPStrategy, DCTElasticStrategy):
-        strategy.register_strategies(StrategyRegistry)
+
+def _make(kind: str, **settings: Any) -> Any:
+    # Imported only now, because one of this package's modules may be what imports the Trainer.
+    return getattr(import_module("lightning_dct"), kind)(**settings)
 
 
 class _Awaiting(MetaPathFinder):

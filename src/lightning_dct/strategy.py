@@ -3,7 +3,7 @@
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import Any, ClassVar
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.accelerators import Accelerator
@@ -66,13 +66,6 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
     """
 
     strategy_name = "dct"
-    registered_names: ClassVar[dict[str, dict[str, Any]]] = {
-        "dct": {"start_method": "popen"},
-        "dct_spawn": {"start_method": "spawn"},
-        "dct_fork": {"start_method": "fork"},
-        "dct_notebook": {"start_method": "fork"},
-        "dct_find_unused_parameters_true": {"start_method": "popen", "find_unused_parameters": True},
-    }
 
     def __init__(
         self,

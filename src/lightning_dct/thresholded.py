@@ -37,7 +37,6 @@ from lightning_dct.failures.course import EXCHANGE, IN_FORWARD
 from lightning_dct.failures.lifeline import Lifeline, check_lifelines
 from lightning_dct.failures.process_group import group_is_made
 from lightning_dct.law import Given, RunLength, RunSettings
-from lightning_dct.lightning_private import StrategyRegistry
 from lightning_dct.profiling import shown_by
 from lightning_dct.saving import CheckpointedStrategy
 from lightning_dct.sync.step_guard import StepGuard
@@ -53,7 +52,6 @@ class ThresholdedStrategy(CheckpointedStrategy):
     signalled. A number is the port at which rank 0 listens.
     """
 
-    registered_names: ClassVar[dict[str, dict[str, Any]]]
     # Name of the uncompressed counterpart, for advice.
     dense_rival: ClassVar[str] = "DDP"
     # Message for a run with a single rank.
@@ -353,12 +351,6 @@ class ThresholdedStrategy(CheckpointedStrategy):
         # DistributedDataParallel is part of a reference cycle. If it is alive when the process ends, gloo's threads
         # sometimes abort the process (also with plain DDP, torch 2.13).
         gc.collect()
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: StrategyRegistry) -> None:
-        """Register this strategy's names with a Lightning registry."""
-        for name, settings in cls.registered_names.items():
-            strategy_registry.register(name, cls, description=cls.__name__, override=True, **settings)
 
 
 def check_torch(kind: type) -> None:

@@ -223,7 +223,7 @@ def test_with_too_many_picks_the_largest_go_and_the_rest_stays() -> None:
     left[1000:] = 0.0
     assert torch.equal(kept["base"], left)
     # That is the next threshold, because far too many have reached this one.
-    assert rank.memory.thresholds.values()[0] == pytest.approx(0.99 / 2)
+    assert next(iter(rank.memory.thresholds.by_label().values())) == pytest.approx(0.99 / 2)
 
 
 @pytest.mark.parametrize("code", ["bitmap", "few"])

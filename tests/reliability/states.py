@@ -222,7 +222,7 @@ def take_over(state: dict[str, Any]) -> None:
         for name, residual in memory.residuals.state_dict().items():
             assert residual.numel() == SIZES.get(name, residual.numel())
             assert residual.isfinite().all()
-        assert all(0 < threshold < math.inf for threshold in memory.thresholds.values())
+        assert all(0 < threshold < math.inf for threshold in memory.thresholds.by_label().values())
     assert 0 <= merged["synchronisations"] < 10**12
     for tables in (states[0] for states in merged["modules"].values()):
         check_memory(tables, TABLES, DIM)

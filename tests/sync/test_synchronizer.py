@@ -89,7 +89,7 @@ def test_the_guard_outlives_200_steps_of_nothing() -> None:
     ranks.step(gradients(0, sizes={"a": 2000}))
     for _ in range(200):
         ranks.step(nothing)
-    (threshold,) = ranks.synchronizers[0].thresholds.values()
+    (threshold,) = ranks.synchronizers[0].thresholds.by_label().values()
     assert 0 < threshold < float("inf")
     assert sent(ranks, ["a"])[0].positions.numel() == 0
     local = gradients(1, sizes={"a": 2000})

@@ -155,7 +155,7 @@ class CompressionMonitor(pl.Callback):
         }
         if sent := dp.bytes_sent + mp.bytes_sent:
             metrics["dct/compression_ratio"] = (dp.bytes_dense + mp.bytes_dense) / sent
-        thresholds = [] if synchronizer is None else synchronizer.thresholds.values()
+        thresholds = [] if synchronizer is None else [*synchronizer.thresholds.by_label().values()]
         norm = None if synchronizer is None else synchronizer.norm()
         metrics |= part_metrics("dp", totals["dp"], dp, thresholds, norm)
         modules = _modules_of(trainer)

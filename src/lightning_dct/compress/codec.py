@@ -56,14 +56,12 @@ def compress(memory: Memory, bucket: Bucket, plan: BucketPlan, deferred: set[int
     memory.selected |= bool(missing)
     if must_not_wait(bucket.bases[0].device):
         return import_module(ON_GPU).pack(memory, bucket, plan, used, deferred, how)
-    if not plan.parts:
-        return on_cpu.pack(memory, bucket, plan, deferred, how)
     sent, before = [], 0
-    for part in plan.parts:
+    for part in plan.parts or (plan,):
         sent.append(on_cpu.pack(memory, bucket, part, {index - before for index in deferred}, how))
         before += len(part.names)
     payloads, entries, dense = zip(*sent, strict=True)
-    return Compressed(torch.cat(payloads), sum(entries), sum(dense))
+    return Compressed(torch.cat(payloads) if plan.parts else payloads[0], sum(entries), sum(dense))
 
 
 def decompress(memory: Memory, received: Received, buffer: Tensor) -> Tensor:

@@ -207,10 +207,6 @@ class Thresholds:
                 self._take_back([label])
                 del self.targets[label], self._values[label]
 
-    def values(self) -> list[float]:
-        """All thresholds, in no particular order. This waits for a GPU."""
-        return list(self.by_label().values())
-
     def by_label(self) -> dict[str, float]:
         """All thresholds by label: a parameter, or a piece of one. This waits for a GPU."""
         found = {name: float(value) for name, value in self._values.items()}

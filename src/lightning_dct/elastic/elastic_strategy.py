@@ -67,7 +67,6 @@ class DCTElasticStrategy(DCTStrategy):
     """
 
     strategy_name = "dct_elastic"
-    registered_names: ClassVar[dict[str, dict[str, Any]]] = {"dct_elastic": {}}
     without_tables = "Rows would be lost with a rank that dies. Use `strategy='dct'`."
     restore_checkpoint_after_setup = True
     fits: ClassVar[int] = 0  # of this process

@@ -65,7 +65,6 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
     """
 
     strategy_name = "dct_fsdp"
-    registered_names = {"dct_fsdp": {}}
     dense_rival = "HSDP"
     when_alone = (
         "A single replica (`replicas=1`, the default on one node) exchanges nothing, so nothing is compressed. Give"

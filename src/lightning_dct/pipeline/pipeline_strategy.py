@@ -76,11 +76,6 @@ class DCTPipelineStrategy(DCTStrategy):
     when_alone = ""
     not_copied_because = "and each rank has the parameters of its own stage only"
     without_tables = "Use `torch.nn.EmbeddingBag` in a stage, or `DCTStrategy`."
-    registered_names = {
-        name.replace("dct", "dct_pipeline"): settings
-        for name, settings in DCTStrategy.registered_names.items()
-        if "find_unused_parameters" not in settings
-    }
 
     def __init__(
         self,

@@ -142,13 +142,9 @@ class GradientSynchronizer(Synchronizer):
         # DDP passes complex parameters as real numbers of twice their size, and `bucket.gradients()` does not.
         sizes = [real_numel(parameter) for parameter in bucket.parameters()]
         plan = self._plan_of(bucket.parameters(), sizes, buffer.dtype)
-        self._count_dense(buffer)
-        return self._start(buffer, plan, self._deferred(bucket, plan))
-
-    def _count_dense(self, buffer: Tensor) -> None:
-        """Count the bytes of the dense fp32 exchange of a bucket."""
         everyone = self.exchange.everyone
         everyone.count_dense(all_reduce_bytes(FP32_BYTES * buffer.numel(), everyone.size))
+        return self._start(buffer, plan, self._deferred(bucket, plan))
 
     def _deferred(self, bucket: GradBucket, plan: BucketPlan) -> set[int]:
         """The tensors of a bucket that this rank's backward did not use."""

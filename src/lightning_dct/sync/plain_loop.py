@@ -43,6 +43,7 @@ class _Loop:
 
     _timeout: timedelta | None = None
     project: Callable[[Module], None] | None = None
+    synchronizer: Any
 
     def __init__(self, config: DCTConfig, model: Module, group: dist.ProcessGroup) -> None:
         self.config = config
@@ -56,6 +57,17 @@ class _Loop:
         self.traffic = Traffic(recorded)
         self.traffic.clock = clock_of(next(model.parameters()).device)
 
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state, to save for each rank with those of model and optimizers: numbers, dicts, CPU tensors.
+
+        Save the model's state within :meth:`Updates.shared_weights`, if updates are exchanged.
+        """
+        return self.synchronizer.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from this rank's saved state (ValueError: a tensor has another size than the parameter's)."""
+        self.synchronizer.load_state_dict(state)
+
 
 class Updates(_Loop):
     """Exchanges the updates of a model's weights after its optimizers' steps.
@@ -64,7 +76,7 @@ class Updates(_Loop):
     weights have moved; :mod:`lightning_dct.sync.updates` has the equations. Do not wrap the model in
     ``DistributedDataParallel``. All ranks make this object together, after ``torch.distributed.init_process_group``;
     they continue with the weights of the first one. Every rank must make the same steps, or all end with an error: a
-    loss scaler may skip a step on one rank, as with fp16. Use bf16.
+    loss scaler may skip a step on one rank, as with fp16. Use bf16. ``traffic`` counts bytes and times.
 
     Args:
         model: Its parameters may be of several optimizers, or of none.
@@ -74,9 +86,6 @@ class Updates(_Loop):
         average_buffers: Average the running statistics of normalisation layers, and take other buffers from rank 0.
         project: Brings the weights of the model back into their bounds after each step, in place.
         **settings: Those of :class:`~lightning_dct.DCTConfig`, for updates.
-
-    Attributes:
-        traffic: Counts bytes and times.
 
     Raises:
         TypeError: A setting has the wrong type, or its name is not known.
@@ -127,21 +136,10 @@ class Updates(_Loop):
         finally:
             self.synchronizer.end_evaluation()
 
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's state: plain numbers, dicts and CPU tensors.
-
-        Save it for each rank, with the optimizers' states, and once the model's state within :meth:`shared_weights`.
-        """
-        return self.synchronizer.state_dict()
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from this rank's saved state, after the model's state with the shared weights has been loaded.
-
-        Raises:
-            ValueError: A saved tensor has another size than the parameter of its name.
-        """
+        """Continue from this rank's saved state, after the model's state with the shared weights has been loaded."""
         self.synchronizer.weights.forget()
-        self.synchronizer.load_state_dict(state)
+        super().load_state_dict(state)
 
     def close(self) -> None:
         """Leave the shared weights in the model, and exchange no more; a collective call."""
@@ -156,15 +154,13 @@ class Updates(_Loop):
 class Gradients(_Loop):
     """Averages compressed gradients in every backward, as the communication hook of ``DistributedDataParallel``.
 
-    All ranks make this object together, after they have wrapped the model, and step as without it.
+    All ranks make this object together, after they have wrapped the model, and step as without it. ``traffic`` counts
+    bytes and times.
 
     Args:
         model: The wrapped model.
         scaler: The ``GradScaler`` of training in fp16.
         **settings: Those of :class:`~lightning_dct.DCTConfig`, for gradients.
-
-    Attributes:
-        traffic: Counts bytes and times.
 
     Raises:
         TypeError: A setting has the wrong type, or its name is not known.
@@ -180,15 +176,3 @@ class Gradients(_Loop):
         self.synchronizer = make_gradient_synchronizer(self, model, scaler)
         self.synchronizer.refresh_every = self.config.refresh_every
         model.register_comm_hook(None, self.synchronizer.hook)
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's state, to save for each rank: plain numbers, dicts and CPU tensors."""
-        return self.synchronizer.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from this rank's saved state.
-
-        Raises:
-            ValueError: A saved residual has another size than the parameter of its name.
-        """
-        self.synchronizer.load_state_dict(state)
