@@ -1,4 +1,4 @@
-"""Shows in a few minutes what the package does: two trainings on two processes, dense and with ``dct``.
+"""Shows in five minutes what the package does: two trainings on two processes, dense and with ``dct``.
 
     python experiments/demo.py
 

@@ -243,9 +243,9 @@ def test_corrupt_payload_is_an_error_on_every_rank(ranks: Any) -> None:
 
 
 def skip_a_step_of_one(exchange: str, local_steps: int, density: float | None = None) -> str:
-    """Two nets of the same size, of which rank 1 once leaves out the step of the first; Fabric has no lifelines."""
+    """Two nets of the same size, of which rank 1 once leaves out the step of the first, without lifelines."""
     strategy = lightning_dct.fabric.DCTStrategy(
-        exchange=exchange, local_steps=local_steps, density=density, warmup_steps=0
+        exchange=exchange, local_steps=local_steps, density=density, warmup_steps=0, lifelines=False
     )
     fabric = Fabric(accelerator=accelerator(), devices=dist.get_world_size(), strategy=strategy)
     fabric.launch()
