@@ -102,7 +102,7 @@ def _serve(listener: socket.socket, command: str) -> NoReturn:
                 selector.unregister(key.fileobj)
                 os.close(key.fileobj)
                 asker.close()
-            else:
+            elif key.fd in selector.get_map():  # its fork may have ended in this very round
                 _pass_on(key.fileobj, key.data, selector)
 
 
@@ -114,7 +114,8 @@ def _pass_on(asker: Any, pid: int, selector: selectors.BaseSelector) -> None:
     if not numbers:  # the command was killed
         selector.unregister(asker)
     for number in numbers or [signal.SIGKILL]:
-        os.kill(pid, number)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def _begin(listener: socket.socket, selector: selectors.BaseSelector, command: str) -> None:
