@@ -246,10 +246,9 @@ class Sending(NamedTuple):
     """How the buckets of one synchronisation are sent and added; the same for all of them.
 
     Attributes:
-        tag: Marks the payloads, so that those of another step or of other tensors are refused: see
-            :func:`~lightning_dct.wire.payload.tag_of`.
+        tag: Marks the payloads; others are refused. See :func:`~lightning_dct.wire.payload.tag_of`.
         scale: Factor on gradients that undoes the loss scale of mixed-precision training.
-        lost: Share of what is not sent that own weights lose.
+        lost: Share of what is not sent that own weights lose, if entries are read from weights in place.
         lengthening: The most that a mean is lengthened by; see :func:`~lightning_dct.kernels.weights_by_senders`.
     """
 

@@ -99,5 +99,6 @@ def take_situation(module: pl.LightningModule, situation: Mapping[str, Any]) -> 
     for one, path in zip(module.trainer.checkpoint_callbacks, situation["folders"], strict=True):
         if path is not None:
             one.dirpath = path  # type: ignore[attr-defined]
+    trained = set(situation["trained"])
     for name, parameter in module.named_parameters():
-        parameter.requires_grad_(name in situation["trained"])
+        parameter.requires_grad_(name in trained)

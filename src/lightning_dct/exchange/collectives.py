@@ -1,4 +1,4 @@
-"""The collectives: the only place where this rank sends bytes, and where they are counted."""
+"""The collectives of exchanges, which count what they send; tables and pipelines have their own."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence

@@ -91,7 +91,7 @@ class UpdateFlow:
         """Start sending updates that are not read from the weights in place."""
         moved = self._weights.movement(names, plan.residual_dtype)
         left = self._memory.residual_of(plan, moved.device)
-        pending = self._start(Bucket([moved], [left], 1.0), plan, how._replace(lost=0.0))
+        pending = self._start(Bucket([moved], [left], 1.0), plan, how)
         # What is not sent stays in the weights, and the residual is not needed any more.
         if how.lost:
             self._weights.add_own(names, left.mul_(how.lost), -1.0)
