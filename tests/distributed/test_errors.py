@@ -17,6 +17,7 @@ from distributed.training import Module, fit, perceptron, rank, trainer_for
 from embedding.hybrid import Hybrid
 from embedding.hybrid import batches as hybrid_batches
 from lightning_dct import DCTPipelineStrategy, DCTStrategy, ShardedEmbeddingBags, SplitPoint, ThresholdRefresh
+from lightning_dct.failures.lifeline import lifeline_of_process
 from one_card import DEVICE, accelerator
 from pipeline.split_models import SplitModule
 from pipeline.split_models import batches as stage_batches
@@ -244,6 +245,7 @@ def test_corrupt_payload_is_an_error_on_every_rank(ranks: Any) -> None:
 
 def skip_a_step_of_one(exchange: str, local_steps: int, density: float | None = None) -> str:
     """Two nets of the same size, of which rank 1 once leaves out the step of the first, without lifelines."""
+    lifeline_of_process()  # as an earlier loop of this process may have had
     strategy = lightning_dct.fabric.DCTStrategy(
         exchange=exchange, local_steps=local_steps, density=density, warmup_steps=0, lifelines=False
     )

@@ -213,7 +213,7 @@ class Lifeline:
             print(f"lightning_dct, rank {self._rank}: {sentence}", file=sys.stderr, flush=True)
 
 
-_of_processes: dict[dist.ProcessGroup | None, Lifeline | None] = {}
+_of_processes: dict[tuple[dist.ProcessGroup | None, bool], Lifeline | None] = {}
 
 
 def lifeline_of_process(wanted: bool | int = True) -> Lifeline | None:
@@ -221,12 +221,12 @@ def lifeline_of_process(wanted: bool | int = True) -> Lifeline | None:
 
     The first call is a collective one: see :meth:`Lifeline.open`.
     """
-    world = dist.group.WORLD
-    if world not in _of_processes:
-        lifeline = _of_processes[world] = Lifeline.open(wanted)
+    key = dist.group.WORLD, bool(wanted)
+    if key not in _of_processes:
+        lifeline = _of_processes[key] = Lifeline.open(wanted)
         if lifeline is not None:
             Finalize(None, lifeline.close, exitpriority=0)  # also in processes of multiprocessing
-    return _of_processes[world]
+    return _of_processes[key]
 
 
 def check_lifelines(wanted: bool | int) -> None:
