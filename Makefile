@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Python compiles what is imported, which is a small part of all these packages.
+export PIP_NO_COMPILE := 1
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 # Where torch brings none: its interpreter runs the kernels for GPUs in the tests.
 TRITON := 3.6.0

@@ -21,7 +21,7 @@ class ErrorAveraging(Callback):
 
     Ranks whose residuals have grown apart send different entries, and an entry that one rank alone sends moves the
     weights by only ``1 / W`` of its value. The model receives the same in the end, because residuals enter it as their
-    mean. With ``exchange="sharded"`` the residuals of owned sums stay as they are, because each has one holder.
+    mean. With ``exchange="two_phase"`` the residuals of owned sums stay as they are, because each has one holder.
 
     The average is a dense all-reduce of the compressed tensors, counted as traffic: at 1% density, bf16 and two ranks,
     one in 1000 steps adds an eighth to the bytes.
@@ -43,7 +43,7 @@ class ErrorAveraging(Callback):
                 "`ErrorAveraging` acts on the residuals of gradients, and this strategy exchanges updates. Use"
                 " `DCTStrategy(compress='gradients')`, or remove the callback."
             )
-        if trainer.strategy.config.exchange == "by_node":
+        if trainer.strategy.config.exchange == "hierarchical":
             raise MisconfigurationException("`ErrorAveraging` needs residuals of ranks: use `exchange='all_gather'`.")
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_index: int) -> None:

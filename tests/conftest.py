@@ -11,10 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, settings
+from lightning_utilities.core.rank_zero import rank_zero_only
 
 from distributed.forking_python import ForkingPython
 from distributed.harness import PYTHON, Ranks, seed
 
+# As Lightning has it, which not every test imports.
+rank_zero_only.rank = getattr(rank_zero_only, "rank", 0)
 # The worker of pytest that this process is may be forked.
 FORKING, sys.executable = sys.executable, PYTHON
 multiprocessing.set_executable(PYTHON)
@@ -32,7 +35,7 @@ gc.disable()
 # more, up to what a test asks for.
 EXAMPLES: dict[str, Any] = {"deadline": None, "derandomize": True, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("quick", max_examples=15, **EXAMPLES)
-settings.register_profile("all", max_examples=40, **EXAMPLES)
+settings.register_profile("all", max_examples=25, **EXAMPLES)
 settings.load_profile("quick")
 
 # What `make test` leaves to `make test-all`: ranks that are killed, start again or come and go, launchers, examples,

@@ -13,7 +13,7 @@ from lightning_dct import DCTConfig
 from lightning_dct.exchange import collectives
 from lightning_dct.exchange.base import Exchange
 from lightning_dct.exchange.collectives import Link
-from lightning_dct.exchange.compressed import AllGather, ByNode, Sharded
+from lightning_dct.exchange.compressed import AllGather, Hierarchical, TwoPhase
 from lightning_dct.exchange.factory import share_model
 from lightning_dct.sync.gradients import GradientSynchronizer
 from lightning_dct.traffic import Traffic
@@ -168,8 +168,8 @@ class EmulatedRanks:
     Args:
         sizes: Entries of each parameter by name.
         world_size: How many ranks.
-        exchange: ``"all_gather"``, ``"sharded"`` or ``"by_node"``.
-        ranks_per_node: For ``"by_node"``.
+        exchange: ``"all_gather"``, ``"two_phase"`` or ``"hierarchical"``.
+        ranks_per_node: For ``"hierarchical"``.
         loss_scale: As for GradientSynchronizer.
         defer_unused: As for GradientSynchronizer.
         **settings: Of DCTConfig.
@@ -264,13 +264,15 @@ class EmulatedRanks:
 
         traffic, parameters, defer_unused = Traffic(), self._parameters[rank], self._defer_unused
         everyone = link(range(self.world_size), ranks_per_node)
-        if name == "sharded":
-            return Sharded(everyone, share_model(config, parameters, 2.0, self.world_size), defer_unused)
-        if name == "by_node":
+        if name == "two_phase":
+            return TwoPhase(everyone, share_model(config, parameters, 2.0, self.world_size), defer_unused)
+        if name == "hierarchical":
             first = rank - rank % ranks_per_node
             inside = link(range(first, first + ranks_per_node), ranks_per_node)
             between = link(range(rank % ranks_per_node, self.world_size, ranks_per_node), 1)
-            return ByNode(everyone, inside, between, share_model(config, parameters, 2.0, ranks_per_node), defer_unused)
+            return Hierarchical(
+                everyone, inside, between, share_model(config, parameters, 2.0, ranks_per_node), defer_unused
+            )
         return AllGather(everyone)
 
     def _run(self, rank: int, gradients: Gradients, buckets: Sequence[Sequence[str]]) -> dict[str, Tensor]:

@@ -59,7 +59,7 @@ SETTINGS = {
     "updates, 1bit": DCTConfig(local_steps=1, warmup_steps=0, density=0.3),
     "updates, bf16": DCTConfig(local_steps=1, warmup_steps=0, density=0.1, value_format="bf16"),
     "gradients, 1bit": DCTConfig(compress="gradients", density=0.1),
-    "gradients, bf16, sharded": DCTConfig(compress="gradients", density=0.1, value_format="bf16", exchange="sharded"),
+    "gradients, bf16, two_phase": DCTConfig(compress="gradients", density=0.1, value_format="bf16", exchange="two_phase"),
 }
 SIZES = {"cuda": (50_000, 30, 9_000), "cpu": (2500, 30, 900)}
 ROUNDS = {"cuda": 4, "cpu": 2}
@@ -147,7 +147,7 @@ def profile(device: torch.device, name: str, bucket: Bucket, density: float) -> 
     sizes = [weights.numel() for weights in bucket.bases]
     names, entries = [str(number) for number in range(len(sizes))], sum(sizes)
     plan = plan_bucket(names, sizes, [density] * len(sizes), torch.float32, "1bit", 16, link_traversals=2.0)
-    memory, sent = Memory({}, guard=True, undoable=False, of_updates=True), list[Tensor]()
+    memory, sent = Memory({}, adapt_threshold=True, undoable=False, of_updates=True), list[Tensor]()
     how = Sending(tag=1, lengthening=1.3)
 
     def pack() -> None:

@@ -34,7 +34,7 @@ def meet(monkeypatch: pytest.MonkeyPatch, ranks: list[Rank]) -> None:
 
 
 def test_ranks_that_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = [({"density": 0.1, "guard": True}, model()) for _ in range(3)]
+    ranks = [({"density": 0.1, "adapt_threshold": True}, model()) for _ in range(3)]
     meet(monkeypatch, ranks)
     for settings, module in ranks:
         check_agreement(settings, module, None)
@@ -53,7 +53,7 @@ def test_without_a_process_group_there_is_nobody_to_disagree_with() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_every_rank_hears_which_setting_differs(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
-    ranks = [({"guard": True, "density": density}, model()) for density in (0.1, 0.2, 0.1)]
+    ranks = [({"adapt_threshold": True, "density": density}, model()) for density in (0.1, 0.2, 0.1)]
     meet(monkeypatch, ranks)
     with pytest.raises(ValueError, match=r"disagree on `density` \(rank 0: 0.1, rank 1: 0.2, rank 2: 0.1\)"):
         check_agreement(*ranks[rank], None)

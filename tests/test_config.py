@@ -36,7 +36,7 @@ NAMES = ["embedding.weight", "layers.0.linear.weight", "layers.0.linear.bias"]
         ("min_tensor_size", 0.5, TypeError),
         ("exchange", "ring", ValueError),
         ("kernel", "cuda", ValueError),
-        ("guard", 1, TypeError),
+        ("adapt_threshold", 1, TypeError),
     ],
 )
 def test_bad_settings_are_named(setting: str, value: Any, error: type[Exception]) -> None:
@@ -70,7 +70,7 @@ def test_densities_of_parameters_become_a_private_plain_dict(mapping: type[Mappi
 def test_pickles() -> None:
     config = DCTConfig(density=0.05, density_per_parameter=OmegaConf.create({"a*": 0.5}), value_format="2bit")
     assert pickle.loads(pickle.dumps(config)) == config
-    assert replace(config, guard=False).density_per_parameter == {"a*": 0.5}
+    assert replace(config, adapt_threshold=False).density_per_parameter == {"a*": 0.5}
 
 
 def test_the_first_pattern_that_matches_wins() -> None:

@@ -1,6 +1,7 @@
 """Runs every example under ``examples/`` on two ranks, as its users do."""
 
 import json
+import math
 import os
 import re
 import runpy
@@ -179,6 +180,25 @@ def test_notebook(tmp_path: Path) -> None:
     # What `strategy="dct"` says there.
     assert "is not compatible with an interactive environment" in output
     assert output.count("Traceback") == 1
+
+
+@pytest.mark.usefixtures("quick_python")
+def test_notebook_on_one_device(tmp_path: Path) -> None:
+    """Its file and its commands. Oracles: both trainings learn as well, and one of them sends less."""
+    cells = json.loads((EXAMPLES / "one_gpu.ipynb").read_text())["cells"]
+    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    (written,) = [source for source in sources if source.startswith("%%writefile two_ranks.py\n")]
+    (tmp_path / "two_ranks.py").write_text(written.split("\n", 1)[1])
+    commands = [line[1:] for source in sources for line in source.splitlines() if line.startswith("!")]
+    starts = {"torchrun": [sys.executable, "-m", "torch.distributed.run"], "python": [sys.executable]}
+    printed = ""
+    for command in commands:
+        program, *words = command.split()
+        printed += printed_by([*starts[program], *words], tmp_path, OMP_NUM_THREADS="1")
+    dense, compressed = (float(loss) for loss in re.findall(r"loss ([\d.]+) on", printed))
+    assert compressed < 1.05 * dense < 0.7 * math.log(10)
+    assert [int(ratio) > 10 for ratio in re.findall(r" (\d+)x fewer", printed)] == [False, True]
+    assert "ms on the link" in printed
 
 
 @pytest.mark.usefixtures("quick_python")

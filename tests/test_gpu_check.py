@@ -17,7 +17,7 @@ def test_every_part_runs_and_finds_what_it_should(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["failed"] == []
-    for name in ("updates, 1bit", "updates, bf16", "gradients, 1bit", "gradients, bf16, sharded"):
+    for name in ("updates, 1bit", "updates, bf16", "gradients, 1bit", "gradients, bf16, two_phase"):
         assert found["rows"][f"gloo, {name}: both ranks bitwise alike"] == "yes"
         assert found["rows"][f"gloo, {name}: bitwise as on the CPU"] == "yes"
     assert " launches" in found["rows"]["5,000 entries, 30%: pack + add 8 payloads"]

@@ -37,9 +37,9 @@ def test_the_loss_by_hand() -> None:
     assert expected_loss(DCTConfig(local_steps=1, density=0.1), 4, 1000) == pytest.approx(1.05)
     assert expected_loss(DCTConfig(local_steps=1, density=0.1), 8, 1000) == pytest.approx(4.2)
     assert expected_loss(DCTConfig(local_steps=1, density=0.1), 64, 1000) == pytest.approx(4.2 * 2.5491, abs=0.001)
-    # With `by_node` the mean is not lengthened, and waiting costs twice as much.
-    by_node = DCTConfig(local_steps=1, density=0.1, exchange="by_node")
-    assert expected_loss(by_node, 4, 1000) == pytest.approx(2.1)
+    # With `hierarchical` the mean is not lengthened, and waiting costs twice as much.
+    hierarchical = DCTConfig(local_steps=1, density=0.1, exchange="hierarchical")
+    assert expected_loss(hierarchical, 4, 1000) == pytest.approx(2.1)
 
 
 # Percent lost against dense training, of runs of some length: docs/evidence/run_length.md has them all.
@@ -103,7 +103,7 @@ def test_bytes_are_those_of_the_exchange_by_hand() -> None:
     assert bytes_sent(few, 2) == pytest.approx(
         1.3 / 8 * ENTRIES / 2, rel=0.01
     )  # a bit for each entry and for each value
-    assert bytes_sent(replace(few, exchange="by_node"), 2) == bytes_sent(few, 2)
+    assert bytes_sent(replace(few, exchange="hierarchical"), 2) == bytes_sent(few, 2)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_bytes_are_those_of_the_exchange_by_hand() -> None:
     [
         ({}, {"local_steps", "density"}),
         ({"local_steps": None, "density": None}, {"local_steps", "density"}),
-        ({"local_steps": 4, "delay": 2}, {"density"}),
+        ({"local_steps": 4, "overlap_steps": 2}, {"density"}),
         ({"density": 0.3}, {"local_steps"}),
         ({"density": 0.3, "local_steps": 8}, set()),
         ({"compress": "gradients"}, set()),
@@ -129,7 +129,7 @@ def test_what_is_given_is_kept(settings: dict[str, Any], left_out: set[str]) -> 
 
 
 def test_a_round_is_no_shorter_than_a_delay() -> None:
-    assert Given.of({"delay": 5}).for_run(8, 10).local_steps == 5
+    assert Given.of({"overlap_steps": 5}).for_run(8, 10).local_steps == 5
 
 
 def test_a_run_of_unknown_length_begins_short_and_doubles() -> None:
@@ -146,7 +146,7 @@ def test_a_run_of_known_length_keeps_its_settings() -> None:
     assert course.at(0) == course.at(4999) == NOTHING.for_run(2, 5000)
     assert course.reached(4999) == 0
     # Tensors that take turns depend on the settings that a run begins with.
-    assert not RunSettings(Given.of({"delay": 1}), 2, math.inf).grows
+    assert not RunSettings(Given.of({"overlap_steps": 1}), 2, math.inf).grows
 
 
 def test_a_run_that_may_end_early_grows_up_to_its_most_steps() -> None:
@@ -168,4 +168,4 @@ def test_counted_steps_take_the_place_of_expected_ones() -> None:
         assert course.is_off(2000) == (unknown == COUNTED)
         course.count(2000)
         assert course.grows == grows
-    assert not RunSettings(Given.of({"delay": 1}), 2, 20_000).is_off(100)
+    assert not RunSettings(Given.of({"overlap_steps": 1}), 2, 20_000).is_off(100)

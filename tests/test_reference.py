@@ -79,7 +79,7 @@ def test_targets(size: int, density: float, passes: int, dtype: torch.dtype, for
 
 
 @pytest.mark.parametrize("kernel", ["torch", "numba"])
-@given(data=st.data(), value_format=formats, dtype=dtypes, guard=st.booleans(), ranks=st.integers(1, 3))
+@given(data=st.data(), value_format=formats, dtype=dtypes, adapt_threshold=st.booleans(), ranks=st.integers(1, 3))
 @examples(60)
 def test_what_ranks_send_what_arrives_and_what_they_remember(kernel: str, data: st.DataObject, **settings: Any) -> None:
     ranks, dtype = settings.pop("ranks"), settings.pop("dtype")
@@ -87,7 +87,7 @@ def test_what_ranks_send_what_arrives_and_what_they_remember(kernel: str, data: 
     targets = tuple(data.draw(st.integers(0, size)) for size in sizes)
     names = tuple("abcd"[: len(sizes)])
     plan = BucketPlan(names, sizes, targets, dtype, settings["value_format"])
-    memories = [Memory({}, settings["guard"], undoable=False, kernel=kernel) for _ in range(ranks)]
+    memories = [Memory({}, settings["adapt_threshold"], undoable=False, kernel=kernel) for _ in range(ranks)]
     residuals = [torch.zeros(sum(sizes), dtype=dtype) for _ in range(ranks)]
     held = [[State() for _ in sizes] for _ in range(ranks)]
     for _ in range(3):

@@ -65,7 +65,7 @@ class Rank:
         self._start = [(own.clone(), shared.clone()) for own, shared in zip(self.own, self.shared, strict=True)]
         self._copy = torch.empty(entries)
         self._source = torch.ones(entries)
-        self.memory = Memory({}, guard=True, undoable=False, of_updates=True)
+        self.memory = Memory({}, adapt_threshold=True, undoable=False, of_updates=True)
         # Twice, so that the guard has adjusted the thresholds.
         self.payloads = [self._compress(number) for _ in range(2) for number in range(len(sizes))][-len(sizes) :]
 

@@ -55,7 +55,7 @@ SYNCHRONISATIONS: dict[str, Callable[[int], Strategy]] = {
     "DCT, updates, 4 steps, 15%": _updates(local_steps=4, density=0.15),
     "DCT, updates, 1 step, 3%": _updates(local_steps=1, density=0.03),
     "DCT, updates, 64 steps, 10%": _updates(local_steps=64, density=0.1),
-    "DCT, updates, 64 steps, 10%, overlapped": _updates(local_steps=64, density=0.1, delay=64),
+    "DCT, updates, 64 steps, 10%, overlapped": _updates(local_steps=64, density=0.1, overlap_steps=64),
     "HSDP, fp32": lambda steps: HSDPStrategy(),
     "dct_fsdp, updates": lambda steps: DCTFSDPStrategy(warmup_steps=0),
 }

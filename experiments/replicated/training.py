@@ -272,7 +272,7 @@ def train(job: Job, report: Report | None = None) -> dict[str, Any]:
         }
         if not replicas.updates:
             return {**figures, "ratio": 1.0, "exchange": None, "settings": None}
-        # All ranks send as much, but for `sharded`, whose owners differ a little.
+        # All ranks send as much, but for `two_phase`, whose owners differ a little.
         totals = [updates.traffic.totals for updates in replicas.updates]
         sent, dense = (sum(getattr(one, name) for one in totals) for name in ("bytes_sent", "bytes_dense"))
         first = replicas.updates[0]

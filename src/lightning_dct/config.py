@@ -12,12 +12,12 @@ from lightning_dct.kernels import KernelName
 
 ValueFormat = Literal["fp32", "bf16", "2bit", "1bit"]
 VALUE_FORMATS: tuple[str, ...] = get_args(ValueFormat)
-ExchangeName = Literal["auto", "all_gather", "sharded", "by_node"]
+ExchangeName = Literal["auto", "all_gather", "two_phase", "hierarchical"]
 MissingState = Literal["error", "reset"]
 Compress = Literal["updates", "gradients"]
 CHOICES = {"exchange": ExchangeName, "kernel": KernelName, "missing_state": MissingState, "value_format": ValueFormat}
 # Settings for updates only.
-OF_UPDATES = ("local_steps", "delay", "warmup_steps", "residual_decay")
+OF_UPDATES = ("local_steps", "overlap_steps", "warmup_steps", "residual_decay")
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class DCTConfig:
         residual_decay: Factor on an update's residual after each exchange of the warm-up, in (0, 1]. Less than 1 keeps
             the ranks together at learning rates that are too large for the batch of one rank. After the warm-up it
             is 1.
-        delay: Optimizer steps for which an exchange of updates may be in flight during training, at most
+        overlap_steps: Optimizer steps for which an exchange of updates may be in flight during training, at most
             ``local_steps``. With 0 training waits for it. From 1 on tensors take turns, so that the load on the link is
             even.
         density: Share of each tensor's entries that an exchange sends, in (0, 1]; None for 0.3. Strategies choose it by
@@ -49,10 +49,10 @@ class DCTConfig:
             tensor) or ``"1bit"`` (its sign, times the mean magnitude of what the tensor sends). Rounding errors stay in
             the residual. Gradients with a density of 1 are averaged in bfloat16 with ``"bf16"``.
         min_tensor_size: Tensors with fewer entries are sent dense, in their own dtype.
-        guard: Adjust the thresholds between refreshes, so that the number of sent entries stays near its target.
-        exchange: How payloads reach the other ranks: ``"all_gather"`` (each rank sends to all), ``"sharded"`` (to the
-            owner of each piece of the model, who sums, thresholds again and sends to all), ``"by_node"`` (dense inside
-            a node, compressed between nodes) or ``"auto"``, which chooses by counted bytes and logs its choice.
+        adapt_threshold: Adjust thresholds between refreshes, so that the number of sent entries stays near its target.
+        exchange: How payloads reach the other ranks: ``"all_gather"`` (each rank sends to all), ``"two_phase"`` (to the
+            owner of each piece of the model, who sums, thresholds again and sends to all), ``"hierarchical"`` (dense
+            inside a node, compressed between nodes) or ``"auto"``, which chooses by counted bytes and logs its choice.
         kernel: Implementation of the selection and the sum: ``"torch"``, ``"numba"`` (on the CPU) or ``"auto"``,
             the fastest that is installed. All give the same results to the last bit.
         missing_state: What happens if a run resumes from a checkpoint without the folder that was saved beside it:
@@ -64,13 +64,13 @@ class DCTConfig:
     local_steps: int | None = None
     warmup_steps: int = 320
     residual_decay: float = 0.95
-    delay: int = 0
+    overlap_steps: int = 0
     density: float = 0.3
     density_per_parameter: Mapping[str, float] = field(default_factory=dict)
     refresh_every: int = 1000
     value_format: ValueFormat = "1bit"
     min_tensor_size: int = 16
-    guard: bool = True
+    adapt_threshold: bool = True
     exchange: ExchangeName = "auto"
     kernel: KernelName = "auto"
     missing_state: MissingState = "error"
@@ -95,15 +95,15 @@ class DCTConfig:
         check_integer("min_tensor_size", self.min_tensor_size, minimum=0)
         for setting, choices in CHOICES.items():
             check_choice(setting, getattr(self, setting), get_args(choices))
-        if not isinstance(self.guard, bool):
-            raise TypeError(f"`guard` must be True or False, got {self.guard!r}.")
+        if not isinstance(self.adapt_threshold, bool):
+            raise TypeError(f"`adapt_threshold` must be True or False, got {self.adapt_threshold!r}.")
 
     def _check_rounds(self) -> None:
         check_choice("compress", self.compress, get_args(Compress))
         updates = self.compress == "updates"
-        check_integer("delay", self.delay, minimum=0)
+        check_integer("overlap_steps", self.overlap_steps, minimum=0)
         if self.local_steps is None:
-            object.__setattr__(self, "local_steps", max(8, self.delay) if updates else 1)
+            object.__setattr__(self, "local_steps", max(8, self.overlap_steps) if updates else 1)
         check_integer("local_steps", self.local_steps, minimum=1)
         check_integer("warmup_steps", self.warmup_steps, minimum=0)
         check_density("residual_decay", self.residual_decay, "what remains of a residual", "To keep all of it")
@@ -115,10 +115,11 @@ class DCTConfig:
                 f"`compress='gradients'` exchanges gradients in every step and keeps all residuals; got {changed}."
                 " Leave that out, or use `compress='updates'`."
             )
-        if self.delay > self.local_steps:  # type: ignore[operator]
+        if self.overlap_steps > self.local_steps:  # type: ignore[operator]
             raise ValueError(
-                f"`delay` must be at most `local_steps`, so that an exchange has arrived before the next one begins;"
-                f" got delay={self.delay} and local_steps={self.local_steps}. Lower `delay` or raise `local_steps`."
+                "`overlap_steps` must be at most `local_steps`, so that an exchange has arrived before the next one"
+                f" begins; got overlap_steps={self.overlap_steps} and local_steps={self.local_steps}. Lower"
+                " `overlap_steps` or raise `local_steps`."
             )
 
     @property
@@ -145,8 +146,8 @@ class DCTConfig:
     @property
     def lengthens(self) -> bool:
         """Whether the mean of updates is made as long as the ranks' steps; after several that overshoots."""
-        one_step = self.compress == "updates" and self.round_length == 1 and not self.delay
-        return one_step and self.density < 1.0 and self.exchange != "by_node"
+        one_step = self.compress == "updates" and self.round_length == 1 and not self.overlap_steps
+        return one_step and self.density < 1.0 and self.exchange != "hierarchical"
 
     @property
     def averages_in_bf16(self) -> bool:

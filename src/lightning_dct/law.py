@@ -85,7 +85,7 @@ class Given:
         config, found = self.config, []
         for local_steps, density in CANDIDATES:
             # An exchange has to arrive before the next one begins.
-            steps = max(local_steps, config.delay) if "local_steps" in self.left_out else config.round_length
+            steps = max(local_steps, config.overlap_steps) if "local_steps" in self.left_out else config.round_length
             density = density if "density" in self.left_out else config.density
             one = replace(config, local_steps=steps, density=density)
             if one not in found:
@@ -128,7 +128,7 @@ class RunSettings:
     def __init__(self, given: Given, ranks: int, steps: float, unknown: str = "") -> None:
         self.given, self.ranks, self.steps, self.unknown = given, ranks, steps, unknown
         # With a delay, the tensors that take turns depend on the settings that a run begins with.
-        self.may_change = given.config.delay == 0 and bool(given.left_out)
+        self.may_change = given.config.overlap_steps == 0 and bool(given.left_out)
 
     @property
     def grows(self) -> bool:

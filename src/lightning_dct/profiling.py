@@ -3,7 +3,7 @@
 [Strategy]DCTStrategy.compress      add the residual, select, pack; start sending
 [Strategy]DCTStrategy.exchange      wait for bytes that have not arrived yet
 [Strategy]DCTStrategy.apply         read the payloads of updates, and add the mean to both sets of weights
-[Strategy]DCTStrategy.decompress    read the payloads (``exchange="sharded"``: and send their sum, compressed)
+[Strategy]DCTStrategy.decompress    read the payloads (``exchange="two_phase"``: and send their sum, compressed)
 """
 
 from collections.abc import Callable

@@ -28,19 +28,19 @@ BITS = {"fp32": 32, "bf16": 16, "2bit": 2, "1bit": 1}
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of :class:`~lightning_dct.DCTConfig`, and ``ranks_per_node`` for ``exchange="by_node"``."""
+    """Settings of :class:`~lightning_dct.DCTConfig`, and ``ranks_per_node`` for ``exchange="hierarchical"``."""
 
     density: float = 0.3
     value_format: str = "1bit"
     min_tensor_size: int = 16
-    guard: bool = True
+    adapt_threshold: bool = True
     refresh_every: int = 1000
     exchange: str = "all_gather"
     ranks_per_node: int = 1
     local_steps: int = 8
     warmup_steps: int = 320
     residual_decay: float = 0.95
-    delay: int = 0
+    overlap_steps: int = 0
 
 
 # 1. Thresholds (compress/threshold.py). A selection costs many times as much as a comparison. So it runs only every
@@ -119,8 +119,8 @@ def target_of(tensor: Tensor, ranks: int, settings: Settings, share: float = 1.0
 
     A payload traverses each link ``traversals`` times. An all-reduced tensor traverses it twice.
     """
-    size, by_node = tensor.numel(), (ranks // settings.ranks_per_node - 1) * ranks / max(ranks - 1, 1)
-    traversals = {"all_gather": ranks, "sharded": 2, "by_node": by_node}[settings.exchange]
+    size, hierarchical = tensor.numel(), (ranks // settings.ranks_per_node - 1) * ranks / max(ranks - 1, 1)
+    traversals = {"all_gather": ranks, "two_phase": 2, "hierarchical": hierarchical}[settings.exchange]
     density = settings.density if settings.density == 1.0 else share * settings.density
     target = max(1, math.ceil(density * size * (1 - 1e-12)))
     bits = traversals * target * (BITS[settings.value_format] + 2 + math.log2(size / target))
@@ -173,7 +173,7 @@ def send(news: Tensor, state: State, target: int, settings: Settings, others_kee
         mask, reached, limit = fitting(a, state.threshold, target)
         sent = torch.zeros_like(a)
         sent[mask] = as_read(a[mask], settings.value_format).to(a.dtype)
-        if settings.guard and bool(a.isfinite().all()):
+        if settings.adapt_threshold and bool(a.isfinite().all()):
             nudge = nudged(state.threshold, a.numel(), reached, target)
             state.threshold = limit if reached > 2 * target else nudge
     state.residual = torch.where((a - sent).isfinite(), a - sent, before)  # e = a - sent; never NaN or infinity
@@ -222,19 +222,19 @@ def exchange(
     """
     size, ranks, per_node = tensors[0].numel(), len(tensors), settings.ranks_per_node
     target, usual = (target_of(tensors[0], ranks, settings, part) for part in (share, 1.0))
-    owners = {"all_gather": 1, "sharded": ranks, "by_node": per_node}[settings.exchange]
+    owners = {"all_gather": 1, "two_phase": ranks, "hierarchical": per_node}[settings.exchange]
     count = max(1, min(owners, (usual or size) // 32))
     means, sent_by_piece, counted_by_piece = [], [], []
     for start, stop in pairwise(size * piece // count for piece in range(count + 1)):
         parts, goal = [tensor[start:stop] for tensor in tensors], -(-target * (stop - start) // size)
-        news, sender, by_node = parts, "rank", settings.exchange == "by_node"
-        if by_node:  # dense inside a node, which then is one sender
+        news, sender, hierarchical = parts, "rank", settings.exchange == "hierarchical"
+        if hierarchical:  # dense inside a node, which then is one sender
             nodes = [parts[first : first + per_node] for first in range(0, ranks, per_node)]
             news, sender = [torch.stack([part / per_node for part in node]).sum(0) * per_node for node in nodes], "node"
-        keep = by_node and is_update
+        keep = hierarchical and is_update
         sent = [send(one, memory[sender, number, start], goal, settings, keep) for number, one in enumerate(news)]
-        own = parts if by_node else sent
-        if settings.exchange == "sharded":  # the owner sends a part of the sum, and keeps a residual
+        own = parts if hierarchical else sent
+        if settings.exchange == "two_phase":  # the owner sends a part of the sum, and keeps a residual
             total = weighted_sum(sent, 1.0, not target, longer)
             sent = [send_sum(total, memory["owner", 0, start], goal, settings, is_update)]
         # A rank's update counts if its node, or the owner of the sum, has sent that entry.
@@ -304,7 +304,7 @@ def train(
     travelling: list[tuple[Tensor, list[Tensor]]] = []
     due = since_refresh = 0
     # Not if ranks are several steps apart, for which that is too long.
-    lengthens = settings.local_steps == 1 and not settings.delay and settings.exchange != "by_node"
+    lengthens = settings.local_steps == 1 and not settings.overlap_steps and settings.exchange != "hierarchical"
     cosine, measured = 1024, None
 
     def arrive() -> None:
@@ -338,8 +338,8 @@ def train(
             own = [rank_weights[number] for rank_weights in weights]
             share = length / settings.local_steps
             travelling.append(exchange_updates(own, w_shared, memory, settings, share, decay, longer))
-        due, since_refresh = step + min(settings.delay, length), 1 if refresh else since_refresh
-        if not settings.delay:
+        due, since_refresh = step + min(settings.overlap_steps, length), 1 if refresh else since_refresh
+        if not settings.overlap_steps:
             arrive()
     arrive()
     return shared, memories
@@ -376,7 +376,7 @@ def send_rows(news: list[Tensor], thresholds: list[float], settings: Settings) -
         thresholds[number] = 0.0 if target == a.numel() else thresholds[number] or exact_threshold(a, target)
     sent, counts = choose(news, thresholds, sum(targets), settings.value_format)
     for number, (a, target, reached) in enumerate(zip(news, targets, counts, strict=True)):
-        if settings.guard and target < a.numel():
+        if settings.adapt_threshold and target < a.numel():
             again = reached > 2 * target and bool(a.isfinite().all())
             tau = thresholds[number]  # aims 5% high, because excess is cut to the largest
             thresholds[number] = exact_threshold(a, target) if again else nudged(tau, a.numel(), reached, target, 1.05)

@@ -44,7 +44,7 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
             allows.
         warmup_steps: Optimizer steps in which updates are exchanged after every step, but fewer entries each time.
         residual_decay: Factor on an update's residual after each exchange of the warm-up, in (0, 1].
-        delay: Optimizer steps for which an exchange may be in flight during training, at most ``local_steps``.
+        overlap_steps: Optimizer steps for which an exchange may be in flight during training, at most ``local_steps``.
         density: Share of each tensor's entries that an exchange sends, in (0, 1]; by default as the length of the run
             allows.
         density_per_parameter: Densities for some parameters, by name pattern.
@@ -75,13 +75,13 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
         local_steps: int | None = None,
         warmup_steps: int = 320,
         residual_decay: float = 0.95,
-        delay: int = 0,
+        overlap_steps: int = 0,
         density: float | None = None,
         density_per_parameter: Mapping[str, float] | None = None,
         refresh_every: int = 1000,
         value_format: ValueFormat = "1bit",
         min_tensor_size: int = 16,
-        guard: bool = True,
+        adapt_threshold: bool = True,
         exchange: ExchangeName = "auto",
         kernel: KernelName = "auto",
         missing_state: MissingState = "error",

@@ -66,7 +66,7 @@ def train(interval: int, settings: dict[str, Any]) -> tuple[Run, list[float]]:
     return run, norms
 
 
-@pytest.mark.parametrize("settings", [{"accumulate": 2}, {"scaled": True, "exchange": "sharded", "threshold": 0.2}])
+@pytest.mark.parametrize("settings", [{"accumulate": 2}, {"scaled": True, "exchange": "two_phase", "threshold": 0.2}])
 def test_switches_by_the_norm_of_the_accumulated_gradients(ranks: Any, settings: dict[str, Any]) -> None:
     """Oracle: algorithm 1 on the sums of the gradients that reached the optimizer."""
     results = ranks(2).run(train, 5, settings)

@@ -164,9 +164,13 @@ def test_a_link_on_which_compressing_cannot_pay_is_named_at_the_start() -> None:
         (
             UPDATES,
             (0.1, 0.002, 0.01),
-            "delay=8 would hide the waiting behind training, local_steps=16 would halve both.",
+            "overlap_steps=8 would hide the waiting behind training, local_steps=16 would halve both.",
         ),
-        (DCTConfig(local_steps=8, delay=8), (0.1, 0.002, 0.01), "local_steps=16 would halve compressing and waiting."),
+        (
+            DCTConfig(local_steps=8, overlap_steps=8),
+            (0.1, 0.002, 0.01),
+            "local_steps=16 would halve compressing and waiting.",
+        ),
         (GRADIENTS, (0.1, 0.002, 0.01), "a lower density sends fewer bytes."),
         # What already is the dense exchange.
         (DENSE, (0.1, 0.0, 0.05), "nothing is compressed: compress='updates' would exchange less, and less often."),

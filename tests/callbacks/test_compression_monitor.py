@@ -118,7 +118,7 @@ def test_a_single_process_logs_no_ratio() -> None:
 
 
 def test_table_at_the_end_covers_this_fit_only(capsys: pytest.CaptureFixture[str]) -> None:
-    memory = Memory({}, guard=True, undoable=False)
+    memory = Memory({}, adapt_threshold=True, undoable=False)
     synchronizer = SimpleNamespace(
         memory=memory, thresholds=Thresholds(), norm=lambda: math.hypot(*memory.norms().values()), flush=lambda: None
     )

@@ -29,7 +29,7 @@ def plan(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 def test_what_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
     printed = plan(capsys, *ASKED, "--local-steps", "8", "--density", "0.3")
     assert "30% of the entries, 1bit values, updates every 8 steps; 4 ranks on 4 nodes, 1 Gbit/s" in printed
-    assert "ddp, fp32 all_gather (auto) sharded" in printed
+    assert "ddp, fp32 all_gather (auto) two_phase" in printed
     # A ring all-reduce: 2 x 3/4 x 4 MB; 48 ms at 1 Gbit/s.
     assert "bytes a step and rank 6,000,000 " in printed
     assert "ms on the link 48.0 " in printed
@@ -40,7 +40,7 @@ def test_what_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert "Compressing: made up." in printed
     assert "residuals on a rank 0 B 4.00 MB 5.00 MB" in printed
-    assert "by_node" not in printed
+    assert "hierarchical" not in printed
 
 
 def test_buffers_have_a_row(capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,7 +76,7 @@ def test_a_missing_kernel_is_named(
 def test_several_ranks_on_a_node(capsys: pytest.CaptureFixture[str]) -> None:
     printed = plan(capsys, *ASKED, "--nodes", "2", "--density", "0.1")
     assert "of them to other nodes 3,000,000 " in printed
-    assert "by_node" in printed
+    assert "hierarchical" in printed
     assert "The ranks of a node share its link" in printed
 
 
@@ -198,5 +198,5 @@ def test_what_an_exchange_costs() -> None:
     """By hand, for 1,000 entries on 8 ranks, 4 a node; compressing costs 100 an entry, clearing 10, adding 1."""
     speed = Speed(100.0, 10.0, 1.0, "")
     assert speed.seconds("all_gather", 1000, 8, 1) == 1000 * (100 + 10 + 8)
-    assert speed.seconds("sharded", 1000, 8, 1) == 1000 * (100 + 10 + 1) + 125 * (100 + 10 + 8)
-    assert speed.seconds("by_node", 1000, 8, 4) == 250 * 100 + 1000 * (10 + 2)
+    assert speed.seconds("two_phase", 1000, 8, 1) == 1000 * (100 + 10 + 1) + 125 * (100 + 10 + 8)
+    assert speed.seconds("hierarchical", 1000, 8, 4) == 250 * 100 + 1000 * (10 + 2)

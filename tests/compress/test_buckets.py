@@ -25,7 +25,7 @@ def spread(entries: Tensor, rest: float) -> Tensor:
     return everywhere
 
 
-memory = partial(Memory, {}, guard=False, undoable=False)
+memory = partial(Memory, {}, adapt_threshold=False, undoable=False)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_gaps_between_the_tensors_change_nothing(value_format: str, dtype: torch
     gradient = torch.randn(sum(SIZES), generator=noise).to(dtype)
     residuals = torch.randn(sum(SIZES), generator=noise).to(together.residual_dtype)
     spread_residuals = spread(residuals, 9.0)
-    own, spread_own = (memory(guard=True) for _ in range(2))
+    own, spread_own = (memory(adapt_threshold=True) for _ in range(2))
     one = compress(own, Bucket([gradient.clone()], [residuals], 0.5), together, deferred)
     bucket = Bucket([spread(gradient, 8.0)], [spread_residuals], 0.5)
     other = compress(spread_own, bucket, apart, deferred)

@@ -63,11 +63,13 @@ def bits(numbers: Tensor) -> Tensor:
 class Rank:
     """One rank that packs bucket after bucket one of the ways, and adds the payload beside the one before."""
 
-    def __init__(self, way: str, plan: BucketPlan, of_updates: bool, guard: bool = True, tag: int = 7) -> None:
+    def __init__(
+        self, way: str, plan: BucketPlan, of_updates: bool, adapt_threshold: bool = True, tag: int = 7
+    ) -> None:
         self.way, self.plan, self.of_updates, self.tag = way, plan, of_updates, tag
         self.device = device_of(way)
         with way_of(way) as kernel:
-            self.memory = Memory({}, guard, undoable=False, kernel=kernel)
+            self.memory = Memory({}, adapt_threshold, undoable=False, kernel=kernel)
         self.before: Tensor | None = None
         length = plan.bounds[-1][1] if plan.sizes else 1
         self.base = torch.zeros(length + 2, dtype=plan.residual_dtype, device=self.device)
@@ -99,8 +101,8 @@ def assert_same_ways(
     plan: BucketPlan, steps: list[tuple[Tensor, set[int]]], of_updates: bool = False, ways: Any = WAYS, **given: Any
 ) -> None:
     """All bits the same, and thresholds to the last but one."""
-    guard = given.pop("guard", True)
-    expected, *others = (Rank(way, plan, of_updates, guard) for way in ways)
+    adapt_threshold = given.pop("adapt_threshold", True)
+    expected, *others = (Rank(way, plan, of_updates, adapt_threshold) for way in ways)
     for news, deferred in steps:
         wanted = expected.step(news, deferred, **given)
         for other in others:
@@ -205,7 +207,7 @@ def test_whatever_the_numbers_and_sizes(data: st.DataObject) -> None:
     if dtype == torch.bfloat16:  # of which Triton's interpreter reads denormals wrongly
         news[news.abs() < torch.finfo(dtype).tiny] = 0.0
     steps = [(news, deferred)]
-    assert_same_ways(plan, steps, guard=data.draw(st.booleans()))
+    assert_same_ways(plan, steps, adapt_threshold=data.draw(st.booleans()))
 
 
 def test_with_too_many_picks_the_largest_go_and_the_rest_stays() -> None:
@@ -286,10 +288,13 @@ def test_own_payload_beside_the_sums(sum_code: str) -> None:
     ended = []
     for way in WAYS:
         with way_of(way) as kernel:
-            noise_of, memory = torch.Generator().manual_seed(3), Memory({}, guard=True, undoable=False, kernel=kernel)
+            noise_of, memory = (
+                torch.Generator().manual_seed(3),
+                Memory({}, adapt_threshold=True, undoable=False, kernel=kernel),
+            )
             own, base, total, left = (torch.randn(2900, generator=noise_of).to(device_of(way)) for _ in range(4))
             sent = compress(memory, Bucket([own], [base], None), plan, set(), Sending(9))
-            of_sums = Memory({}, guard=True, undoable=False, kernel=kernel)
+            of_sums = Memory({}, adapt_threshold=True, undoable=False, kernel=kernel)
             spread = compress(of_sums, Bucket([total], [left], 1.0), sums, set(), Sending(9))
             mine = SentPayload(sent.payload, plan)
             received = Received(spread.payload[None], sums, 0.25, mine, what="Sums", how=Sending(9))
@@ -307,7 +312,7 @@ def test_the_launchers_read_no_number() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world_size", "exchange", "ranks_per_node"), [(2, "sharded", 1), (4, "by_node", 2)])
+@pytest.mark.parametrize(("world_size", "exchange", "ranks_per_node"), [(2, "two_phase", 1), (4, "hierarchical", 2)])
 def test_exchanges_of_gradients(world_size: int, exchange: str, ranks_per_node: int) -> None:
     """Over other buckets, a tensor that is not used, a step that is lost and a refresh."""
     sizes = {"a": 1400, "b": 50, "c": 700, "d": 120}
@@ -319,16 +324,16 @@ def test_exchanges_of_gradients(world_size: int, exchange: str, ranks_per_node: 
         for way in WAYS[1:]
     }
     noise = torch.Generator().manual_seed(1)
-    for step, buckets in enumerate([[["d", "c", "b", "a"]], [["c"], ["b", "a"], ["d"]]] * 2):
+    for step, buckets in enumerate([[["d", "c", "b", "a"]], [["c"], ["b", "a"], ["d"]], [["d", "c", "b", "a"]]]):
         gradients = [
             {name: torch.randn(size, generator=noise).pow(3) for name, size in sizes.items()} for _ in range(world_size)
         ]
         gradients[0]["c"][:] = 0.0
-        if step == 2:
+        if step == 1:
             gradients[1]["a"][5] = math.inf
         means = []
         for way, ranks in runs.items():
-            if step == 3:
+            if step == 2:
                 ranks.request_refresh()
             with way_of(way):
                 means.append(on(CPU, ranks.step(on(device_of(way), gradients), buckets)))
@@ -412,8 +417,8 @@ SIZES = {"a": 1400, "b": 50, "c": 700, "d": 120, "e": 16}
 EXCHANGES = [
     (2, "all_gather", 1, "1bit", 0.3),
     pytest.param(3, "all_gather", 1, "bf16", 0.05, marks=pytest.mark.slow),
-    pytest.param(3, "sharded", 1, "1bit", 0.05, marks=pytest.mark.slow),
-    pytest.param(4, "by_node", 2, "1bit", 0.3, marks=pytest.mark.slow),
+    pytest.param(3, "two_phase", 1, "1bit", 0.05, marks=pytest.mark.slow),
+    pytest.param(4, "hierarchical", 2, "1bit", 0.3, marks=pytest.mark.slow),
 ]
 EVERY_EXCHANGE = pytest.mark.parametrize(
     ("world_size", "exchange", "ranks_per_node", "value_format", "density"), EXCHANGES
@@ -459,7 +464,7 @@ def test_a_rank_that_sends_nan_is_named_once_its_numbers_are_known() -> None:
 def test_harm_is_reported_once_it_is_known_and_before_anything_is_saved(
     saved: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    intact, ranks = Meeting.everyone, EmulatedRanks({"a": 1400}, 2, "sharded", density=0.2)
+    intact, ranks = Meeting.everyone, EmulatedRanks({"a": 1400}, 2, "two_phase", density=0.2)
     local = [{"a": torch.randn(1400, device=DEVICE)} for _ in range(2)]
 
     def harmed(self: Meeting) -> list[Tensor]:

@@ -18,7 +18,7 @@ SHARD = BucketPlan(("b", "a[2:5]"), (3, 3), (0, 0), torch.float32, "fp32")
 
 def memory(undoable: bool = False) -> Memory:
     """Of its own gradients 1 everywhere, of sums 10."""
-    made = Memory(PIECES, guard=True, undoable=undoable)
+    made = Memory(PIECES, adapt_threshold=True, undoable=undoable)
     made.begin()
     made.residual_of(BUCKET, CPU).fill_(1.0)
     made.owned_of(SHARD, CPU).fill_(10.0)
@@ -46,7 +46,7 @@ def test_state() -> None:
         "b": {0: [10.0] * 3},
         "a": {2: [10.0] * 3},
     }
-    again = Memory(PIECES, guard=True, undoable=False)
+    again = Memory(PIECES, adapt_threshold=True, undoable=False)
     again.load_state_dict(saved, {"a": 6, "b": 3})
     assert str(again.state_dict()) == str(saved)
     assert sum(norm**2 for norm in again.norms().values()) == pytest.approx(9 * 1.0 + 6 * 100.0)
@@ -56,7 +56,7 @@ def test_the_kernel_that_was_asked_for_is_the_one_that_runs(monkeypatch: pytest.
     plan = BucketPlan(("b", "a"), (3, 6), (1, 1), torch.float32, "fp32")
 
     def compressed(kernel: str) -> Compressed:
-        made = Memory(PIECES, guard=True, undoable=False, kernel=kernel)
+        made = Memory(PIECES, adapt_threshold=True, undoable=False, kernel=kernel)
         made.begin()
         return compress(made, Bucket([torch.ones(9)], [made.residual_of(plan, CPU)], 1.0), plan, set())
 

@@ -30,7 +30,7 @@ from strategies_for_hypothesis import FORMATS
 # "a" is cut for two owners and "b" is sent dense.
 SIZES = {"a": 1400, "b": 50, "c": 700, "d": 120}
 # Ranks, exchange, ranks per node.
-EXCHANGES = [(2, "all_gather", 1), (2, "sharded", 1), (4, "by_node", 2)]
+EXCHANGES = [(2, "all_gather", 1), (2, "two_phase", 1), (4, "hierarchical", 2)]
 EVERY_EXCHANGE = pytest.mark.parametrize(("world_size", "exchange", "ranks_per_node"), EXCHANGES)
 
 
@@ -236,7 +236,7 @@ def gradients(world_size: int) -> list[dict[str, Tensor]]:
 
 def test_norms_are_read_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """A list is read at once; every number by itself would wait anew."""
-    ranks = EmulatedRanks(SIZES, 2, "sharded", density=0.1, min_tensor_size=60)
+    ranks = EmulatedRanks(SIZES, 2, "two_phase", density=0.1, min_tensor_size=60)
     ranks.step(gradients(2))
     weights = SharedWeights()
     for name, size in SIZES.items():

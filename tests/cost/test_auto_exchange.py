@@ -28,14 +28,14 @@ def nodes(*ranks: int) -> NodeLayout:
         ((2,), 0.01, "all_gather"),
         ((3,), 0.01, "all_gather"),
         ((4,), 0.01, "all_gather"),
-        ((8,), 0.001, "sharded"),
+        ((8,), 0.001, "two_phase"),
         ((1, 1), 0.01, "all_gather"),
-        ((1,) * 8, 0.01, "sharded"),
+        ((1,) * 8, 0.01, "two_phase"),
         ((2, 2), 0.01, "all_gather"),
         ((8, 8), 0.01, "all_gather"),
-        ((8, 8), 0.1, "by_node"),
-        ((4, 4, 4, 4), 0.2, "by_node"),
-        ((5, 3), 0.1, "sharded"),
+        ((8, 8), 0.1, "hierarchical"),
+        ((4, 4, 4, 4), 0.2, "hierarchical"),
+        ((5, 3), 0.1, "two_phase"),
         ((2,), 1.0, "all_gather"),
         ((8,), 1.0, "all_gather"),
     ],
@@ -47,19 +47,24 @@ def test_choices(ranks: tuple[int, ...], density: float, expected: str) -> None:
 def test_what_it_says() -> None:
     reason = choose(planner(0.01), nodes(4)).reason
     assert reason.startswith("4 ranks on 1 node; bytes sent by a rank in an exchange: all_gather ")
-    assert "sharded" in reason
-    assert "by_node" not in reason
+    assert "two_phase" in reason
+    assert "hierarchical" not in reason
     reason = choose(planner(0.01), nodes(5, 3)).reason
     assert "8 ranks on 2 nodes, not by node: the nodes have different numbers of ranks: 5, 3;" in reason
     reason = choose(planner(0.1), nodes(8, 8)).reason
     assert "bytes between nodes (those inside count a 100th)" in reason
-    assert "by_node" in reason
+    assert "hierarchical" in reason
 
 
 @pytest.mark.parametrize("density", [0.05, 1.0])
 @pytest.mark.parametrize(
     ("exchange", "layout", "ranks_per_node"),
-    [("all_gather", nodes(3), 1), ("sharded", nodes(3), 1), ("sharded", nodes(8), 1), ("by_node", nodes(2, 2, 2), 2)],
+    [
+        ("all_gather", nodes(3), 1),
+        ("two_phase", nodes(3), 1),
+        ("two_phase", nodes(8), 1),
+        ("hierarchical", nodes(2, 2, 2), 2),
+    ],
 )
 def test_estimates_are_what_is_counted(exchange: str, layout: NodeLayout, ranks_per_node: int, density: float) -> None:
     world_size = len(layout.places)

@@ -14,7 +14,7 @@ from lightning_dct.exchange.factory import costs_of, plan_model
 SIZES = {"a": 14_003, "b": 50, "c": 700, "d": 120}
 BUCKETS = (("d", "c", "b"), ("a",))
 # Ranks, exchange, nodes.
-EXCHANGES = [(3, "all_gather", 3), (5, "sharded", 5), (6, "by_node", 3), (6, "by_node", 2)]
+EXCHANGES = [(3, "all_gather", 3), (5, "two_phase", 5), (6, "hierarchical", 3), (6, "hierarchical", 2)]
 
 
 class InBuckets(Workload):
@@ -57,14 +57,14 @@ def test_where_bytes_go_when_nodes_have_several_ranks() -> None:
     """By hand: four equal shards; two of a rank's three partners are on the other node."""
     config, tensor = DCTConfig(compress="gradients"), one_tensor(40_000)
     apart, together = layout_of(4, 4), layout_of(4, 2)
-    for exchange, share in (("sharded", 2 / 3), ("all_gather", 1 / 2)):
+    for exchange, share in (("two_phase", 2 / 3), ("all_gather", 1 / 2)):
         total = compressed_step(exchange, config, tensor, apart).sent
         split = compressed_step(exchange, config, tensor, together).sent
         assert [sent.inside for sent in total] == [0] * 4
         assert [sent.total for sent in split] == [sent.between for sent in total]
         assert [sent.between for sent in split] == pytest.approx([share * sent.between for sent in total], abs=1)
-    on_one_node = compressed_step("sharded", config, tensor, layout_of(4, 1)).sent
-    assert on_one_node == compressed_step("sharded", config, tensor, apart).sent
+    on_one_node = compressed_step("two_phase", config, tensor, layout_of(4, 1)).sent
+    assert on_one_node == compressed_step("two_phase", config, tensor, apart).sent
 
 
 @pytest.mark.parametrize(("world_size", "nodes"), [(2, 2), (3, 1), (8, 8), (8, 2), (16, 4), (64, 8)])

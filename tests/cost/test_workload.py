@@ -82,8 +82,8 @@ def test_updates_of_a_table_with_sparse_gradients_are_counted(compress: Any, nam
     said = describe(forecast, [])
     assert said.startswith("3,600 parameters in 1 tensor" if names else "0 parameters in 0 tensors")
     assert ("leaves out embeddings with sparse gradients" in said) == bool(names)
-    by_node = Forecast(config, workload, layout_of(4, 2), 1e9, Speed(0.0, 0.0, 0.0, ""))
-    assert by_node.row("by_node").ratio == 0.0
+    hierarchical = Forecast(config, workload, layout_of(4, 2), 1e9, Speed(0.0, 0.0, 0.0, ""))
+    assert hierarchical.row("hierarchical").ratio == 0.0
 
 
 def test_one_tensor_takes_no_memory() -> None:

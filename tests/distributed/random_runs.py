@@ -37,13 +37,13 @@ def draw(seed: int, compress: str, exchange: str) -> Case:
         "density": choice.uniform(0.02, 0.4),
         "value_format": VALUE_FORMATS[seed % len(VALUE_FORMATS)],
         "min_tensor_size": choice.choice([0, 128, 400]),
-        "guard": choice.random() < 0.5,
+        "adapt_threshold": choice.random() < 0.5,
         "refresh_every": choice.choice([1, 6, 1000]),
     }
     if compress == "updates":
         settings["local_steps"] = choice.randint(1, 9)
         settings["warmup_steps"] = choice.choice([0, 7])
-        settings["delay"] = choice.choice([0, choice.randint(0, settings["local_steps"])])
+        settings["overlap_steps"] = choice.choice([0, choice.randint(0, settings["local_steps"])])
         settings["residual_decay"] = choice.choice([1.0, 0.9, 0.5])
     shapes = [(size // 2, 2) if size % 2 == 0 else (size,) for size in sizes]
     dtype, adam = choice.choice([torch.float32, torch.float64]), choice.random() < 0.5
@@ -90,7 +90,7 @@ def run_case(case: Case, accumulate: int = 1, **settings: Any) -> Run:
     batches = torch.utils.data.DataLoader(torch.zeros(accumulate * STEPS), batch_size=None)
     settings["accumulate_grad_batches"] = accumulate
     settings["precision"] = "64-true" if case.dtype == torch.float64 else "32-true"
-    if case.settings["exchange"] != "by_node":
+    if case.settings["exchange"] != "hierarchical":
         return fit(strategy, Springs(case), batches, **settings)
     with on_two_nodes():
         return fit(strategy, Springs(case), batches, num_nodes=2, devices=2, **settings)
@@ -98,7 +98,7 @@ def run_case(case: Case, accumulate: int = 1, **settings: Any) -> Run:
 
 def settings_of(case: Case) -> Settings:
     own = {name: value for name, value in case.settings.items() if name != "compress"}
-    return Settings(ranks_per_node=2 if own["exchange"] == "by_node" else 1, **own)
+    return Settings(ranks_per_node=2 if own["exchange"] == "hierarchical" else 1, **own)
 
 
 def train_gradients(

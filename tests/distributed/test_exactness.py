@@ -47,7 +47,7 @@ def train_densely(strategy: str, optimizer: str) -> Run:
     chosen = (
         DDPStrategy()
         if strategy == "ddp"
-        else DCTStrategy(compress="gradients", density=1.0, value_format="fp32", exchange="sharded")
+        else DCTStrategy(compress="gradients", density=1.0, value_format="fp32", exchange="two_phase")
     )
     return fit(chosen, Module(None, kind, **settings), 20)
 
@@ -99,7 +99,7 @@ def run_cases(exchange: str) -> list[Run]:
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="a GPU's optimizers round otherwise than the reference on a CPU")
-@pytest.mark.parametrize(("world_size", "exchange"), [(2, "all_gather"), (3, "sharded"), (4, "by_node")])
+@pytest.mark.parametrize(("world_size", "exchange"), [(2, "all_gather"), (3, "two_phase"), (4, "hierarchical")])
 def test_matches_the_reference(ranks: Any, world_size: int, exchange: str) -> None:
     """Oracle: lightning_dct.reference, every bit of weights, residuals and thresholds; random shapes and settings."""
     by_rank = ranks(world_size).run(run_cases, exchange)

@@ -37,7 +37,7 @@ def train_idiom(name: str, exchange: str) -> Any:
     idiom = IDIOMS[name]
     strategy = DCTStrategy(compress="gradients", density=0.2, refresh_every=5, exchange=exchange, **idiom.strategy)
     applied, watch = Applied(), Watch()
-    nodes = {"num_nodes": 2, "devices": 2} if exchange == "by_node" else {}
+    nodes = {"num_nodes": 2, "devices": 2} if exchange == "hierarchical" else {}
     with local_gradients() as given:
         trainer = trainer_for(strategy, callbacks=[watch, applied], **nodes, **idiom.trainer)
         trainer.fit(idiom.module(), loader(BATCHES, 40, 8))
@@ -54,7 +54,7 @@ def train_idiom_on_two_nodes(name: str, exchange: str) -> Any:
     ("world_size", "exchange", "name"),
     [
         *(
-            (3, "sharded", name)
+            (3, "two_phase", name)
             for name in (
                 "many buckets",
                 "several optimizers",
@@ -63,20 +63,20 @@ def train_idiom_on_two_nodes(name: str, exchange: str) -> Any:
                 "sparse embedding",
             )
         ),
-        *((4, "by_node", name) for name in ("unused at times", "static graph, manual")),
+        *((4, "hierarchical", name) for name in ("unused at times", "static graph, manual")),
     ],
 )
 def test_idiom_trains(ranks: Any, world_size: int, exchange: str, name: str) -> None:
     """Oracles: replicas equal, the loss falls, one synchronisation an optimizer step, gradients conserved in sum."""
-    train = train_idiom_on_two_nodes if exchange == "by_node" else train_idiom
+    train = train_idiom_on_two_nodes if exchange == "hierarchical" else train_idiom
     results = ranks(world_size).run(train, name, exchange)
     runs = [run for run, _ in results]
     assert_replicas_equal(runs)
     assert_learns(runs[0])
     assert runs[0].synchronisations == IDIOMS[name].synchronisations
     assert all(run.state["owned"] for run in runs)
-    assert bool(runs[0].residuals) == (exchange == "sharded")
-    assert bool(runs[0].totals.bytes_inside_node) == (exchange == "by_node")
+    assert bool(runs[0].residuals) == (exchange == "two_phase")
+    assert bool(runs[0].totals.bytes_inside_node) == (exchange == "hierarchical")
     assert_conserved([sums for _, sums in results])
 
 
@@ -85,7 +85,7 @@ def watch_bytes(exchange: str) -> tuple[TrafficTotals, int]:
     strategy = DCTStrategy(compress="gradients", exchange=exchange)
     watch = Watch(look=lambda trainer: strategy.traffic.totals)
     trainer = trainer_for(
-        strategy, callbacks=[watch], **({"num_nodes": 2, "devices": 2} if exchange == "by_node" else {})
+        strategy, callbacks=[watch], **({"num_nodes": 2, "devices": 2} if exchange == "hierarchical" else {})
     )
     trainer.fit(Module(deep()), loader(3, 300, 300))
     state = strategy.synchronizer.state_dict()
@@ -103,7 +103,7 @@ def deep() -> nn.Module:
     return nn.Sequential(*(nn.Linear(300, 300) for _ in range(10)))
 
 
-@pytest.mark.parametrize(("exchange", "nodes"), [("all_gather", 4), ("sharded", 4), ("by_node", 2)])
+@pytest.mark.parametrize(("exchange", "nodes"), [("all_gather", 4), ("two_phase", 4), ("hierarchical", 2)])
 def test_bytes_are_those_of_the_forecast(ranks: Any, exchange: str, nodes: int) -> None:
     """Oracle: what `lightning-dct plan` says, to the byte."""
     results = ranks(4).run(watch_bytes_on_two_nodes if nodes == 2 else watch_bytes, exchange)
@@ -126,8 +126,8 @@ def refused(settings: dict[str, Any]) -> str:
 
 
 def test_by_node_on_one_node_is_refused_on_every_rank(ranks: Any) -> None:
-    for message in ranks(2).run(refused, {"exchange": "by_node"}):
-        assert "`exchange='by_node'` needs several nodes" in message
+    for message in ranks(2).run(refused, {"exchange": "hierarchical"}):
+        assert "`exchange='hierarchical'` needs several nodes" in message
         assert "all ranks are on one node. Use `exchange='auto'`" in message
 
 
@@ -162,7 +162,10 @@ class WithTest(Module):
 
 @pytest.mark.parametrize(
     "settings",
-    [{"compress": "gradients", "exchange": "by_node"}, *({"delay": 1, "exchange": e} for e in ("sharded", "by_node"))],
+    [
+        {"compress": "gradients", "exchange": "hierarchical"},
+        *({"overlap_steps": 1, "exchange": e} for e in ("two_phase", "hierarchical")),
+    ],
 )
 def test_groups_end_with_the_fit(ranks: Any, settings: dict[str, Any]) -> None:
     """Oracle: as many process groups afterwards as before, and a second fit that makes new ones."""
@@ -197,10 +200,10 @@ def groups_in_use(settings: dict[str, Any]) -> list[set[bool]]:
     return used
 
 
-@pytest.mark.parametrize(("delay", "on_default"), [(1, {False}), (0, {True})])
+@pytest.mark.parametrize(("overlap_steps", "on_default"), [(1, {False}), (0, {True})])
 def test_what_training_waits_for_does_not_queue_behind_updates_in_flight(
-    ranks: Any, delay: int, on_default: set[bool]
+    ranks: Any, overlap_steps: int, on_default: set[bool]
 ) -> None:
     """Under NCCL the collectives of one group run one after the other."""
-    for used in ranks(2).run(groups_in_use, {"delay": delay, "exchange": "all_gather"}):
+    for used in ranks(2).run(groups_in_use, {"overlap_steps": overlap_steps, "exchange": "all_gather"}):
         assert used == [on_default, {True}]

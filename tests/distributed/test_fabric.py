@@ -61,7 +61,7 @@ def test_dense_fabric_equals_ddp(ranks: Any) -> None:
 
 
 def test_compressed_fabric_counts_and_refreshes(ranks: Any) -> None:
-    one, other = ranks(2).run(train_with_fabric, {"density": 0.05, "refresh_every": 5, "guard": False})
+    one, other = ranks(2).run(train_with_fabric, {"density": 0.05, "refresh_every": 5, "adapt_threshold": False})
     assert torch.equal(one["weights"], other["weights"])
     assert one["totals"].steps == STEPS
     assert one["totals"].refreshes == 3  # steps 0, 5 and 10
@@ -69,7 +69,7 @@ def test_compressed_fabric_counts_and_refreshes(ranks: Any) -> None:
 
 
 def train_without_fabrics_backward(compress: str) -> int:
-    strategy = FabricDCTStrategy(compress=compress, local_steps=1, density=0.05, refresh_every=5, guard=False)
+    strategy = FabricDCTStrategy(compress=compress, local_steps=1, density=0.05, refresh_every=5, adapt_threshold=False)
     fabric = Fabric(accelerator=accelerator(), devices=dist.get_world_size(), strategy=strategy)
     fabric.launch()
     module = Perceptron()
@@ -88,14 +88,14 @@ def test_plain_backward_is_allowed_and_refreshes(ranks: Any, compress: str) -> N
 
 
 def test_fabric_checkpoints_hold_the_compression_state(ranks: Any, tmp_path: Path) -> None:
-    settings = {"density": 0.2, "value_format": "2bit", "exchange": "sharded"}
+    settings = {"density": 0.2, "value_format": "2bit", "exchange": "two_phase"}
     straight = ranks(2).run(train_with_fabric, settings)
     resumed = ranks(2).run(train_with_fabric, settings, tmp_path / "fabric.ckpt")
     assert torch.equal(straight[0]["weights"], resumed[0]["weights"])
     assert len(list((tmp_path / "fabric.ckpt.module-0.dct").iterdir())) == 2
 
 
-@pytest.mark.parametrize("settings", [{"delay": 2}])
+@pytest.mark.parametrize("settings", [{"overlap_steps": 2}])
 def test_updates_are_exchanged_and_saved(ranks: Any, tmp_path: Path, settings: dict[str, Any]) -> None:
     """Oracle: shared weights equal on all ranks, own ones not, and a run that is loaded half way, within a round."""
     settings = {"compress": "updates", "local_steps": 4, "density": 0.2, **settings}
@@ -272,7 +272,7 @@ def test_hyperparameters_that_somebody_edits_in_the_file_are_taken(ranks: Any, t
 
 def load_a_checkpoint_of_plain_ddp(path: Path, compress: str) -> list[bool]:
     """Whether residuals are there before and after, while updates are in flight, and whether a rank has its own."""
-    rounds = {"local_steps": 2, "warmup_steps": 0, "delay": 2} if compress == "updates" else {}
+    rounds = {"local_steps": 2, "warmup_steps": 0, "overlap_steps": 2} if compress == "updates" else {}
     strategy = FabricDCTStrategy(compress=compress, density=0.1, **rounds)
     fabric = Fabric(accelerator=accelerator(), devices=dist.get_world_size(), strategy=strategy)
     fabric.launch()
@@ -313,7 +313,7 @@ def load_one_of_two(path: Path) -> list[bool]:
         return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
 
     def launched() -> Fabric:
-        strategy = FabricDCTStrategy(local_steps=2, warmup_steps=0, delay=1, density=0.2)
+        strategy = FabricDCTStrategy(local_steps=2, warmup_steps=0, overlap_steps=1, density=0.2)
         fabric = Fabric(accelerator=accelerator(), devices=dist.get_world_size(), strategy=strategy)
         fabric.launch()
         return fabric
@@ -368,11 +368,11 @@ def test_modules_that_are_dropped_are_not_kept(ranks: Any, compress: str) -> Non
     assert ranks(2).run(train_folds, compress) == [([False] * 9, 0)] * 2
 
 
-def train_in_phases(path: Path, delay: int) -> tuple[list[bool], list[int]]:
+def train_in_phases(path: Path, overlap_steps: int) -> tuple[list[bool], list[int]]:
     """A new optimizer for each phase; then a resume with one. Whether buffers were alike, and the steps it counts."""
 
     def begin() -> tuple[Fabric, Any]:
-        strategy = FabricDCTStrategy(local_steps=2, delay=delay, density=0.5, warmup_steps=0)
+        strategy = FabricDCTStrategy(local_steps=2, overlap_steps=overlap_steps, density=0.5, warmup_steps=0)
         fabric = Fabric(accelerator=accelerator(), devices=dist.get_world_size(), strategy=strategy)
         fabric.launch()
         torch.manual_seed(0)
@@ -407,10 +407,10 @@ def train_in_phases(path: Path, delay: int) -> tuple[list[bool], list[int]]:
     return alike, [clocks[f"steps of {number}"] for number in range(2) if f"steps of {number}" in clocks]
 
 
-@pytest.mark.parametrize("delay", [0, 1])
-def test_an_optimizer_for_each_phase(ranks: Any, tmp_path: Path, delay: int) -> None:
+@pytest.mark.parametrize("overlap_steps", [0, 1])
+def test_an_optimizer_for_each_phase(ranks: Any, tmp_path: Path, overlap_steps: int) -> None:
     """Oracle: running statistics are averaged in the last phase, too, and the last optimizer's clock goes on."""
-    for alike, steps in ranks(2).run(train_in_phases, tmp_path / "a.ckpt", delay):
+    for alike, steps in ranks(2).run(train_in_phases, tmp_path / "a.ckpt", overlap_steps):
         assert alike == [step % 2 == 1 for step in range(8)]
         assert 9 in steps
 

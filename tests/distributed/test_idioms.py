@@ -227,10 +227,12 @@ def test_idiom_trains_compressed(ranks: Any, name: str) -> None:
         assert_conserved([sums for _, sums in results])
 
 
-def train_updates(name: str, delay: int) -> tuple[Run, int]:
+def train_updates(name: str, overlap_steps: int) -> tuple[Run, int]:
     idiom = IDIOMS[name]
     settings = {key: value for key, value in idiom.strategy.items() if key != "bucket_cap_mb"}
-    strategy = DCTStrategy(density=0.3, local_steps=4, warmup_steps=6, delay=delay, refresh_every=5, **settings)
+    strategy = DCTStrategy(
+        density=0.3, local_steps=4, warmup_steps=6, overlap_steps=overlap_steps, refresh_every=5, **settings
+    )
     module, watch = idiom.module(), Watch(every=BATCHES)
     trainer = trainer_for(strategy, callbacks=[watch], **idiom.trainer)
     trainer.fit(module, loader(BATCHES, 40, 8))
@@ -285,7 +287,7 @@ def thresholds_of(trainer: Trainer) -> dict[str, float]:
 
 def train_adversaries() -> Run:
     settings: dict[str, Any] = {"min_tensor_size": 128, "refresh_every": 6, "find_unused_parameters": True}
-    strategy = DCTStrategy(compress="gradients", density=0.1, guard=False, **settings)
+    strategy = DCTStrategy(compress="gradients", density=0.1, adapt_threshold=False, **settings)
     return fit(strategy, Adversaries(), 12, watch=Watch(look=thresholds_of))
 
 

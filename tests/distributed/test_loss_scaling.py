@@ -82,8 +82,8 @@ def train(value_format: str, overflows: bool, scale: float, settings: dict[str, 
     ("value_format", "settings"),
     [
         ("1bit", {}),
-        ("fp32", {"guard": False}),
-        ("bf16", {"bucket_cap_mb": 0.0005, "exchange": "sharded"}),
+        ("fp32", {"adapt_threshold": False}),
+        ("bf16", {"bucket_cap_mb": 0.0005, "exchange": "two_phase"}),
     ],
 )
 def test_overflow_on_one_rank_skips_the_step_on_all(ranks: Any, value_format: str, settings: dict[str, Any]) -> None:

@@ -32,7 +32,7 @@ def refreshing(seen: list[tuple[int, int, int]], refreshes: int = 0) -> list[int
 def train(folder: Path, batches: int, ckpt_path: Path | None, settings: dict[str, Any]) -> Any:
     watch = Watch(look=look)
     # Guard off: it takes a new threshold from a step that shows far too many entries, which is no refresh.
-    strategy = DCTStrategy(compress="gradients", density=0.1, refresh_every=5, guard=False)
+    strategy = DCTStrategy(compress="gradients", density=0.1, refresh_every=5, adapt_threshold=False)
     fit(
         strategy,
         Module(),

@@ -176,7 +176,7 @@ def train_sharded(folder: Path, resumed: Path | None, epochs: int) -> tuple[dict
     """Ten steps an epoch, each of which ends in a checkpoint."""
     start = StateAtStart()
     run = fit(
-        DCTStrategy(compress="gradients", density=0.2, exchange="sharded", bucket_cap_mb=0.0005),
+        DCTStrategy(compress="gradients", density=0.2, exchange="two_phase", bucket_cap_mb=0.0005),
         Module(),
         10,
         ckpt_path=None if resumed is None else str(resumed),

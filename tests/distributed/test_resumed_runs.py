@@ -43,8 +43,8 @@ CASES: dict[str, tuple[Any, ...]] = {
     "1bit": gradients(value_format="1bit"),
     "accumulation": gradients({"accumulate_grad_batches": 2}, value_format="bf16", bucket_cap_mb=0.0005),
     "bf16-true": gradients({"precision": "bf16-true"}, value_format="2bit"),
-    "owners": gradients(exchange="sharded", density=0.2, bucket_cap_mb=0.0005),
-    "updates on their way": of_updates(delay=4, exchange="sharded", local_steps=5),
+    "owners": gradients(exchange="two_phase", density=0.2, bucket_cap_mb=0.0005),
+    "updates on their way": of_updates(overlap_steps=4, exchange="two_phase", local_steps=5),
     "updates, accumulation": of_updates({"accumulate_grad_batches": 3}, value_format="2bit"),
     "updates, bf16-true": of_updates({"precision": "bf16-true"}, local_steps=64),
     "updates, loss scales of their own": (2, loss_scaling.train_updates),
@@ -68,11 +68,11 @@ CASES: dict[str, tuple[Any, ...]] = {
     "a pipeline": (2, pipeline.train_resumable, 2, "interleaved_1f1b", 4, pipeline.SUBSPACE),
     "pipelines, 4 ranks": (4, pipeline.train_resumable, 2, "1f1b", 2, pipeline.SPLIT),
     "shards, 4 ranks": (
-        *(4, fsdp.train_resumable, {**fsdp.UPDATES, "delay": 2, "save_distributed_checkpoint": False}),
+        *(4, fsdp.train_resumable, {**fsdp.UPDATES, "overlap_steps": 2, "save_distributed_checkpoint": False}),
         {"accumulate_grad_batches": 4},
     ),
     "shards with owners, 4 ranks": (
-        *(4, fsdp.train_resumable, {**fsdp.UPDATES, "exchange": "sharded", "refresh_every": 4}),
+        *(4, fsdp.train_resumable, {**fsdp.UPDATES, "exchange": "two_phase", "refresh_every": 4}),
         {},
     ),
 }

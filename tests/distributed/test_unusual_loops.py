@@ -267,12 +267,12 @@ def test_a_second_optimizer_of_the_same_parameters_exchanges_them(ranks: Any) ->
     for sent, _ in (runs := ranks(2).run(train_in_two_phases)):
         assert all(later > earlier for earlier, later in pairwise(sent))
     assert runs[0][1] == runs[1][1]
-    with pytest.raises(RankFailure, match=r"Two optimizers step 'model\.first\.bias'.*Use `delay=0`"):
+    with pytest.raises(RankFailure, match=r"Two optimizers step 'model\.first\.bias'.*Use `overlap_steps=0`"):
         ranks(2).run(train_in_two_phases_with_a_delay)
 
 
 def train_in_two_phases_with_a_delay() -> None:
-    train_in_two_phases(local_steps=2, delay=2)
+    train_in_two_phases(local_steps=2, overlap_steps=2)
 
 
 class Copies(Module):

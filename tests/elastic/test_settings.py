@@ -24,9 +24,9 @@ from lightning_dct.law import RunLength
 @pytest.mark.parametrize(
     "setting",
     [
-        {"exchange": "sharded"},
-        {"exchange": "by_node"},
-        {"delay": 2},
+        {"exchange": "two_phase"},
+        {"exchange": "hierarchical"},
+        {"overlap_steps": 2},
         {"compress": "gradients"},
         {"find_unused_parameters": True},
     ],

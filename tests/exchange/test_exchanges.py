@@ -22,7 +22,7 @@ SIZES = {"a": 1400, "b": 50, "c": 700, "d": 120}
 BUCKETS = [[["d", "c", "b", "a"]], [["c"], ["b", "a"], ["d"]], [["a", "d", "c"], ["b"]]]
 SETTINGS: dict[str, Any] = {"density": 0.2, "min_tensor_size": 60}
 # Ranks, exchange, ranks per node.
-EXCHANGES = [(2, "all_gather", 1), (3, "sharded", 1), (4, "sharded", 1), (6, "by_node", 2)]
+EXCHANGES = [(2, "all_gather", 1), (3, "two_phase", 1), (4, "two_phase", 1), (6, "hierarchical", 2)]
 EVERY_EXCHANGE = pytest.mark.parametrize(("world_size", "exchange", "ranks_per_node"), EXCHANGES)
 Gradients = list[dict[str, Tensor]]
 gradients = partial(heavy_tailed, sizes=SIZES)
@@ -41,15 +41,19 @@ def compressed(mean: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: mean[name] for name in ("a", "c", "d")}
 
 
-@given(form=st.sampled_from(FORMATS), guard=st.booleans(), seed=st.integers(0, 2**32))
+@given(form=st.sampled_from(FORMATS), adapt_threshold=st.booleans(), seed=st.integers(0, 2**32))
 @EVERY_EXCHANGE
 @examples(15)
 def test_equals_the_reference(
-    world_size: int, exchange: str, ranks_per_node: int, form: str, guard: bool, seed: int
+    world_size: int, exchange: str, ranks_per_node: int, form: str, adapt_threshold: bool, seed: int
 ) -> None:
     """Oracle: lightning_dct.reference, every bit of means over four steps, the last with new thresholds."""
     choice, noise = random.Random(seed), torch.Generator().manual_seed(seed)
-    settings: dict[str, Any] = {"density": choice.uniform(0.02, 0.4), "value_format": form, "guard": guard}
+    settings: dict[str, Any] = {
+        "density": choice.uniform(0.02, 0.4),
+        "value_format": form,
+        "adapt_threshold": adapt_threshold,
+    }
     settings["min_tensor_size"] = choice.choice([0, 60, 400])
     # The first is compressed, so all travel in one payload.
     sizes = {"a": choice.randint(900, 3000), "b": choice.choice([1, 50, 300]), "c": choice.choice([120, 700])}
@@ -134,7 +138,7 @@ def test_a_resumed_run_continues_bit_for_bit(world_size: int, exchange: str, ran
 
 
 @pytest.mark.parametrize("new", [(1, "all_gather", 1), (3, "all_gather", 1), *EXCHANGES[2:]])
-@pytest.mark.parametrize("old", [(2, "all_gather", 1), (4, "sharded", 1), (4, "by_node", 2)])
+@pytest.mark.parametrize("old", [(2, "all_gather", 1), (4, "two_phase", 1), (4, "hierarchical", 2)])
 def test_what_is_held_back_survives_another_exchange_and_another_number_of_ranks(
     old: tuple[int, str, int], new: tuple[int, str, int]
 ) -> None:
@@ -156,7 +160,7 @@ def test_what_is_held_back_survives_another_exchange_and_another_number_of_ranks
             sent = new[0] * mean[name].double()
             torch.testing.assert_close(sent + now[name], due[name] + held[name], rtol=1e-5, atol=1e-4)
         held = now
-    if new[1] == "by_node":
+    if new[1] == "hierarchical":
         assert not any(residual.any() for rank in after.residuals() for residual in rank.values())
 
 
@@ -210,7 +214,7 @@ def test_a_step_the_scaler_skips_is_undone(world_size: int, exchange: str, ranks
 
 def test_leaving_another_exchange_is_undone_too() -> None:
     """The first step after a change sends residuals out densely; skipped, it leaves them where they were."""
-    before, after = ranks_of(4, "all_gather", 1), ranks_of(4, "by_node", 2, loss_scale=lambda: 4.0)
+    before, after = ranks_of(4, "all_gather", 1), ranks_of(4, "hierarchical", 2, loss_scale=lambda: 4.0)
     before.step(gradients(0, 4))
     for synchronizer, state in zip(after.synchronizers, before.state_dicts(), strict=True):
         synchronizer.load_state_dict(state)
@@ -251,7 +255,7 @@ def test_bytes_of_the_sharded_exchange_hardly_grow_with_the_ranks() -> None:
     """Against dense bytes, which grow as (W - 1) / W: a ratio flat within 15% from 2 to 8 ranks, on each rank."""
     ratios, gathered = [], []
     for world_size in (2, 4, 8):
-        for exchange, collected in (("sharded", ratios), ("all_gather", gathered)):
+        for exchange, collected in (("two_phase", ratios), ("all_gather", gathered)):
             settings: dict[str, Any] = {"density": 0.05, "value_format": "bf16"}
             ranks = EmulatedRanks({"a": 30_000, "b": 9_000, "c": 1_000}, world_size, exchange, **settings)
             noise = torch.Generator().manual_seed(world_size)
@@ -266,7 +270,7 @@ def test_bytes_of_the_sharded_exchange_hardly_grow_with_the_ranks() -> None:
 
 
 def test_bytes_between_nodes_and_inside() -> None:
-    ranks = ranks_of(6, "by_node", 2)
+    ranks = ranks_of(6, "hierarchical", 2)
     ranks.step(gradients(0, 6), BUCKETS[2])
     for synchronizer in ranks.synchronizers:
         totals = synchronizer.traffic.totals
@@ -279,7 +283,7 @@ def test_bytes_between_nodes_and_inside() -> None:
 
 
 def test_a_harmed_sum_names_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
-    intact, ranks = Meeting.everyone, EmulatedRanks({"a": 1400}, 2, "sharded", density=0.2)
+    intact, ranks = Meeting.everyone, EmulatedRanks({"a": 1400}, 2, "two_phase", density=0.2)
 
     def harmed(self: Meeting) -> list[Tensor]:
         payloads = [payload.clone() for payload in intact(self)]

@@ -30,14 +30,14 @@ from methods import ErrorAveraging
 
 def case_of(exchange: str) -> Case:
     case = draw(1, "gradients", exchange)
-    return case._replace(dtype=torch.float64, settings={**case.settings, "refresh_every": 1, "guard": False})
+    return case._replace(dtype=torch.float64, settings={**case.settings, "refresh_every": 1, "adapt_threshold": False})
 
 
 def train(exchange: str, accumulate: int) -> Run:
     return run_case(case_of(exchange), accumulate, callbacks=[ErrorAveraging(every_n_steps=5)])
 
 
-@pytest.mark.parametrize(("world_size", "exchange", "accumulate"), [(3, "all_gather", 2), (3, "sharded", 1)])
+@pytest.mark.parametrize(("world_size", "exchange", "accumulate"), [(3, "all_gather", 2), (3, "two_phase", 1)])
 def test_matches_the_reference(ranks: Any, world_size: int, exchange: str, accumulate: int) -> None:
     """Oracle: lightning_dct.reference. The last bits differ: the backend chooses the order of a sum of three."""
     case = case_of(exchange)

@@ -46,11 +46,11 @@ def in_one_process(job: Job) -> tuple[list[Tensor], dict[str, Tensor]]:
     "own",
     [
         (*DCT, "strategy.exchange=all_gather"),
-        (*DCT, "strategy.exchange=sharded"),
+        (*DCT, "strategy.exchange=two_phase"),
         ("strategy=dct", "strategy.local_steps=1", "strategy.density=0.1", "model.momentum=0.9"),
         ("strategy=dct",),  # as the length of the run allows
     ],
-    ids=["all_gather", "sharded", "sgd", "defaults"],
+    ids=["all_gather", "two_phase", "sgd", "defaults"],
 )
 def test_replicas_have_the_bits_of_real_ranks(ranks: Any, tmp_path: Path, own: tuple[str, ...]) -> None:
     """Two gloo ranks under the Trainer, and two threads: the same losses and weights, bit for bit."""

@@ -43,7 +43,7 @@ def shard(parameter: nn.Parameter, shards: int, place: int) -> nn.Parameter:
     ("replicas", "exchange", "settings"),
     [
         (2, "all_gather", {"density": 0.2, "local_steps": 4, "warmup_steps": 0, "min_tensor_size": 20}),
-        (4, "by_node", {"density": 0.1, "local_steps": 4, "warmup_steps": 0, "min_tensor_size": 100}),
+        (4, "hierarchical", {"density": 0.1, "local_steps": 4, "warmup_steps": 0, "min_tensor_size": 100}),
     ],
 )
 def test_each_rank_counts_its_shards(ranks: Any, replicas: int, exchange: str, settings: dict[str, Any]) -> None:

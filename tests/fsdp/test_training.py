@@ -178,7 +178,7 @@ def learn(kind: str, strategy: dict[str, Any], trainer: dict[str, Any]) -> dict[
         ("tied", {"unit": 50}, {}),
         ("compiled", {}, {}),
         ("attention", {"unit": nn.Linear}, {"precision": "bf16-mixed"}),
-        ("wide", {"replicas": 4, "exchange": "sharded", "density": 0.5}, {"precision": "bf16-true"}),
+        ("wide", {"replicas": 4, "exchange": "two_phase", "density": 0.5}, {"precision": "bf16-true"}),
         ("wide", {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}, {"gradient_clip_val": 1.0}),
         ("wide", {"replicas": 1}, {}),
     ],

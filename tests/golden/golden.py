@@ -77,7 +77,13 @@ def all_bytes() -> dict[str, str]:
 
 # A run of two ranks with all that a checkpoint can hold: own and shared weights, thresholds, sums that ranks own, what
 # is on its way, tables in rows, remembered rows and their residuals, and states of an optimizer.
-STRATEGY: dict[str, Any] = {"exchange": "sharded", "local_steps": 3, "delay": 1, "warmup_steps": 2, "density": 0.3}
+STRATEGY: dict[str, Any] = {
+    "exchange": "two_phase",
+    "local_steps": 3,
+    "overlap_steps": 1,
+    "warmup_steps": 2,
+    "density": 0.3,
+}
 
 
 class Golden(LightningModule):

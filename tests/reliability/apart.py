@@ -175,7 +175,7 @@ def train(way: str, folder: str) -> None:
     if "no exchange there" in way:
         settings = {"local_steps": 8, "warmup_steps": 0}
     if "in flight" in way:
-        settings = {"exchange": "sharded", "local_steps": 4, "delay": 2, "warmup_steps": 0}
+        settings = {"exchange": "two_phase", "local_steps": 4, "overlap_steps": 2, "warmup_steps": 0}
     strategy: Any = DCTStrategy(**settings)
     if way.startswith("stage"):
         strategy = DCTPipelineStrategy(stages=2, micro_batches=2)

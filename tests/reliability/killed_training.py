@@ -71,18 +71,18 @@ def replicas(**settings: Any) -> tuple[DCTStrategy, LightningModule, Any, dict[s
     noise = Noise(BATCHES, 40, 8, rank=rank)
     module = Module(perceptron(hidden=200), torch.optim.Adam, lr=0.01)
     # Most saves, and so most kills, fall between two exchanges, or while one travels.
-    rounds = {"local_steps": 4, "warmup_steps": 6, "delay": 2}
+    rounds = {"local_steps": 4, "warmup_steps": 6, "overlap_steps": 2}
     strategy = DCTStrategy(**{"density": 0.05, "refresh_every": 4, **rounds, **settings})
     return strategy, module, noise.__getitem__, {}
 
 
 def all_gather() -> Any:
-    strategy, module, batch, _ = replicas(exchange="all_gather", value_format="2bit", delay=0)
+    strategy, module, batch, _ = replicas(exchange="all_gather", value_format="2bit", overlap_steps=0)
     return strategy, module, batch, {"accumulate_grad_batches": 2}
 
 
 def sharded() -> Any:
-    return replicas(exchange="sharded", value_format="1bit", density=0.2)
+    return replicas(exchange="two_phase", value_format="1bit", density=0.2)
 
 
 def in_background() -> Any:

@@ -217,7 +217,7 @@ def take_over(state: dict[str, Any]) -> None:
     """What strategies do with a state that has been read, and whether what comes of it is sound."""
     merged = merge_states([state])
     for own_or_mean in (merge_states([state, state]), merged):
-        memory = Memory(PIECES, guard=True, undoable=False)
+        memory = Memory(PIECES, adapt_threshold=True, undoable=False)
         memory.load_state_dict(own_or_mean, SIZES)
         for name, residual in memory.residuals.state_dict().items():
             assert residual.numel() == SIZES.get(name, residual.numel())

@@ -24,7 +24,7 @@ NAME = "model.first.weight"
 
 def attempt(path: Path, *callbacks: Any, ckpt_path: Path | None = None) -> None:
     # Saved after step 10, when the exchange after that step is in flight.
-    strategy = DCTStrategy(density=0.2, local_steps=5, warmup_steps=0, delay=4)
+    strategy = DCTStrategy(density=0.2, local_steps=5, warmup_steps=0, overlap_steps=4)
     trainer = trainer_for(strategy, callbacks=list(callbacks))
     trainer.fit(Module(None, torch.optim.Adam, lr=0.01), twice_ten_batches(), ckpt_path=ckpt_path)
 
@@ -243,7 +243,7 @@ class Still(Callback):
 
 
 def resume_without_moving(path: Path, kind: type[Module]) -> tuple[State, list[str]]:
-    strategy = DCTStrategy(density=0.2, local_steps=5, warmup_steps=0, delay=4)
+    strategy = DCTStrategy(density=0.2, local_steps=5, warmup_steps=0, overlap_steps=4)
     trainer = trainer_for(strategy, callbacks=[Still()], max_epochs=3)
     module = kind(None, torch.optim.Adam, lr=0.01)
     with warnings.catch_warnings(record=True) as warned:
@@ -272,7 +272,7 @@ class Resumed(Callback):
 
 def resume_optimizer(path: Path, kind: type[Module]) -> tuple[float, list[float], list[str]]:
     resumed = Resumed()
-    strategy = DCTStrategy(density=0.2, local_steps=5, warmup_steps=0, delay=4)
+    strategy = DCTStrategy(density=0.2, local_steps=5, warmup_steps=0, overlap_steps=4)
     trainer = trainer_for(strategy, callbacks=[resumed], max_epochs=3)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")

@@ -30,7 +30,7 @@ def train(exchange: str) -> Any:
     )
 
 
-@pytest.mark.parametrize("exchange", ["all_gather", "sharded"])
+@pytest.mark.parametrize("exchange", ["all_gather", "two_phase"])
 def test_figures_are_those_of_the_state(ranks: Any, exchange: str) -> None:
     cut = False
     for run in ranks(2).run(train, exchange):
@@ -47,4 +47,4 @@ def test_figures_are_those_of_the_state(ranks: Any, exchange: str) -> None:
             norm = float(torch.cat(held).norm()) if held else 0.0
             assert figures[name].residual_norm == pytest.approx(norm, rel=1e-5)
         assert figures["model.first.weight"].residual_norm > 0
-    assert cut == (exchange == "sharded")
+    assert cut == (exchange == "two_phase")

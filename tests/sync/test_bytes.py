@@ -27,7 +27,7 @@ def train(settings: dict[str, Any]) -> TrafficTotals:
     [
         (2, {"density": 0.2, "local_steps": 4, "exchange": "all_gather", "warmup_steps": 5}),
         # Owners are chosen by the densities that hold later.
-        (4, {"density": 0.1, "local_steps": 5, "exchange": "sharded", "value_format": "2bit", "warmup_steps": 0}),
+        (4, {"density": 0.1, "local_steps": 5, "exchange": "two_phase", "value_format": "2bit", "warmup_steps": 0}),
         (3, {"density": 0.05, "local_steps": 1, "exchange": "all_gather"}),
     ],
 )

@@ -19,7 +19,7 @@ def run_cases(exchange: str) -> list[Run]:
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="a GPU's optimizers round otherwise than the reference on a CPU")
-@pytest.mark.parametrize(("world_size", "exchange"), [(3, "all_gather"), (2, "sharded"), (4, "by_node")])
+@pytest.mark.parametrize(("world_size", "exchange"), [(3, "all_gather"), (2, "two_phase"), (4, "hierarchical")])
 def test_matches_the_reference(ranks: Any, world_size: int, exchange: str) -> None:
     """Oracle: lightning_dct.reference, every bit of both kinds of weights and of thresholds; random settings."""
     by_rank = ranks(world_size).run(run_cases, exchange)
@@ -30,13 +30,13 @@ def test_matches_the_reference(ranks: Any, world_size: int, exchange: str) -> No
             assert_weights(run.state["weights"], expected)
         # By node, all that ranks have moved is sent, and what is not sent of the sum is another residual.
         differs = any(not torch.equal(one, other) for one, other in zip(own[0], own[1], strict=True))
-        assert differs or exchange == "by_node"
+        assert differs or exchange == "hierarchical"
         assert_remembered(list(runs), memories, ranks_per_node=2)
 
 
 # Without a delay, with which buckets take turns. After every step, for what the mean's length depends on.
 APART = [
-    case._replace(settings=case.settings | {"delay": 0, "local_steps": steps})
+    case._replace(settings=case.settings | {"overlap_steps": 0, "local_steps": steps})
     for seed, steps in ((0, 1), (4, 1), (4, 3))
     for case in [draw(seed, "updates", "all_gather")]
 ]
@@ -58,7 +58,7 @@ def test_what_is_sent_of_a_tensor_does_not_depend_on_its_bucket(ranks: Any) -> N
 
 
 def train_many_steps() -> Run:
-    strategy = DCTStrategy(local_steps=16, delay=8, warmup_steps=40)
+    strategy = DCTStrategy(local_steps=16, overlap_steps=8, warmup_steps=40)
     return fit(strategy, Module(None, torch.optim.AdamW, lr=0.01), 80, watch=Watch(every=20))
 
 

@@ -50,7 +50,7 @@ def test_sgd_converges_where_ddp_does(ranks: Any) -> None:
     module = partial(Valley, partial(optim.SGD, lr=1.7))
     theirs = ranks(2).run(train, "ddp", module, 150)
     assert theirs[0].weights["curved"].abs().max() < 1e-6
-    for settings in ({"local_steps": 1}, {"local_steps": 1, "exchange": "sharded"}, {"local_steps": 4}):
+    for settings in ({"local_steps": 1}, {"local_steps": 1, "exchange": "two_phase"}, {"local_steps": 4}):
         ours = ranks(2).run(train, {"warmup_steps": 0, **settings}, module, 150)
         assert ours[0].weights["curved"].abs().max() < 1e-3, settings
         assert_replicas_equal(ours)

@@ -22,15 +22,15 @@ from methods import ErrorAveraging
     [
         ({"local_steps": 0}, ValueError, "`local_steps` must be at least 1"),
         ({"local_steps": 2.5}, TypeError, "`local_steps` must be a whole number"),
-        ({"delay": -1}, ValueError, "`delay` must be at least 0"),
-        ({"local_steps": 4, "delay": 5}, ValueError, "Lower `delay` or raise `local_steps`"),
+        ({"overlap_steps": -1}, ValueError, "`overlap_steps` must be at least 0"),
+        ({"local_steps": 4, "overlap_steps": 5}, ValueError, "Lower `overlap_steps` or raise `local_steps`"),
         *(
             (
                 {"compress": "gradients", **one},
                 ValueError,
                 r"residuals; got [a-z_]+=[0-9.]+\. Leave that out, or use `compress='updates'`",
             )
-            for one in ({"local_steps": 4}, {"delay": 1}, {"warmup_steps": 5}, {"residual_decay": 0.5})
+            for one in ({"local_steps": 4}, {"overlap_steps": 1}, {"warmup_steps": 5}, {"residual_decay": 0.5})
         ),
         ({"compress": "weights"}, ValueError, "`compress` must be one of 'updates', 'gradients'"),
     ],

@@ -17,8 +17,8 @@ from lightning_dct import DCTStrategy, Gradients, Updates
 STEPS = 24
 SETTINGS: list[dict[str, Any]] = [
     {"local_steps": 1, "density": 0.2},
-    {"local_steps": 3, "density": 0.1, "warmup_steps": 6, "exchange": "sharded"},
-    {"local_steps": 4, "delay": 2, "value_format": "2bit", "warmup_steps": 0},
+    {"local_steps": 3, "density": 0.1, "warmup_steps": 6, "exchange": "two_phase"},
+    {"local_steps": 4, "overlap_steps": 2, "value_format": "2bit", "warmup_steps": 0},
 ]
 
 

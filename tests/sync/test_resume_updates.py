@@ -92,7 +92,9 @@ def resume_elsewhere(path: Path) -> tuple[dict[str, Any], State]:
     return at_start.state, at_start.shared
 
 
-@pytest.mark.parametrize(("saved", "resumed", "settings"), [(2, 4, {"delay": 3}), (3, 2, {"exchange": "sharded"})])
+@pytest.mark.parametrize(
+    ("saved", "resumed", "settings"), [(2, 4, {"overlap_steps": 3}), (3, 2, {"exchange": "two_phase"})]
+)
 def test_another_number_of_ranks_keeps_the_mean(
     ranks: Any, tmp_path: Path, saved: int, resumed: int, settings: dict[str, Any]
 ) -> None:
@@ -142,7 +144,7 @@ def resume_alone(path: Path) -> State:
 
 def test_one_rank_goes_on_from_the_mean(ranks: Any, tmp_path: Path) -> None:
     """Oracle: the shared weights and the mean of what ranks and owners hold back."""
-    before = ranks(3).run(save_after_ten, tmp_path / "x.ckpt", {"exchange": "sharded"})
+    before = ranks(3).run(save_after_ten, tmp_path / "x.ckpt", {"exchange": "two_phase"})
     (alone,) = ranks(1).run(resume_alone, tmp_path / "x.ckpt")
     for name, shared in before[0][1].items():
         held = sum(held_back(state, weights, name) for state, weights in before) / 3

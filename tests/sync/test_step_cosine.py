@@ -80,7 +80,7 @@ def rounds_of_a_run(settings: dict[str, Any]) -> tuple[int, int | None, float | 
 
 def test_steps_apart_are_averaged_without_it(ranks: Any) -> None:
     """Oracle: no measurement and no factor with several steps apart, a delay or a dense exchange; else all alike."""
-    for settings in ({"local_steps": 4}, {"local_steps": 1, "delay": 1}, {"local_steps": 1, "density": 1.0}):
+    for settings in ({"local_steps": 4}, {"local_steps": 1, "overlap_steps": 1}, {"local_steps": 1, "density": 1.0}):
         assert ranks(2).run(rounds_of_a_run, settings) == [(WHOLE, None, None)] * 2
     first, second = ranks(2).run(rounds_of_a_run, {"local_steps": 1})
     assert first == second

@@ -69,7 +69,7 @@ def test_conservation_whatever_the_numbers(data: st.DataObject, value_format: st
 
 
 def test_nothing_above_the_threshold_is_a_step_like_any_other() -> None:
-    ranks = EmulatedRanks({"a": 300}, density=0.02, guard=False)
+    ranks = EmulatedRanks({"a": 300}, density=0.02, adapt_threshold=False)
     ranks.step([{"a": rank["a"] * 1e6} for rank in gradients(0)])
     for synchronizer in ranks.synchronizers:
         synchronizer.residuals.flat(["a"], [300], torch.float32, torch.device("cpu")).zero_()
@@ -121,7 +121,7 @@ def test_scaled_gradients_train_as_unscaled_ones(value_format: str) -> None:
 
 def test_fp16_means_that_overflow_are_undone_on_every_rank() -> None:
     """Each rank's share fits fp16, their mean with the residuals does not."""
-    ranks = EmulatedRanks({"a": 300}, density=0.01, value_format="fp32", guard=False, loss_scale=lambda: 1.0)
+    ranks = EmulatedRanks({"a": 300}, density=0.01, value_format="fp32", adapt_threshold=False, loss_scale=lambda: 1.0)
     large = torch.zeros(300, dtype=torch.float16)
     large[:3] = 60000.0
     ranks.step([{"a": large}] * 2)

@@ -227,14 +227,14 @@ def test_what_the_module_writes_in_its_own_hook_is_trained_on(ranks: Any) -> Non
     assert not torch.equal(one.seen[12], other.seen[12])
 
 
-def clip_in_own_hook(delay: int) -> Hooked:
-    return train_hooked(DCTStrategy(**SETTINGS, delay=delay), 0.05, delay > 0)
+def clip_in_own_hook(overlap_steps: int) -> Hooked:
+    return train_hooked(DCTStrategy(**SETTINGS, overlap_steps=overlap_steps), 0.05, overlap_steps > 0)
 
 
-@pytest.mark.parametrize("delay", [0, 2])
-def test_a_module_that_clips_its_weights_ends_with_clipped_weights(ranks: Any, delay: int) -> None:
+@pytest.mark.parametrize("overlap_steps", [0, 2])
+def test_a_module_that_clips_its_weights_ends_with_clipped_weights(ranks: Any, overlap_steps: int) -> None:
     """With updates in flight, which arrive after the last batch, it has to clip in `on_train_end` as well."""
-    one, other = ranks(2).run(clip_in_own_hook, delay)
+    one, other = ranks(2).run(clip_in_own_hook, overlap_steps)
     for name, weights in weights_of(one).items():
         assert torch.equal(weights, weights_of(other)[name]), name
         assert weights.abs().max() <= torch.tensor(0.05), name
@@ -561,15 +561,15 @@ class Downhill(Module):
         return self.model(batch[0]).mean()
 
 
-def go_down(delay: int) -> torch.Tensor:
-    strategy = DCTStrategy(density=1.0, local_steps=4, delay=delay, warmup_steps=0)
+def go_down(overlap_steps: int) -> torch.Tensor:
+    strategy = DCTStrategy(density=1.0, local_steps=4, overlap_steps=overlap_steps, warmup_steps=0)
     module = Downhill(Straight(), torch.optim.SGD, lr=1.0)
     trainer_for(strategy).fit(module, loader(8, 3, 1))
     return module.model.weight.detach().clone()
 
 
-@pytest.mark.parametrize("delay", [0, 1, 4])
-def test_updates_in_flight_at_the_end_are_in_the_final_weights(ranks: Any, delay: int) -> None:
+@pytest.mark.parametrize("overlap_steps", [0, 1, 4])
+def test_updates_in_flight_at_the_end_are_in_the_final_weights(ranks: Any, overlap_steps: int) -> None:
     """Oracle: eight steps of one each, whether or not the last exchange has arrived."""
-    for weights in ranks(2).run(go_down, delay):
+    for weights in ranks(2).run(go_down, overlap_steps):
         assert weights.tolist() == [-8.0] * 64

@@ -304,8 +304,8 @@ def verdict(config: DCTConfig, costs: StepCosts, dense: float, device_type: str,
         return f"{share}, and nothing is compressed: compress='updates' would exchange less, and less often."
     if costs.compressing > costs.waiting and (missing := faster_kernel_missing(device_type)):
         return missing
-    if rarer and config.delay == 0 and costs.waiting > costs.compressing:
-        return f"delay={config.round_length} would hide the waiting behind training, {rarer} would halve both."
+    if rarer and config.overlap_steps == 0 and costs.waiting > costs.compressing:
+        return f"overlap_steps={config.round_length} would hide the waiting behind training, {rarer} would halve both."
     if rarer:
         return f"{rarer} would halve compressing and waiting."
     return "compress='updates' would exchange less often; a lower density sends fewer bytes."

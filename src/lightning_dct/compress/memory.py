@@ -75,7 +75,7 @@ class Memory:
 
     Args:
         pieces: Those this rank owns, by label.
-        guard: Whether to adjust the thresholds to the number of entries that have reached them.
+        adapt_threshold: Whether to adjust the thresholds to the number of entries that have reached them.
         undoable: Whether to keep what a synchronisation changes.
         kernel: See :func:`~lightning_dct.kernels.cpu_kernel`.
         of_updates: Whether updates are exchanged. Then ranks keep what the owner of its sum does not send on.
@@ -89,7 +89,7 @@ class Memory:
     def __init__(
         self,
         pieces: Mapping[str, OwnedPiece],
-        guard: bool,
+        adapt_threshold: bool,
         undoable: bool,
         kernel: str = "auto",
         of_updates: bool = False,
@@ -105,7 +105,7 @@ class Memory:
         self._labels: dict[str, list[str]] = {}
         for label, piece in pieces.items():
             self._labels.setdefault(piece.name, []).append(label)
-        self.guard = guard
+        self.adapt_threshold = adapt_threshold
         self._undoable = undoable
         self.kernel = kernel
         # Of the current synchronisation: residuals to delete at its end, and what undoes it.

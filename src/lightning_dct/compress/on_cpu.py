@@ -41,7 +41,7 @@ def pack(memory: Memory, bucket: Bucket, plan: BucketPlan, deferred: set[int], h
             limit = 0.0 if place in broken else limit_of(kept[place], size, target)
             kept[place] = kernel.thin(*where, kept[place], target, limit)
         counts[number] = kept[place].numel()
-        if memory.guard and place not in broken:
+        if memory.adapt_threshold and place not in broken:
             far = count > GUARD_RESELECT * target
             thresholds.set(plan.names[index], target, limit if far else nudge(tau, count, target, size))
     if sum(counts) < values.numel():

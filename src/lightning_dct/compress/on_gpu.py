@@ -228,8 +228,9 @@ class _Packing:
         rest = table.tensors, table.aims, ends, taus, broken, samples, limits, moved
         wide = self.plan.residual_dtype == torch.float64
         kinds = {"BASE": self.dtypes["BASE"], "INTEGER": tl.int64 if wide else tl.int32, "BITS": 63 if wide else 31}
-        _launch(triton_pack.limit, (table.count,), *rest, **kinds, SAMPLE=LIMIT_SAMPLE, GUARD=memory.guard, **GUARD)
-        if memory.guard and names:
+        kinds |= {"SAMPLE": LIMIT_SAMPLE, "GUARD": memory.adapt_threshold}
+        _launch(triton_pack.limit, (table.count,), *rest, **kinds, **GUARD)
+        if memory.adapt_threshold and names:
             memory.thresholds.replace(names, moved if len(used) == table.count else moved[table.numbers(used)])
         self.launch(triton_pack.mark, taus, limits, ends, *out, PASS=1)
         self.launch(triton_pack.mark, taus, limits, table.ends(self.counts), *out, PASS=2)

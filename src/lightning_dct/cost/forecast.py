@@ -80,7 +80,7 @@ class Row:
         name: ``"ddp"`` for the dense all-reduce, or the exchange.
         step: The bytes of one exchange, rank by rank.
         local_steps: Optimizer steps from one exchange to the next. All other figures are of a step.
-        ratio: The logged compression ratio, of the rank that sends most; between nodes for ``by_node``.
+        ratio: The logged compression ratio, of the rank that sends most; between nodes for ``hierarchical``.
         link_seconds: How long the busiest node's link is busy in a step.
         compressing_seconds: How long a rank compresses in a step.
     """
@@ -132,11 +132,11 @@ class Forecast:
         config, layout, every = self.config, self.layout, self.config.round_length
         dense = dense_step(self.workload, layout)
         rows = [Row(DENSE, dense, 1, 1.0, link_seconds(dense, layout, self.link), 0.0)]
-        for name in ("all_gather", "sharded", "by_node"):
-            if name == "by_node" and layout.obstacle is not None:
+        for name in ("all_gather", "two_phase", "hierarchical"):
+            if name == "hierarchical" and layout.obstacle is not None:
                 continue
             step = compressed_step(name, config, self.workload, layout)
-            if name == "by_node":
+            if name == "hierarchical":
                 ratio = dense.sent[0].between / max(1, *(sent.between for sent in step.sent))
             else:
                 ratio = dense.sent[0].total / max(1, *(sent.total for sent in step.sent))  # all gradients may be sparse
@@ -168,9 +168,9 @@ def dense_step(workload: Workload, layout: NodeLayout) -> Step:
 
 
 def compressed_step(exchange: str, config: DCTConfig, workload: Workload, layout: NodeLayout) -> Step:
-    """One of the compressed exchanges of two or more ranks; ``"by_node"`` needs a layout without an obstacle."""
+    """One of the compressed exchanges of two or more ranks; ``"hierarchical"`` needs a layout without an obstacle."""
     world_size, local = len(layout.places), layout.ranks_per_node
-    traversals, owners = link_traversals(exchange, world_size, local), {"sharded": world_size, "by_node": local}
+    traversals, owners = link_traversals(exchange, world_size, local), {"two_phase": world_size, "hierarchical": local}
     plans = Plans(config, traversals)
     among = owners.get(exchange, 0)
     pieces = share_model(config, workload.parameters, traversals, among) if among else {}
@@ -179,7 +179,7 @@ def compressed_step(exchange: str, config: DCTConfig, workload: Workload, layout
         tensors = [workload.parameters[name] for name in names]
         plan = plans.of(names, [*map(real_numel, tensors)], real_dtype(tensors[0]))
         shards = cut(plan, pieces, among).shards if among else ()
-        to_owners = _sharded(shards, layout) if exchange == "sharded" and not plan.is_dense else []
+        to_owners = _two_phase(shards, layout) if exchange == "two_phase" and not plan.is_dense else []
         entries += 0 if plan.is_dense else sum(plan.sizes)
         for rank in range(world_size):
             if plan.is_dense:
@@ -190,12 +190,12 @@ def compressed_step(exchange: str, config: DCTConfig, workload: Workload, layout
             elif exchange == "all_gather":
                 sent[rank] += _ring(all_gather_bytes(plan.num_bytes, world_size), layout)
                 residuals[rank] += _residual_bytes(plan)
-            elif exchange == "sharded":
+            elif exchange == "two_phase":
                 sent[rank] += to_owners[rank]
                 residuals[rank] += _residual_bytes(plan) + _residual_bytes(shards[rank].packed)
             else:
                 own = shards[rank % local]
-                sent[rank] += _by_node(plan, own, layout)
+                sent[rank] += _hierarchical(plan, own, layout)
                 residuals[rank] += _residual_bytes(own.packed)
     return Step(tuple(sent), entries, tuple(residuals))
 
@@ -205,7 +205,7 @@ def _ring(num_bytes: int, layout: NodeLayout) -> SentBytes:
     return SentBytes(between, num_bytes - between)
 
 
-def _sharded(shards: Sequence[Shard], layout: NodeLayout) -> list[SentBytes]:
+def _two_phase(shards: Sequence[Shard], layout: NodeLayout) -> list[SentBytes]:
     """Each rank sends each owner its part, and then all ranks the compressed sums that it owns."""
     ranks, local = len(shards), layout.ranks_per_node
     owned = [shard.plan.num_bytes for shard in shards]
@@ -218,7 +218,7 @@ def _sharded(shards: Sequence[Shard], layout: NodeLayout) -> list[SentBytes]:
     return sent
 
 
-def _by_node(plan: BucketPlan, own: Shard, layout: NodeLayout) -> SentBytes:
+def _hierarchical(plan: BucketPlan, own: Shard, layout: NodeLayout) -> SentBytes:
     """Dense inside the node, one shard's payload between nodes, then the payloads of all nodes inside."""
     nodes, local = len(layout.nodes), layout.ranks_per_node
     payload = own.packed.num_bytes
@@ -327,7 +327,7 @@ def _notes(forecast: Forecast) -> list[str]:
     if forecast.layout.ranks_per_node > 1:
         notes.append(
             "The ranks of a node share its link. Like `auto`, this assumes that bytes inside a node move"
-            f" {INSIDE_IS_FASTER} times as fast as a rank's share of it. Only with 'by_node' does a run"
+            f" {INSIDE_IS_FASTER} times as fast as a rank's share of it. Only with 'hierarchical' does a run"
             " count bytes between nodes and inside nodes separately. Its ratio is then that of the bytes between nodes."
         )
     else:

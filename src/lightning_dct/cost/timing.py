@@ -51,7 +51,7 @@ class Speed:
         """The seconds that a rank compresses and decompresses in a step of so many compressed entries."""
         if exchange == "all_gather":
             per_entry = self.compress + self.clear + world_size * self.add
-        elif exchange == "sharded":
+        elif exchange == "two_phase":
             sums = self.compress + self.clear + world_size * self.add
             per_entry = self.compress + sums / world_size + self.clear + self.add
         else:
@@ -77,7 +77,7 @@ def measure_speed(config: DCTConfig, sizes: Sequence[int], seconds: float, devic
     noise = torch.Generator(device).manual_seed(0)
     gradient = torch.randn(size, generator=noise, device=device)
     start = torch.randn(size, generator=noise, device=device)
-    residual, total, memory = start.clone(), torch.empty_like(start), Memory({}, guard=True, undoable=False)
+    residual, total, memory = start.clone(), torch.empty_like(start), Memory({}, adapt_threshold=True, undoable=False)
 
     def pack() -> Tensor:
         return compress(memory, Bucket([gradient], [residual], 1.0), plan, set()).payload

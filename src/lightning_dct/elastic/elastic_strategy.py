@@ -380,7 +380,7 @@ class ExchangeAfterBatch(InternalCallback):
 # What cannot be elastic, and the values that can.
 ONLY: dict[str, tuple[Any, ...]] = {
     "compress": ("updates",),
-    "delay": (0,),
+    "overlap_steps": (0,),
     "exchange": ("auto", "all_gather"),
     "lifelines": (False, True),
     "process_group": (None,),

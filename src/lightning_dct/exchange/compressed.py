@@ -1,4 +1,4 @@
-"""The three compressed exchanges: all-gather, sharded, and by node.
+"""The three compressed exchanges: all-gather, in two phases, and hierarchical.
 
 ``all_gather``: every rank sends its payload to all others. Bytes grow with the number of ranks ``W``, because a rank
 sends ``W - 1`` payloads. There is only one threshold, so residuals are smaller than in the other exchanges.
@@ -6,8 +6,8 @@ sends ``W - 1`` payloads. There is only one threshold, so residuals are smaller 
     rank r              compress -> payload_r                         all-gather
     every rank          sum of all payloads / W
 
-``sharded``: every rank sums the pieces it owns and sends the large entries of the sums. A rank sends ``(W - 1) / W`` of
-its selection, and the same share of the sums: the traffic of a parameter server (Gupta et al., KDD 2021, section 3)
+``two_phase``: every rank sums the pieces it owns and sends the large entries of the sums. A rank sends ``(W - 1) / W``
+of its selection, and the same share of the sums: the traffic of a parameter server (Gupta et al., KDD 2021, section 3)
 that is distributed over the ranks. An owner sends three times as many entries as a rank, in 2 bits each. It keeps the
 rest of gradients. With updates, the ranks keep in their own weights what an owner does not take; otherwise each rank
 would make that step again before it arrives. The owner then keeps rounding errors only, and so does a node.
@@ -17,9 +17,9 @@ would make that step again before it arrives. The owner then keeps rounding erro
                         compress the sum -> payload_o                 all-gather
     every rank          unpack the payloads of all owners / W
 
-``by_node``: dense inside a node, compressed between nodes. The ranks of a node act as one worker, whose residual they
-share: a rank compresses ``1 / L`` of the bucket and sends ``(N - 1) / L`` payloads between ``N`` nodes of ``L`` ranks.
-This pays if links inside a node are much faster.
+``hierarchical``: dense inside a node, compressed between nodes. The ranks of a node act as one worker, whose residual
+they share: a rank compresses ``1 / L`` of the bucket and sends ``(N - 1) / L`` payloads between ``N`` nodes of ``L``
+ranks. This pays if links inside a node are much faster.
 
     inside a node       mean of the gradients                         all-reduce, dense
     rank l of a node    compress shard l of it -> payload_l
@@ -53,11 +53,11 @@ from lightning_dct.exchange.sharding import cut, owned_by
 def link_traversals(exchange: str, world_size: int, ranks_per_node: int = 1) -> float:
     """How often each link of a ring carries a rank's payload, where an all-reduced tensor counts as 2.
 
-    Links inside nodes do not count for ``"by_node"``.
+    Links inside nodes do not count for ``"hierarchical"``.
     """
-    if exchange == "by_node":
+    if exchange == "hierarchical":
         return (world_size // ranks_per_node - 1) * world_size / (world_size - 1)
-    return 2.0 if exchange == "sharded" else float(world_size)
+    return 2.0 if exchange == "two_phase" else float(world_size)
 
 
 class AllGather(Exchange):
@@ -77,14 +77,14 @@ class AllGather(Exchange):
         return Received(payloads, plan, factor, own=self.everyone.rank, how=how)
 
 
-class Sharded(Exchange):
+class TwoPhase(Exchange):
     """The exchange for many ranks; ``pieces`` are every parameter's pieces, by name, divided among the ranks."""
 
     rounds = 2
 
     def __init__(self, everyone: Link, pieces: Mapping[str, tuple[OwnedPiece, ...]], defer_unused: bool) -> None:
         self.everyone = everyone
-        self.link_traversals = link_traversals("sharded", everyone.size)
+        self.link_traversals = link_traversals("two_phase", everyone.size)
         self.pieces = owned_by(pieces, everyone.rank)
         self._defer_unused = defer_unused
         self._cut = cache(partial(cut, pieces=pieces, owners=everyone.size))  # each bucket once
@@ -113,7 +113,7 @@ class Sharded(Exchange):
         return Received(spread.unsqueeze(0), joined_sums, factor, mine, what="Sums", how=how)
 
 
-class ByNode(Exchange):
+class Hierarchical(Exchange):
     """The exchange for several nodes with several ranks each.
 
     ``inside`` are the ranks of this node, and ``between`` those with this rank's local number on all nodes. ``pieces``
@@ -133,7 +133,7 @@ class ByNode(Exchange):
     ) -> None:
         self.everyone = everyone
         self.pieces = owned_by(pieces, inside.rank)
-        self.link_traversals = link_traversals("by_node", everyone.size, inside.size)
+        self.link_traversals = link_traversals("hierarchical", everyone.size, inside.size)
         self._inside, self._between = inside, between
         self._defer_unused = defer_unused
         self._cut = cache(partial(cut, pieces=pieces, owners=inside.size))

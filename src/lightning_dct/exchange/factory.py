@@ -19,15 +19,15 @@ from lightning_dct.compress.bucket_plan import BucketPlan, OwnedPiece, Plans, re
 from lightning_dct.config import DCTConfig
 from lightning_dct.exchange.base import Exchange
 from lightning_dct.exchange.collectives import Link
-from lightning_dct.exchange.compressed import AllGather, ByNode, Sharded, link_traversals
+from lightning_dct.exchange.compressed import AllGather, Hierarchical, TwoPhase, link_traversals
 from lightning_dct.exchange.sharding import share_out, sums_of
 from lightning_dct.failures.lifeline import Lifeline
 from lightning_dct.kernels import check_kernel
 from lightning_dct.traffic import Traffic, all_gather_bytes, all_reduce_bytes
 
-# The sharded exchange has a second threshold and a second collective. So it must send at most 1 / 1.5 of the bytes,
-# which it does from six ranks on.
-SHARDED_SAVES = 1.5
+# The exchange in two phases has a second threshold and a second collective. So it must send at most 1 / 1.5 of the
+# bytes, which it does from six ranks on.
+TWO_PHASE_SAVES = 1.5
 # Assumed speed of a link inside a node over a rank's share of the link between nodes, as of NVLink over Ethernet.
 INSIDE_IS_FASTER = 100
 
@@ -94,29 +94,29 @@ def make_exchange(
 ) -> Exchange:
     """Make the exchange that the settings name; all ranks of the job call this together.
 
-    With ``delay`` it gets a group of its own. Under NCCL the collectives of a group run one after the other, so what a
-    step logs from all ranks would wait for the updates in flight.
+    With ``overlap_steps`` it gets a group of its own. Under NCCL the collectives of a group run one after the other, so
+    what a step logs from all ranks would wait for the updates in flight.
 
     ``names`` are those of all parameters that are synchronised, now or after unfreezing, in the model's order.
     :class:`~lightning_dct.sync.gradients.GradientSynchronizer` explains ``defer_unused``.
 
     Raises:
-        ValueError: ``exchange="by_node"`` does not work with these ranks, or the kernel not on this device.
+        ValueError: ``exchange="hierarchical"`` does not work with these ranks, or the kernel not on this device.
     """
     config, traffic, timeout = host.config, host.traffic, host._timeout
     for device in {parameter.device.type for parameter in names}:
         check_kernel(config.kernel, device)
     parameters = {name: parameter for parameter, name in names.items()}
     everyone = Link(group, traffic)
-    may_make = config.delay or config.exchange in ("auto", "by_node")
+    may_make = config.overlap_steps or config.exchange in ("auto", "hierarchical")
     if everyone.size == 1 or not parameters:
         if may_make:  # other groups of the job may need this rank for theirs
             make_groups([], group, timeout)
         return AllGather(everyone)
     name: str = config.exchange
     members = dist.get_process_group_ranks(group)
-    wanted = [tuple(members)] if config.delay else []
-    if name in ("auto", "by_node"):
+    wanted = [tuple(members)] if config.overlap_steps else []
+    if name in ("auto", "hierarchical"):
         layout = find_layout((host.node_rank, host.local_rank), group)
         if name == "auto":
             choice = choose_for_model(config, parameters, layout)
@@ -124,22 +124,23 @@ def make_exchange(
             name = choice.name
         elif layout.obstacle is not None:
             raise ValueError(
-                "`exchange='by_node'` needs several nodes with the same number of ranks, two or more, on each, but"
+                "`exchange='hierarchical'` needs several nodes with the same number of ranks, two or more, on each, but"
                 f" {layout.obstacle}. Use `exchange='auto'`, or change what the launcher starts."
             )
-        if name == "by_node":
+        if name == "hierarchical":
             nodes = [tuple(members[rank] for rank in ranks) for ranks in layout.nodes]
             wanted += [*nodes, *zip(*nodes, strict=True)]
     made = make_groups(wanted, group, timeout) if may_make else []
-    everyone = Link(made[0] if config.delay else group, traffic, layout.ranks_per_node if name == "by_node" else 1)
+    ranks_per_node = layout.ranks_per_node if name == "hierarchical" else 1
+    everyone = Link(made[0] if config.overlap_steps else group, traffic, ranks_per_node)
     exchange: Exchange
-    if name == "by_node":
+    if name == "hierarchical":
         inside, between = Link(made[-2], traffic, layout.ranks_per_node), Link(made[-1], traffic)
         pieces = share_model(config, parameters, link_traversals(name, everyone.size, inside.size), inside.size)
-        exchange = ByNode(everyone, inside, between, pieces, defer_unused)
-    elif name == "sharded":
+        exchange = Hierarchical(everyone, inside, between, pieces, defer_unused)
+    elif name == "two_phase":
         pieces = share_model(config, parameters, link_traversals(name, everyone.size), everyone.size)
-        exchange = Sharded(everyone, pieces, defer_unused)
+        exchange = TwoPhase(everyone, pieces, defer_unused)
     else:
         exchange = AllGather(everyone)
     exchange.made = made
@@ -172,7 +173,7 @@ def choose_for_model(config: DCTConfig, parameters: Mapping[str, Tensor], layout
 
 
 class ExchangeChoice(NamedTuple):
-    """The name of an exchange (``"all_gather"``, ``"sharded"`` or ``"by_node"``), and the reason, for a message."""
+    """The name of an exchange, as ``"two_phase"``, and the reason, for a message."""
 
     name: str
     reason: str
@@ -181,9 +182,9 @@ class ExchangeChoice(NamedTuple):
 def choose(plan_for: Callable[[float], BucketPlan], layout: NodeLayout) -> ExchangeChoice:
     """Choose an exchange for two or more ranks, the same on each; ``plan_for`` plans the model by link traversals."""
     costs = costs_of(plan_for, layout)
-    name = "sharded" if SHARDED_SAVES * costs["sharded"] <= costs["all_gather"] else "all_gather"
-    if costs.get("by_node", costs[name]) < costs[name]:
-        name = "by_node"
+    name = "two_phase" if TWO_PHASE_SAVES * costs["two_phase"] <= costs["all_gather"] else "all_gather"
+    if costs.get("hierarchical", costs[name]) < costs[name]:
+        name = "hierarchical"
     ranks = f"{len(layout.places)} ranks on {len(layout.nodes)} node{'s' if len(layout.nodes) > 1 else ''}"
     what = "bytes sent"
     if layout.obstacle is None:
@@ -191,8 +192,8 @@ def choose(plan_for: Callable[[float], BucketPlan], layout: NodeLayout) -> Excha
     elif len(layout.nodes) > 1:
         ranks += f", not by node: {layout.obstacle}"
     counted = ", ".join(f"{other} {cost / 1000:,.1f} kB" for other, cost in costs.items())
-    if costs[name] > costs["sharded"]:
-        counted += " ('sharded' must save a third)"
+    if costs[name] > costs["two_phase"]:
+        counted += " ('two_phase' must save a third)"
     return ExchangeChoice(name, f"{ranks}; {what} by a rank in an exchange: {counted}")
 
 
@@ -210,17 +211,17 @@ def costs_of(plan_for: Callable[[float], BucketPlan], layout: NodeLayout) -> dic
         return dense if plan.is_dense else compressed
 
     gathered = plan_for(link_traversals("all_gather", world_size))
-    sharded = plan_for(link_traversals("sharded", world_size))
-    payload = (sharded.layout.num_bytes + sums_of(sharded).layout.num_bytes) / world_size
+    two_phase = plan_for(link_traversals("two_phase", world_size))
+    payload = (two_phase.layout.num_bytes + sums_of(two_phase).layout.num_bytes) / world_size
     costs = {
         "all_gather": cost(gathered, ring(all_gather_bytes(gathered.layout.num_bytes, world_size))),
-        "sharded": cost(sharded, _cost((world_size - per_node) * payload, (per_node - 1) * payload)),
+        "two_phase": cost(two_phase, _cost((world_size - per_node) * payload, (per_node - 1) * payload)),
     }
     if layout.obstacle is None:
-        plan = plan_for(link_traversals("by_node", world_size, per_node))
+        plan = plan_for(link_traversals("hierarchical", world_size, per_node))
         payload = plan.layout.num_bytes / per_node
         inside = all_reduce_bytes(sum(plan.sizes) * plan.dtype.itemsize, per_node) + (per_node - 1) * nodes * payload
-        costs["by_node"] = cost(plan, _cost((nodes - 1) * payload, inside))
+        costs["hierarchical"] = cost(plan, _cost((nodes - 1) * payload, inside))
     return costs
 
 

@@ -51,11 +51,8 @@ class Trial(NamedTuple):
         decays: For each group, whether its weights decay by ``1 - lr * weight_decay``.
     """
 
-    chooses_length: bool
-    decays: tuple[bool, ...]
-
-
-UNTRIED = Trial(False, ())
+    chooses_length: bool = False
+    decays: tuple[bool, ...] = ()
 
 
 class _Refused(Exception):
@@ -102,9 +99,9 @@ def refuse(optimizer: Optimizer) -> None:
 
 
 def _tried(miniature: Callable[..., "_Miniature"]) -> Trial:
-    moves, larger, pushed = (
-        _last_move(miniature(), gradient, push) for gradient, push in ((1.0, 0.0), (2.0, 0.0), (1.0, PUSH))
-    )
+    with (small := miniature()):  # the next two do the same with other numbers
+        moves = _last_move(small, 1.0, 0.0)
+    larger, pushed = _last_move(miniature(), 2.0, 0.0), _last_move(miniature(), 1.0, PUSH)
     moved = [index for index, move in enumerate(moves) if move.norm() > 0]
     if moved and all((moves[index] - pushed[index]).mean() / PUSH > 1 - SURVIVES for index in moved):
         raise _Refused(
@@ -118,7 +115,7 @@ def _tried(miniature: Callable[..., "_Miniature"]) -> Trial:
 def _last_move(small: "_Miniature", gradient: float, push: float) -> list[Tensor]:
     """The last of a few steps of a miniature, by parameter; before it, ``push`` is added to the weights."""
     numbers = torch.Generator().manual_seed(0)
-    with torch.random.fork_rng(devices=small.gpus), small:
+    with torch.random.fork_rng(devices=small.gpus):
         for step in range(1, STEPS + 1):
             for parameter in small.parameters:
                 scale = GRADIENT if parameter.dtype.itemsize > 2 else 1.0  # its square is 0 in half precision
@@ -132,22 +129,20 @@ def _last_move(small: "_Miniature", gradient: float, push: float) -> list[Tensor
 def _decays(small: "_Miniature") -> tuple[bool, ...]:
     """Whether zero gradients shrink each group's weights by ``1 - lr * weight_decay`` in each step."""
     left = WEIGHT * (1 - LEARNING_RATE * WEIGHT_DECAY) ** DECAYING_STEPS
+
+    def decayed(weights: Tensor) -> bool:
+        # Three steps decay weights by 0.012; numbers of half precision are 0.004 and 0.0005 apart there.
+        return bool(((weights.detach() - left).abs() <= left * (1e-5 if weights.dtype.itemsize > 2 else 3e-3)).all())
+
     with torch.random.fork_rng(devices=small.gpus), small:
         for _ in range(DECAYING_STEPS):
             for parameter in small.parameters:
                 small.set_gradient(parameter, torch.zeros(parameter.shape))
             small.step()
         return tuple(
-            bool(group["params"])
-            and {"lr", "weight_decay"} <= group.keys()
-            and all(bool(((p.detach() - left).abs() <= left * _tolerance(p)).all()) for p in group["params"])
+            bool(group["params"]) and {"lr", "weight_decay"} <= group.keys() and all(map(decayed, group["params"]))
             for group in small.groups
         )
-
-
-def _tolerance(weights: Tensor) -> float:
-    # Three steps decay weights by 0.012; numbers of half precision are 0.004 and 0.0005 apart there.
-    return 1e-5 if weights.dtype in (torch.float32, torch.float64) else 3e-3
 
 
 class _Miniature(TorchDispatchMode):
@@ -190,12 +185,13 @@ class _Miniature(TorchDispatchMode):
                 " every rank, and with `compress='updates'` each rank trains its own. Use `compress='gradients'`, or"
                 " another optimizer."
             )
-        named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
-        for argument in func._schema.arguments:
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                for tensor in _tensors_in({**named, **(kwargs or {})}.get(argument.name)):
-                    if tensor.layout == torch.strided and tensor.untyped_storage()._cdata not in self._made:
-                        raise RuntimeError(f"{func.name()} writes into a tensor that the state does not list")
+        if func._schema.is_mutable:
+            arguments = func._schema.arguments
+            given = {one.name: value for one, value in zip(arguments, args, strict=False)} | (kwargs or {})
+            written = [given.get(one.name) for one in arguments if one.alias_info and one.alias_info.is_write]
+            for tensor in _tensors_in(written):
+                if tensor.layout == torch.strided and tensor.untyped_storage()._cdata not in self._made:
+                    raise RuntimeError(f"{func.name()} writes into a tensor that the state does not list")
         made = func(*args, **(kwargs or {}))
         for tensor in _tensors_in(made):
             self._note(tensor)

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from lightning_dct.compress.awaited import must_not_wait
 from lightning_dct.compress.bucket_plan import Bucket, Received, real_dtype, real_numel
 from lightning_dct.exchange.base import Pending
-from lightning_dct.sync.optimizer_trial import UNTRIED, Trial
+from lightning_dct.sync.optimizer_trial import Trial
 from lightning_dct.sync.shared_decay import SharedDecay
 from lightning_dct.sync.step_cosine import WHOLE, StepCosine
 from lightning_dct.traffic import FP32_BYTES, all_gather_bytes, all_reduce_bytes
@@ -85,7 +85,7 @@ class Rounds:
     cosine: StepCosine = field(default_factory=StepCosine)
     decay: SharedDecay = field(default_factory=SharedDecay)
     tried: tuple[ref[Optimizer], int] | None = None
-    trial: Trial = UNTRIED
+    trial: Trial = field(default_factory=Trial)
     since_buffers: int = 0
 
     def due(self, length: int, takes_turns: bool) -> list[list[str]]:

@@ -26,7 +26,7 @@ class TensorFigures(NamedTuple):
         entries: Its number of entries.
         density: Share of them that the next synchronisation may send, in (0, 1].
         threshold: The magnitude at or above which an entry is sent; the median if pieces of the tensor have a threshold
-            each, as with ``exchange="sharded"``. None for a tensor sent dense.
+            each, as with ``exchange="two_phase"``. None for a tensor sent dense.
         residual_norm: Euclidean norm of this rank's residual.
     """
 
@@ -73,7 +73,7 @@ class Synchronizer:
         self.plans = Plans(config, exchange.link_traversals)
         self.exchange = exchange
         self.traffic = exchange.everyone.traffic
-        self.memory = Memory(exchange.pieces, config.guard, undoable, config.kernel, of_updates)
+        self.memory = Memory(exchange.pieces, config.adapt_threshold, undoable, config.kernel, of_updates)
         self.thresholds, self.residuals = self.memory.thresholds, self.memory.residuals
         self.synchronisations = 0
         self.steps_since_refresh = 0

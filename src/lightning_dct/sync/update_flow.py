@@ -49,9 +49,9 @@ class UpdateFlow:
                 pending = self._start(bucket, plan, how)
             else:
                 pending = self._send_movement(names, plan, how)
-            due = rounds.steps + min(config.delay, length)
+            due = rounds.steps + min(config.overlap_steps, length)
             # While training goes on the weights may come to lie elsewhere.
-            return InFlight(names, sum(plan.sizes), due, pending, None, own, None if config.delay else bucket)
+            return InFlight(names, sum(plan.sizes), due, pending, None, own, None if config.overlap_steps else bucket)
 
     def apply(self, rounds: Rounds, items: list[InFlight]) -> None:
         """Add the mean to the shared weights, and replace what this rank has sent by the mean in its own."""

@@ -31,7 +31,6 @@ class UpdateState(Synchronizer):
         weights: The shared weights; by default those that are shown by exchanging pointers.
 
     Attributes:
-        buffers: This rank's buffers.
         flow: Sends a bucket and applies what arrives.
     """
 

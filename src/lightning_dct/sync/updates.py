@@ -108,7 +108,8 @@ class UpdateSynchronizer(UpdateState):
         for name in rounds.names:
             self.weights.adopt(name, parameters[name])
         rounds.buckets = buckets_of(
-            [(name, parameters[name]) for name in rounds.names], self.config.round_length if self.config.delay else 1
+            [(name, parameters[name]) for name in rounds.names],
+            self.config.round_length if self.config.overlap_steps else 1,
         )
         rounds.dense_entries, rounds.sparse = None, []
         rounds.cosine.skip()
@@ -123,9 +124,9 @@ class UpdateSynchronizer(UpdateState):
     def _check_delay(self, rounds: Rounds, new: set[str]) -> None:
         """Refuse updates of one parameter that two optimizers have in flight at once."""
         others = {name for other in self._rounds.values() if other is not rounds for name in other.names}
-        if self.config.delay and (shared := sorted(new & others)):
+        if self.config.overlap_steps and (shared := sorted(new & others)):
             raise ValueError(
-                f"Two optimizers step {shared[0]!r}, whose updates may then be in flight twice. Use `delay=0`."
+                f"Two optimizers step {shared[0]!r}, whose updates may then be in flight twice. Use `overlap_steps=0`."
             )
 
     def takes_part(self, parameter: Tensor) -> bool:
@@ -180,7 +181,7 @@ class UpdateSynchronizer(UpdateState):
                 )
             self.flow.apply(rounds, arrived)
         length = config.length_at(rounds.steps)
-        if sending := rounds.due(length, takes_turns=bool(config.delay)):
+        if sending := rounds.due(length, takes_turns=bool(config.overlap_steps)):
             own = f", step {rounds.steps} of optimizer {self._number_of(optimizer)}" if len(self._rounds) > 1 else ""
             self.come_to(rounds.what, f"{rounds.said}{own}, in optimizer step {self.synchronisations}")
             self._measure(rounds, length)
@@ -191,11 +192,11 @@ class UpdateSynchronizer(UpdateState):
             how = Sending(tag, lost=lost, lengthening=self._lengthening(rounds, self.exchange.everyone.size))
             for bucket in sending:
                 rounds.in_flight.append(self.flow.send(bucket, rounds, length, how))
-                behind = 0 if config.delay else sum([item.entries for item in rounds.in_flight[1:]])
+                behind = 0 if config.overlap_steps else sum([item.entries for item in rounds.in_flight[1:]])
                 if behind >= max(MOST_IN_FLIGHT, rounds.in_flight[-1].entries):
                     self.flow.apply(rounds, rounds.in_flight[:1])
             self.traffic.add(refreshes=int(self.memory.selected))
-            if not config.delay:
+            if not config.overlap_steps:
                 self.flow.apply(rounds, rounds.in_flight)
             # Training does not use the running statistics of a BatchNorm, so warm-up does not send them more often.
             if rounds.steps % config.round_length == 0:
