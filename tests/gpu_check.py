@@ -59,7 +59,9 @@ SETTINGS = {
     "updates, 1bit": DCTConfig(local_steps=1, warmup_steps=0, density=0.3),
     "updates, bf16": DCTConfig(local_steps=1, warmup_steps=0, density=0.1, value_format="bf16"),
     "gradients, 1bit": DCTConfig(compress="gradients", density=0.1),
-    "gradients, bf16, two_phase": DCTConfig(compress="gradients", density=0.1, value_format="bf16", exchange="two_phase"),
+    "gradients, bf16, two_phase": DCTConfig(
+        compress="gradients", density=0.1, value_format="bf16", exchange="two_phase"
+    ),
 }
 SIZES = {"cuda": (50_000, 30, 9_000), "cpu": (2500, 30, 900)}
 ROUNDS = {"cuda": 4, "cpu": 2}
