@@ -1,6 +1,5 @@
-"""Classifies digits: a residual network (He et al., 2015), a vision transformer, a perceptron under any optimizer."""
+"""Classifies digits with a residual network (He et al., 2015) under SGD, or a vision transformer under AdamW."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -93,36 +92,6 @@ class ResidualModule(ImageModule):
             schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, settings.learning_rate, total_steps=steps)
         else:
             schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
-class PerceptronModule(ScoredModule):
-    """Three matrices under an optimizer and a cosine; judged by its loss, which tells optimizers apart sooner.
-
-    Args:
-        optimizer: Makes the optimizer of the parameters and ``lr``.
-    """
-
-    def __init__(
-        self, learning_rate: float, optimizer: Callable[..., torch.optim.Optimizer], side: int = 16, width: int = 256
-    ) -> None:
-        super().__init__()
-        self.save_hyperparameters(ignore="optimizer")
-        self.make_optimizer = optimizer
-        # Muon takes nothing but matrices.
-        first, second, last = (
-            nn.Linear(*shape, bias=False) for shape in [(side * side, width), (width, width), (width, CLASSES)]
-        )
-        self.network = nn.Sequential(nn.Flatten(), first, nn.ReLU(), second, nn.ReLU(), last)
-
-    def figures(self, batch: tuple[Tensor, Tensor]) -> tuple[dict[str, Tensor], int]:
-        images, labels = batch
-        return {"loss": functional.cross_entropy(self.network(images), labels)}, len(labels)
-
-    def configure_optimizers(self) -> dict[str, Any]:
-        optimizer = self.make_optimizer(self.parameters(), lr=self.hparams.learning_rate)
-        steps = int(self.trainer.estimated_stepping_batches)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 

@@ -19,6 +19,7 @@ from replicated.training import CHECKS, CONF, Job, Replicas, is_last, train, val
 STEPS = 14
 TINY = ("experiment=lm", "data=documentation", "data.context_length=16", "data.batch_size=4", "model.width=16")
 TINY += ("model.num_layers=1", "model.num_heads=2", "model.warmup_steps=4", "model.learning_rate=0.01")
+DIGITS = ("experiment=perceptron", "data.train_images=256", "data.val_images=64", "data.batch_size=4", "model.width=24")
 DCT = ("strategy=dct", "strategy.local_steps=2", "strategy.density=0.2", "strategy.warmup_steps=5")
 
 
@@ -45,16 +46,17 @@ def in_one_process(job: Job) -> tuple[list[Tensor], dict[str, Tensor]]:
 @pytest.mark.parametrize(
     "own",
     [
-        (*DCT, "strategy.exchange=all_gather"),
-        (*DCT, "strategy.exchange=two_phase"),
-        ("strategy=dct", "strategy.local_steps=1", "strategy.density=0.1", "model.momentum=0.9"),
-        ("strategy=dct",),  # as the length of the run allows
+        (*TINY, *DCT, "strategy.exchange=all_gather"),
+        (*TINY, *DCT, "strategy.exchange=two_phase"),
+        (*TINY, "strategy=dct", "strategy.local_steps=1", "strategy.density=0.1", "model.momentum=0.9"),
+        (*TINY, "strategy=dct"),  # as the length of the run allows
+        (*DIGITS, "strategy=dct", "model.optimizer=Muon"),
     ],
-    ids=["all_gather", "two_phase", "sgd", "defaults"],
+    ids=["all_gather", "two_phase", "sgd", "defaults", "perceptron"],
 )
 def test_replicas_have_the_bits_of_real_ranks(ranks: Any, tmp_path: Path, own: tuple[str, ...]) -> None:
     """Two gloo ranks under the Trainer, and two threads: the same losses and weights, bit for bit."""
-    overrides = (*TINY, *own, "seed=3")
+    overrides = (*own, "seed=3")
     real = ranks(2).run(train_for_real, overrides, STEPS, str(tmp_path))
     losses, weights = in_one_process(Job(overrides, ranks=2, steps=STEPS))
     for rank, (real_losses, real_weights, totals) in enumerate(real):
