@@ -2,9 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Python compiles what is imported, which is a small part of all these packages.
-export PIP_NO_COMPILE := 1
+INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 # Where torch brings none: its interpreter runs the kernels for GPUs in the tests.
 TRITON := 3.6.0
@@ -12,7 +11,7 @@ TRITON := 3.6.0
 .PHONY: demo test test-all gpu lint format docs release-check clean
 .DEFAULT_GOAL := demo
 
-demo: $(VENV)/installed
+demo: $(VENV)/compiled
 	rm -rf outputs/demo
 	$(BIN)/python experiments/demo.py --output outputs/demo
 
@@ -50,7 +49,7 @@ release-check:
 $(VENV)/installed: pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(MAKE) --no-print-directory $(VENV)/torch
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[experiments,translation,fast,docs,dev]'
+	$(INSTALL) --constraint constraints.txt --editable '.[experiments,translation,fast,docs,dev]'
 	touch $@
 
 # Where there is no NVIDIA GPU the CPU build of torch saves gigabytes: the one pip's own configuration offers, else
@@ -58,11 +57,11 @@ $(VENV)/installed: pyproject.toml constraints.txt Makefile
 .PHONY: $(VENV)/torch
 $(VENV)/torch:
 	if command -v nvidia-smi > /dev/null || [ "$$(uname)" != Linux ]; then \
-		$(PIP) install --quiet 'torch==$(TORCH)'; \
+		$(INSTALL) 'torch==$(TORCH)'; \
 	else \
-		$(PIP) install --quiet 'torch==$(TORCH)+cpu' 2> /dev/null \
-		|| $(PIP) install --quiet --index-url https://download.pytorch.org/whl/cpu 'torch==$(TORCH)'; \
-		$(PIP) install --quiet 'triton==$(TRITON)' || true; \
+		$(INSTALL) 'torch==$(TORCH)+cpu' 2> /dev/null \
+		|| $(INSTALL) --index-url https://download.pytorch.org/whl/cpu 'torch==$(TORCH)'; \
+		$(INSTALL) 'triton==$(TRITON)' || true; \
 	fi
 
 # Once, and not by each worker of pytest.

@@ -14,10 +14,10 @@ from network.hosts import HEADER_BYTES, sent_by_interface
 FEWEST_STEPS = 3
 
 
-def round_length_of(strategy: Strategy) -> int:
+def local_steps_of(strategy: Strategy) -> int:
     """Steps from one exchange to the next."""
     config = getattr(strategy, "config", None)
-    return 1 if config is None else int(config.round_length)
+    return 1 if config is None else int(config.local_steps)
 
 
 def totals_of(strategy: Strategy) -> TrafficTotals:
@@ -54,7 +54,7 @@ class Stopwatch(Callback):
         if trainer.global_step == 1:
             # The first step takes another time than the rest.
             self._started = perf_counter()
-        if trainer.global_step == round_length_of(trainer.strategy):
+        if trainer.global_step == local_steps_of(trainer.strategy):
             self._selecting_seconds = totals_of(trainer.strategy).seconds
         if trainer.global_step == self._last_step:
             trainer.strategy.barrier()
@@ -84,7 +84,7 @@ class Stopwatch(Callback):
             return self._job.steps
         step_seconds = (perf_counter() - self._started) / (self._job.warm_up_steps - 1)
         fitting = min(max(int(self._job.seconds / step_seconds), FEWEST_STEPS), self._job.steps)
-        length = round_length_of(trainer.strategy)
+        length = local_steps_of(trainer.strategy)
         return trainer.strategy.broadcast(max(fitting // length, 1) * length)
 
     def _sent_so_far(self, trainer: Trainer) -> tuple[TrafficTotals, int, dict[str, float]]:

@@ -15,7 +15,7 @@ from lightning.pytorch import Trainer, seed_everything
 from benchmark.job import QUIET, Job, Run, do_job
 from benchmark.recommenders import RECOMMENDERS, ClickSteps, click_batches
 from benchmark.stages import CROSSINGS, STAGES, split_model
-from benchmark.stopwatch import Stopwatch, round_length_of
+from benchmark.stopwatch import Stopwatch, local_steps_of
 from benchmark.synchronisations import SYNCHRONISATIONS
 from benchmark.task import NextBytes, next_bytes_data
 from benchmark.timeline import Timeline
@@ -40,7 +40,7 @@ def train(name: str, job: Job) -> Run:
         data = {"train_dataloaders": batches}
     if not job.score:
         # The first exchange of updates, which selects thresholds, belongs to the warm-up. Whole rounds are measured.
-        length = round_length_of(strategy)
+        length = local_steps_of(strategy)
         job = replace(job, warm_up_steps=max(job.warm_up_steps, length), steps=max(job.steps, length))
     stopwatch, timeline = Stopwatch(job), Timeline()
     trainer = Trainer(

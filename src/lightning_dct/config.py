@@ -61,7 +61,7 @@ class DCTConfig:
     """
 
     compress: Compress = "updates"
-    local_steps: int | None = None
+    local_steps: int = None  # type: ignore[assignment]  # until it is checked
     warmup_steps: int = 320
     residual_decay: float = 0.95
     overlap_steps: int = 0
@@ -115,18 +115,12 @@ class DCTConfig:
                 f"`compress='gradients'` exchanges gradients in every step and keeps all residuals; got {changed}."
                 " Leave that out, or use `compress='updates'`."
             )
-        if self.overlap_steps > self.local_steps:  # type: ignore[operator]
+        if self.overlap_steps > self.local_steps:
             raise ValueError(
                 "`overlap_steps` must be at most `local_steps`, so that an exchange has arrived before the next one"
                 f" begins; got overlap_steps={self.overlap_steps} and local_steps={self.local_steps}. Lower"
                 " `overlap_steps` or raise `local_steps`."
             )
-
-    @property
-    def round_length(self) -> int:
-        """``local_steps`` as an integer."""
-        assert self.local_steps is not None
-        return self.local_steps
 
     def length_at(self, step: int) -> int:
         """Optimizer steps from one exchange to the next, at a step (from 1 on).
@@ -136,17 +130,17 @@ class DCTConfig:
         proportionally less: the delay, about length / density, is the same. Without that GPT-2 at its largest rate
         lost 7% in 1,000 steps.
         """
-        return 1 if step <= self.warmup_steps else self.round_length
+        return 1 if step <= self.warmup_steps else self.local_steps
 
     @property
     def steps_of_delay(self) -> float:
         """About how many optimizer steps an entry waits until it is sent."""
-        return self.round_length / self.density
+        return self.local_steps / self.density
 
     @property
     def lengthens(self) -> bool:
         """Whether the mean of updates is made as long as the ranks' steps; after several that overshoots."""
-        one_step = self.compress == "updates" and self.round_length == 1 and not self.overlap_steps
+        one_step = self.compress == "updates" and self.local_steps == 1 and not self.overlap_steps
         return one_step and self.density < 1.0 and self.exchange != "hierarchical"
 
     @property

@@ -36,8 +36,8 @@ from lightning_dct.profiling import recorded
 from lightning_dct.registration import ENDINGS
 from lightning_dct.sync import setup
 from lightning_dct.sync.optimizer_trial import refuse
-from lightning_dct.sync.step_guard import StepGuard
 from lightning_dct.sync.synchronizer import Synchronizer
+from lightning_dct.sync.unseen_steps import UnseenStepCheck
 from lightning_dct.sync.updates import UpdateSynchronizer
 from lightning_dct.traffic import Traffic
 
@@ -76,7 +76,7 @@ class DCTStrategy(DDPStrategy):
         kwargs.setdefault("gradient_as_bucket_view", True)  # as the Trainer's strategy does
         super().__init__(accelerator=accelerator, **kwargs)
         self.traffic = Traffic(recorded)
-        self._step_guard = StepGuard()
+        self._unseen_steps = UnseenStepCheck()
         self._is_evaluating = False
         if self.config.compress == "updates":
             self._backward_sync_control = _NoBackwardSync()
@@ -125,7 +125,7 @@ class DCTStrategy(DDPStrategy):
             )
             updates.run_settings = self._run_settings
             ours = weakref.ref(self)  # the guard may outlive a Fabric that is never torn down
-            self._step_guard.watch(lambda: () if (one := ours()) is None else one._updates)
+            self._unseen_steps.watch(lambda: () if (one := ours()) is None else one._updates)
         # The synchronizer itself requests refreshes: if a strategy overrides `backward`, Fabric forbids
         # `loss.backward()`.
         synchronizer.refresh_every = self.config.refresh_every
@@ -181,7 +181,7 @@ class DCTStrategy(DDPStrategy):
                     _take_number_of_dropped(synchronizer, optimizers, optimizer)
         for synchronizer in updates:
             synchronizer.before_step(optimizer)
-        with self._step_guard.seen(optimizer):
+        with self._unseen_steps.seen(optimizer):
             output = super().optimizer_step(optimizer, **kwargs)
         for synchronizer in updates:
             synchronizer.after_step(optimizer)

@@ -52,7 +52,7 @@ def expected_loss(config: DCTConfig, ranks: int, steps: float) -> float:
     waiting = 35 * min(ranks - 1, 3) * growth / config.density / steps
     if config.lengthens:
         return waiting
-    return 2 * waiting + 0.25 * ranks * (1000 * (config.round_length - 1) / steps) ** 0.8
+    return 2 * waiting + 0.25 * ranks * (1000 * (config.local_steps - 1) / steps) ** 0.8
 
 
 def steps_needed(config: DCTConfig, ranks: int) -> int:
@@ -85,7 +85,7 @@ class Given:
         config, found = self.config, []
         for local_steps, density in CANDIDATES:
             # An exchange has to arrive before the next one begins.
-            steps = max(local_steps, config.overlap_steps) if "local_steps" in self.left_out else config.round_length
+            steps = max(local_steps, config.overlap_steps) if "local_steps" in self.left_out else config.local_steps
             density = density if "density" in self.left_out else config.density
             one = replace(config, local_steps=steps, density=density)
             if one not in found:
@@ -159,7 +159,7 @@ class RunSettings:
 
 def bytes_sent(config: DCTConfig, ranks: int) -> float:
     """The bytes that a rank sends in a step for a tensor of ``ENTRIES``, if every rank is on a node of its own."""
-    return _bytes_of_exchange(config.exchange, config.density, config.value_format, ranks) / config.round_length
+    return _bytes_of_exchange(config.exchange, config.density, config.value_format, ranks) / config.local_steps
 
 
 @lru_cache(maxsize=1024)

@@ -164,8 +164,8 @@ class CheckpointedStrategy(ParallelStrategy):
             self._is_shown_to_save = False
 
     def _save(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None) -> None:
-        if self.lifeline is not None and self.lifeline.verdict:
-            raise RuntimeError(f"No checkpoint is saved, because a save needs all ranks. {self.lifeline.verdict}.")
+        if self.lifeline is not None and self.lifeline.failure:
+            raise RuntimeError(f"No checkpoint is saved, because a save needs all ranks. {self.lifeline.failure}.")
         if self.synchronizer is not None:
             # This raises if a corrupt payload has arrived: such a step is not saved.
             self.synchronizer.flush()

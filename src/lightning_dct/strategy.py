@@ -13,6 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_dct.base_strategy import DCTStrategyBase
 from lightning_dct.callbacks.schedules import ThresholdRefresh
 from lightning_dct.config import Compress, DCTConfig, ExchangeName, MissingState, ValueFormat, check_keywords
 from lightning_dct.failures.course import EXCHANGE
@@ -21,10 +22,9 @@ from lightning_dct.law import Given
 from lightning_dct.sync import setup
 from lightning_dct.sync.gradients import GradientSynchronizer
 from lightning_dct.sync.updates import UpdateSynchronizer
-from lightning_dct.thresholded import ThresholdedStrategy
 
 
-class DCTStrategy(ThresholdedStrategy, DDPStrategy):
+class DCTStrategy(DCTStrategyBase, DDPStrategy):
     """Data-parallel training that sends only entries above a threshold and keeps the rest in a residual.
 
     Every rank trains its own weights with the user's optimizer. After every ``local_steps`` optimizer steps the ranks

@@ -218,7 +218,7 @@ def test_backward_does_not_wait_for_the_network_before_its_end(
     step(ranks, torch.float32, [2, 1, 1])
     *before, last = pretended_gpu.told
     assert last == ("backward", "beside")
-    waits = 3 * ranks.synchronizers[0].exchange.rounds
+    waits = 3 * ranks.synchronizers[0].exchange.num_collectives
     assert sorted(before) == [("beside", "backward")] * 3 + [("beside", "network")] * waits
 
 
@@ -278,14 +278,14 @@ def test_a_corrupt_header_is_reported_in_the_next_step_and_before_anything_is_sa
 
 def test_told_in_order_and_only_once() -> None:
     awaited, told = Awaited(), list[list[int]]()
-    awaited.when_known(torch.tensor([3, 4]), told.append)
-    awaited.when_known(torch.tensor([True]), told.append)
+    awaited.on_ready(torch.tensor([3, 4]), told.append)
+    awaited.on_ready(torch.tensor([True]), told.append)
     awaited.poll()
     assert told == []
-    awaited.when_known(torch.tensor([5]), told.append)
+    awaited.on_ready(torch.tensor([5]), told.append)
     awaited.poll()
     assert told == [[3, 4], [1]]
-    awaited.when_known(torch.tensor([], dtype=torch.int64), told.append)
+    awaited.on_ready(torch.tensor([], dtype=torch.int64), told.append)
     awaited.synchronize()
     awaited.synchronize()
     assert told == [[3, 4], [1], [5], []]

@@ -1,4 +1,4 @@
-"""The hub's verdicts, with all ranks in this process: who is blamed, and when nobody is."""
+"""The hub's findings, with all ranks in this process: who is blamed, and when nobody is."""
 
 import socket
 import threading
@@ -87,14 +87,14 @@ def test_the_dead_are_blamed_before_those_that_fail_of_it(job: Callable) -> None
         line.say({"failed": "RuntimeError: connection closed by peer"})
     lines[2].die()
     for line in lines[:2]:
-        assert line.wait_for("verdict") == {"blamed": [2], "verdict": "Rank 2 has died"}
+        assert line.wait_for("failure") == {"blamed": [2], "failure": "Rank 2 has died"}
 
 
 def test_who_fails_alone_is_blamed(job: Callable) -> None:
     _, lines = job(3)
     lines[1].say({"failed": "ValueError: no"})
     for line in lines:
-        assert line.wait_for("verdict") == {"blamed": [1], "verdict": "Rank 1 has failed: ValueError: no"}
+        assert line.wait_for("failure") == {"blamed": [1], "failure": "Rank 1 has failed: ValueError: no"}
 
 
 @pytest.mark.usefixtures("unhurried")
@@ -104,16 +104,16 @@ def test_nobody_is_blamed_when_all_fail(job: Callable) -> None:
     for line in lines[:2]:
         line.say({"failed": "ValueError: no"})
     for line in lines[:2]:
-        assert line.wait_for("verdict") == {"blamed": [], "verdict": ""}
+        assert line.wait_for("failure") == {"blamed": [], "failure": ""}
 
 
 def test_a_rank_that_fails_later_hears_the_same(job: Callable) -> None:
     _, lines = job(2)
     lines[1].die()
-    assert lines[0].wait_for("verdict")["blamed"] == [1]
+    assert lines[0].wait_for("failure")["blamed"] == [1]
     lines[0].heard.clear()
     lines[0].say({"failed": "RuntimeError: connection closed by peer"})
-    assert lines[0].wait_for("verdict")["blamed"] == [1]
+    assert lines[0].wait_for("failure")["blamed"] == [1]
 
 
 @pytest.mark.usefixtures("unhurried")
@@ -123,10 +123,10 @@ def test_a_verdict_about_many_stays_short(job: Callable) -> None:
     for line in lines[1:]:
         line.die()
     lines[0].say({"failed": "RuntimeError: connection closed by peer"})
-    verdict = lines[0].wait_for("verdict")
-    assert verdict["blamed"] == [*range(1, 71)]
-    assert verdict["verdict"].startswith("Rank 1 has died; Rank 2 has died; ")
-    assert verdict["verdict"].endswith("Rank 8 has died; and 62 more")
+    failure = lines[0].wait_for("failure")
+    assert failure["blamed"] == [*range(1, 71)]
+    assert failure["failure"].startswith("Rank 1 has died; Rank 2 has died; ")
+    assert failure["failure"].endswith("Rank 8 has died; and 62 more")
 
 
 def test_who_has_left_may_go(job: Callable) -> None:
@@ -135,7 +135,7 @@ def test_who_has_left_may_go(job: Callable) -> None:
     lines[1].say({"left": True})
     lines[1].die()
     lines[2].die()
-    assert lines[0].wait_for("verdict") == {"blamed": [2], "verdict": "Rank 2 has died"}
+    assert lines[0].wait_for("failure") == {"blamed": [2], "failure": "Rank 2 has died"}
 
 
 def test_the_hub_ends_with_rank_0(job: Callable) -> None:
@@ -154,7 +154,7 @@ def test_a_hub_that_breaks_says_so(job: Callable, monkeypatch: pytest.MonkeyPatc
     lines[2].die()
     for line in lines[:2]:
         assert line.wait_for("over") == {"over": "ZeroDivisionError: division by zero"}
-        assert not any("verdict" in message for message in line.heard)
+        assert not any("failure" in message for message in line.heard)
 
 
 TOKEN = b"the token"
@@ -189,7 +189,7 @@ def test_strangers_are_not_let_in(says: bytes, monkeypatch: pytest.MonkeyPatch) 
     assert is_hung_up_on(stranger)
     lines = [Line(hub, rank) for rank in range(2)]
     lines[1].die()
-    assert lines[0].wait_for("verdict") == {"blamed": [1], "verdict": "Rank 1 has died"}
+    assert lines[0].wait_for("failure") == {"blamed": [1], "failure": "Rank 1 has died"}
     lines[0].die()
 
 
@@ -202,7 +202,7 @@ def test_a_rank_is_let_in_once() -> None:
     assert is_hung_up_on(second)
     lines.append(Line(hub, 2))
     lines[1].die()
-    assert lines[0].wait_for("verdict")["blamed"] == [1]
+    assert lines[0].wait_for("failure")["blamed"] == [1]
     lines[0].die()
 
 
@@ -267,7 +267,7 @@ def test_each_rank_is_asked_by_those_that_count_other_places_with_it(job: Callab
     lines[3].say({"left": True})
     lines[1].die()
     for line in (lines[0], lines[2]):
-        line.wait_for("verdict")
+        line.wait_for("failure")
         assert [message for message in line.heard if "agreed" in message] == [{"agreed": 1, "peers": [0, 1, 2, 3]}]
 
 

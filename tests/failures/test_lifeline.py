@@ -71,7 +71,7 @@ def open_and_close(wanted: Any) -> tuple[bool, list[str], list[str], list[str]]:
     running = threads()
     dist.barrier()  # rank 0's end ends the threads of others
     if lifeline is not None:
-        with patch("lightning_dct.failures.lifeline.VERDICT_S", 240.0):
+        with patch("lightning_dct.failures.lifeline.ANSWER_S", 240.0):
             lifeline.close()
     return lifeline is not None, [str(warning.message) for warning in caught], running, threads()
 
@@ -194,7 +194,7 @@ def test_a_rank_that_ends_because_of_another_one_ends_in_time() -> None:
         contextlib.redirect_stderr(io.StringIO()),
     ):
         lifeline = Lifeline(1, ours, "Rank 0")
-        sockets.write_line(theirs, {"verdict": "Rank 2 has died", "blamed": [2]})
+        sockets.write_line(theirs, {"failure": "Rank 2 has died", "blamed": [2]})
         lifeline._decided.wait(20)
         with pytest.raises(RuntimeError, match="Rank 2 has died") as raised:
             lifeline.come_to("an exchange", "an exchange", [1])
@@ -224,12 +224,12 @@ def test_uneven_batches_without_an_exchange_are_no_mistake(ranks: Any) -> None:
 def fail_when_rank_0_has_left() -> str:
     lifeline = Lifeline.open()
     assert lifeline is not None
-    verdict = ""
+    failure = ""
     if rank() == 1:
         lifeline._thread.join()  # the end of the hub has been heard
-        verdict = lifeline.report(ValueError("no"))
+        failure = lifeline.report(ValueError("no"))
     lifeline.close()
-    return verdict
+    return failure
 
 
 def test_who_fails_after_rank_0_has_left_is_told(ranks: Any) -> None:

@@ -39,7 +39,7 @@ def test_the_plan_says_what_is_counted(ranks: Any, world_size: int, settings: di
     warmup = min(config.warmup_steps, STEPS)
     for first, last in ((1, warmup), (warmup + 1, STEPS)):
         length = config.length_at(last)
-        now = replace(config, density=length / config.round_length * config.density)
+        now = replace(config, density=length / config.local_steps * config.density)
         sent = compressed_step(settings["exchange"], now, workload, layout).sent
         exchanges = sum(is_due(step, length) for step in range(first, last + 1))
         expected = [before + exchanges * one.total for before, one in zip(expected, sent, strict=True)]

@@ -41,7 +41,7 @@ def test_settings(settings: dict[str, Any], error: type[Exception], words: str) 
 
 
 def test_defaults() -> None:
-    assert (DCTConfig().compress, DCTConfig().round_length, DCTConfig(compress="gradients").round_length) == (
+    assert (DCTConfig().compress, DCTConfig().local_steps, DCTConfig(compress="gradients").local_steps) == (
         "updates",
         8,
         1,

@@ -31,13 +31,13 @@ class Settings(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         config = trainer.strategy.synchronizer.config
-        self.seen.append((config.round_length, config.density))
+        self.seen.append((config.local_steps, config.density))
 
 
 def settings_of(batches: int, settings: dict[str, Any]) -> list[tuple[int, float]]:
     seen, strategy = Settings(), DCTStrategy(**settings)
     fit(strategy, Module(), loader(batches, 40, 8), callbacks=[seen])
-    assert (strategy.config.round_length, strategy.config.density) == seen.seen[0]
+    assert (strategy.config.local_steps, strategy.config.density) == seen.seen[0]
     return seen.seen
 
 
@@ -48,7 +48,7 @@ def test_a_run_takes_the_settings_of_its_length(ranks: Any) -> None:
 
 
 def needed(config: DCTConfig, ranks: int) -> int:
-    return int(0.8 * config.round_length / config.density)
+    return int(0.8 * config.local_steps / config.density)
 
 
 def test_ranks_with_more_batches_take_the_same_settings(ranks: Any) -> None:
@@ -103,7 +103,7 @@ def test_a_run_of_unknown_length_sends_less_as_it_goes_on(ranks: Any) -> None:
     (seen, other) = ranks(2).run(train_unknown, settings_of, 20, {})
     expected = [(1, 0.2)] * 4 + [(1, 0.1)] * 4 + [(2, 0.1)] * 4 + [(8, 0.3)] * 4 + [(4, 0.1)] * 4
     assert seen == other == expected
-    assert Given.of({}).for_run(2, 20).round_length == 1
+    assert Given.of({}).for_run(2, 20).local_steps == 1
 
 
 def train_counting(save: Path | None, load: Path | None) -> Any:
@@ -143,7 +143,7 @@ def counted_settings(module: LightningModule, settings: dict[str, Any]) -> list[
 def chosen_for(steps: float) -> tuple[int, float]:
     with patch.object(law, "steps_needed", needed):
         config = Given.of({}).for_run(2, steps)
-        return config.round_length, config.density
+        return config.local_steps, config.density
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ def decode_forward(
     positions = None
     if layout.sends_everything and awaited is not None and must_not_wait(payload.device):
         expected = write_header(MAGIC, 0, layout.numel, layout.fingerprint)
-        awaited.when_known((header == _on_device(expected, header.device)).all().view(1), _check_header)
+        awaited.on_ready((header == _on_device(expected, header.device)).all().view(1), _check_header)
         return _decode_values(layout, layout.forward_format, values, None, dtype), None
     count = read_header(header, MAGIC, 0, layout.fingerprint, layout.capacity)
     if layout.position_code is not None:

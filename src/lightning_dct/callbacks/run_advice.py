@@ -292,7 +292,7 @@ def time_of_step(costs: StepCosts, dense: float, link: MeasuredLink, rival: str)
 def verdict(config: DCTConfig, costs: StepCosts, dense: float, device_type: str, remedy: str) -> str:
     """The setting that would be better; ``remedy`` is the setting that gives the dense exchange."""
     is_dense = config.compress == "gradients" and config.density == 1.0
-    rarer = f"local_steps={2 * config.round_length}" if config.compress == "updates" else None
+    rarer = f"local_steps={2 * config.local_steps}" if config.compress == "updates" else None
     if costs.synchronising >= dense and not is_dense:
         advice = f"Compressing costs more than it saves here: {remedy} is faster on this link"
         halved = rarer and costs.synchronising < 2 * dense
@@ -305,7 +305,7 @@ def verdict(config: DCTConfig, costs: StepCosts, dense: float, device_type: str,
     if costs.compressing > costs.waiting and (missing := faster_kernel_missing(device_type)):
         return missing
     if rarer and config.overlap_steps == 0 and costs.waiting > costs.compressing:
-        return f"overlap_steps={config.round_length} would hide the waiting behind training, {rarer} would halve both."
+        return f"overlap_steps={config.local_steps} would hide the waiting behind training, {rarer} would halve both."
     if rarer:
         return f"{rarer} would halve compressing and waiting."
     return "compress='updates' would exchange less often; a lower density sends fewer bytes."

@@ -48,7 +48,7 @@ class Awaited:
     def __reduce__(self) -> tuple[type[Awaited], tuple[()]]:
         return Awaited, ()
 
-    def when_known(self, numbers: Tensor, callback: Callback) -> None:
+    def on_ready(self, numbers: Tensor, callback: Callback) -> None:
         """Call a function with numbers once the host knows them.
 
         Args:

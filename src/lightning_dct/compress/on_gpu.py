@@ -327,7 +327,7 @@ def add(memory: Memory, received: Received, bucket: Bucket, said: str) -> None:
             if owns_of_parts:
                 sent.append(read_dense(owns_of_parts[number][0].layout, owns_of_parts[number][1]).view(plan.dtype))
             add_dense(part, bucket, sent, weights, rows if owns_of_parts else mine)
-    memory.awaited.when_known(arrived.wrong, partial(_check, said))
+    memory.awaited.on_ready(arrived.wrong, partial(_check, said))
 
 
 def _check(said: str, wrong: list[int]) -> None:

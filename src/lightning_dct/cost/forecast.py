@@ -129,7 +129,7 @@ class Forecast:
     @cached_property
     def rows(self) -> tuple[Row, ...]:
         """The dense all-reduce, and each exchange that is possible."""
-        config, layout, every = self.config, self.layout, self.config.round_length
+        config, layout, every = self.config, self.layout, self.config.local_steps
         dense = dense_step(self.workload, layout)
         rows = [Row(DENSE, dense, 1, 1.0, link_seconds(dense, layout, self.link), 0.0)]
         for name in ("all_gather", "two_phase", "hierarchical"):
@@ -269,7 +269,7 @@ def describe(forecast: Forecast, more: Sequence[str]) -> str:
 def _title(forecast: Forecast) -> str:
     config, layout = forecast.config, forecast.layout
     sizes = forecast.workload.sizes_under(config)
-    every = "step" if config.round_length == 1 else f"{config.round_length:,} steps"
+    every = "step" if config.local_steps == 1 else f"{config.local_steps:,} steps"
     what = "gradients" if config.compress == "gradients" else f"updates every {every}"
     return (
         f"{_many(sum(sizes), 'parameter')} in {_many(len(sizes), 'tensor')},"

@@ -61,7 +61,7 @@ class Workload:
         if config.compress == "gradients":
             return self.buckets
         trained = [(name, parameter) for name, parameter in self.parameters.items() if parameter.requires_grad]
-        return buckets_of(trained, config.round_length if config.overlap_steps else 1)
+        return buckets_of(trained, config.local_steps if config.overlap_steps else 1)
 
     def sizes_under(self, config: DCTConfig) -> list[int]:
         """The entries of each tensor in these buckets."""

@@ -353,7 +353,7 @@ class ElasticUpdates(UpdateSynchronizer):
             self._said = ranks
             rank_zero_info(f"After {step:,} optimizer steps {len(ranks)} ranks are present: {ranks}.")
         paces = sorted(header.nanoseconds for header in headers if header.nanoseconds)
-        own, length = headers[self.present.rank()].nanoseconds, self.config.round_length
+        own, length = headers[self.present.rank()].nanoseconds, self.config.local_steps
         if own and step >= self.config.warmup_steps and own * AS_FAST > (usual := paces[(len(paces) - 1) // 2]):
             self.train_until = step + max(1, round((length - step % length) * usual / own))
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from lightning_dct.compress.awaited import must_not_wait
-from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Compressed, OwnedPiece, Received, Sending
+from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Compressed, OwnedSlice, Received, Sending
 from lightning_dct.compress.memory import Memory
 from lightning_dct.exchange.collectives import (
     Link,
@@ -38,7 +38,7 @@ class Exchange(ABC):
     Attributes:
         everyone: All ranks, for what is not compressed.
         link_traversals: See :func:`~lightning_dct.compress.bucket_plan.plan_bucket`.
-        rounds: The number of collectives for a bucket.
+        num_collectives: For a bucket.
         pieces: The pieces of the model that this rank owns, by label.
         sums_first: Whether buckets are summed before they are compressed, so a rank has no residual of its own.
         made: Process groups that were made for this exchange.
@@ -46,8 +46,8 @@ class Exchange(ABC):
 
     everyone: Link
     link_traversals: float
-    rounds = 1
-    pieces: Mapping[str, OwnedPiece] = {}
+    num_collectives = 1
+    pieces: Mapping[str, OwnedSlice] = {}
     sums_first = False
     made: Sequence[dist.ProcessGroup] = ()
 
@@ -75,14 +75,18 @@ class Pending:
 
     Attributes:
         result: What ``read`` makes of what is received; None before.
-        rounds_left: Collectives that have not been waited for.
+        collectives_left: Collectives that have not been waited for.
         finite: Whether the mean is finite, if :meth:`advance` has checked it.
     """
 
     def __init__(
-        self, flow: Flow, rounds: int, device: torch.device, read: Callable[[Received | Tensor], Any] | None = None
+        self,
+        flow: Flow,
+        num_collectives: int,
+        device: torch.device,
+        read: Callable[[Received | Tensor], Any] | None = None,
     ) -> None:
-        self.rounds_left = rounds
+        self.collectives_left = num_collectives
         self.result: Any = None
         self.finite = True
         self._read, self._flow, self._device = read, flow, device
@@ -106,7 +110,7 @@ class Pending:
         with traffic.timed("exchange", "seconds_waiting"):
             self._work.wait()
         with traffic.timed("decompress"):
-            self.rounds_left -= 1
+            self.collectives_left -= 1
             try:
                 self._work = next(self._flow)
             except StopIteration as finished:
@@ -120,7 +124,7 @@ class Pending:
 
 def complete(pendings: Sequence[Pending], traffic: Traffic, check_finite: bool = False) -> None:
     """Complete buckets in the order of sending, collective by collective, and read one while the next is in flight."""
-    while under_way := [pending for pending in pendings if pending.rounds_left]:
+    while under_way := [pending for pending in pendings if pending.collectives_left]:
         for pending in under_way:
             pending.advance(traffic, check_finite)
 
@@ -150,7 +154,7 @@ def send_dense(
         ends[1:].neg_()
         yield Segments([work, all_reduce_max(ends, everyone)])
         if must_not_wait(sent.device):
-            memory.awaited.when_known(ends, _check_tags)
+            memory.awaited.on_ready(ends, _check_tags)
         else:
             _check_tags(ends.tolist())
     else:
@@ -169,7 +173,7 @@ def count_entries(due: int, sent: Compressed, link: Link, memory: Memory) -> Non
     entries, dense = sent.num_entries, sent.num_dense
     if isinstance(entries, Tensor):  # the callback must not keep all that is sent until the number is known
         link.traffic.add(entries=due)
-        memory.awaited.when_known(entries, lambda counts: link.traffic.add(entries_sent=sum(counts) + dense))
+        memory.awaited.on_ready(entries, lambda counts: link.traffic.add(entries_sent=sum(counts) + dense))
     else:
         link.traffic.add(entries=due, entries_sent=entries + dense)
 

@@ -36,7 +36,7 @@ from functools import cache, partial
 
 import torch
 
-from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, OwnedPiece, Received, Sending, SentPayload
+from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, OwnedSlice, Received, Sending, SentPayload
 from lightning_dct.compress.codec import compress, decompress
 from lightning_dct.compress.memory import Memory
 from lightning_dct.exchange.base import Exchange, Flow, count_entries, unused_tensors
@@ -80,9 +80,9 @@ class AllGather(Exchange):
 class TwoPhase(Exchange):
     """The exchange for many ranks; ``pieces`` are every parameter's pieces, by name, divided among the ranks."""
 
-    rounds = 2
+    num_collectives = 2
 
-    def __init__(self, everyone: Link, pieces: Mapping[str, tuple[OwnedPiece, ...]], defer_unused: bool) -> None:
+    def __init__(self, everyone: Link, pieces: Mapping[str, tuple[OwnedSlice, ...]], defer_unused: bool) -> None:
         self.everyone = everyone
         self.link_traversals = link_traversals("two_phase", everyone.size)
         self.pieces = owned_by(pieces, everyone.rank)
@@ -120,7 +120,7 @@ class Hierarchical(Exchange):
     are every parameter's, by name, divided among the ranks of a node.
     """
 
-    rounds = 3
+    num_collectives = 3
     sums_first = True
 
     def __init__(
@@ -128,7 +128,7 @@ class Hierarchical(Exchange):
         everyone: Link,
         inside: Link,
         between: Link,
-        pieces: Mapping[str, tuple[OwnedPiece, ...]],
+        pieces: Mapping[str, tuple[OwnedSlice, ...]],
         defer_unused: bool,
     ) -> None:
         self.everyone = everyone

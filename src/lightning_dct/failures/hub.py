@@ -31,7 +31,7 @@ SETTLE_S = 1.0
 PATIENCE_S = 10.0
 # Beyond one for each rank, this many unknown callers may wait; the hub drops the oldest first.
 STRANGERS = 16
-# Reports in a verdict: those of all ranks could be too long for a message.
+# Reports in a failure: those of all ranks could be too long for a message.
 MOST_NAMED = 8
 
 
@@ -55,7 +55,7 @@ class Hub:
         self._failed: dict[int, str] = {}
         self._left: set[int] = set()
         self._decide_at: float | None = None
-        self._verdict: dict[str, Any] | None = None
+        self._failure: dict[str, Any] | None = None
         # For each signal: the number of stop points that each rank had passed when it received the question.
         self._passed: dict[int, dict[int, int]] = {}
         # The questions on which not all agree yet, and by ranks, the last place on which all do.
@@ -129,8 +129,8 @@ class Hub:
             self._admit(caller, message)
         elif "failed" in message:
             self._failed.setdefault(caller.rank, f"{caller.who} has failed: {message['failed']}")
-            if self._verdict is not None:
-                self._send(caller, self._verdict)
+            if self._failure is not None:
+                self._send(caller, self._failure)
             self._decide_soon()
         elif "left" in message:
             self._left.add(caller.rank)
@@ -157,7 +157,7 @@ class Hub:
         elif "place" in message:
             self._ask(caller.rank, tuple(message["peers"]), message)
         elif "agrees" in message:
-            if message["apart"] and self._verdict is None:
+            if message["apart"] and self._failure is None:
                 self._announce([], message["apart"])
             elif not message["apart"]:
                 self._settle_place(tuple(message["peers"]), int(message["agrees"]), caller.rank)
@@ -229,13 +229,13 @@ class Hub:
                 self._send(self._members[other], {"agreed": place, "peers": peers})
 
     def _announce_apart(self, question: dict[str, Any], rank: int, where: str) -> None:
-        if self._verdict is None:
+        if self._failure is None:
             both = sorted([(question["rank"], question["said"]), (rank, where)])
             places = " and ".join(f"rank {one} to {said}" for one, said in both)
             self._announce([], f"The ranks have come apart: {places}. {SAME_BATCHES}")
 
     def _decide_soon(self) -> None:
-        if self._decide_at is None and self._verdict is None:
+        if self._decide_at is None and self._failure is None:
             self._decide_at = time.monotonic() + SETTLE_S
 
     def _all_have_ended(self) -> bool:
@@ -248,10 +248,10 @@ class Hub:
         more = [f"and {len(reports) - MOST_NAMED} more"] if len(reports) > MOST_NAMED else []
         self._announce(sorted(blamed), "; ".join(reports[:MOST_NAMED] + more))
 
-    def _announce(self, blamed: list[int], verdict: str) -> None:
-        self._verdict = {"blamed": blamed, "verdict": verdict}
+    def _announce(self, blamed: list[int], failure: str) -> None:
+        self._failure = {"blamed": blamed, "failure": failure}
         self._decide_at = None
-        self._send_all(self._verdict)
+        self._send_all(self._failure)
 
     def _connected(self, connection: socket.socket) -> _Caller:
         connection.settimeout(PATIENCE_S)

@@ -34,8 +34,8 @@ from lightning_dct.failures.sockets import address_towards, enter, receive, writ
 
 # How long a rank may take to be let in by the hub.
 CONNECT_S = 10.0
-# How long a failing rank waits for the hub's verdict.
-VERDICT_S = 5.0
+# How long a failing rank waits for the hub's failure.
+ANSWER_S = 5.0
 # How long a lost rank may take to end by itself.
 GRACE_S = 10.0
 
@@ -44,7 +44,7 @@ class Lifeline:
     """This rank's connection; made by :meth:`open`."""
 
     def __init__(self, rank: int, connection: socket.socket, hub_who: str, hub: Hub | None = None) -> None:
-        self.verdict = ""
+        self.failure = ""
         self._rank = rank
         self._connection = connection
         self._hub_who = hub_who
@@ -102,7 +102,7 @@ class Lifeline:
         return None
 
     def report(self, exception: BaseException) -> str:
-        """Report that this rank is failing, and wait for the hub's verdict on which ranks have died or failed.
+        """Report that this rank is failing, and wait for the hub's failure on which ranks have died or failed.
 
         It is empty if all ranks are failing, as on an error in shared code: then they can save a checkpoint together.
         """
@@ -110,8 +110,8 @@ class Lifeline:
             self._over.set()
         first_line = str(exception).strip().split("\n")[0]
         self._send({"failed": f"{type(exception).__name__}: {first_line}"[:1000]})
-        self._decided.wait(VERDICT_S)
-        return self.verdict
+        self._decided.wait(ANSWER_S)
+        return self.failure
 
     def signalled(self, signal_number: int) -> None:
         """Have all ranks act on a signal that this one has received; a signal handler may call this."""
@@ -148,7 +148,7 @@ class Lifeline:
         self._send({"left": self._course.counts()})
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_WR)
-        self._thread.join(VERDICT_S)
+        self._thread.join(ANSWER_S)
         if self._hub is not None:
             self._hub.join()
 
@@ -181,28 +181,28 @@ class Lifeline:
                 self._decide(difference, [])
         elif "agreed" in message:
             self._course.agree(int(message["agreed"]), message["peers"])
-        elif "verdict" in message:
-            self._decide(str(message["verdict"]), message["blamed"])
+        elif "failure" in message:
+            self._decide(str(message["failure"]), message["blamed"])
         elif "over" in message:
             self._hub_may_end = True
             if not message["over"]:
-                self.verdict = self.verdict or f"{self._hub_who} has left"
+                self.failure = self.failure or f"{self._hub_who} has left"
             else:
                 self._print(
                     f"the ranks' lifelines have ended ({message['over']}); a rank that dies may be noticed late."
                 )
 
-    def _decide(self, verdict: str, blamed: list[int]) -> None:
+    def _decide(self, failure: str, blamed: list[int]) -> None:
         if self._decided.is_set():
             return  # the answer to this rank's own report
-        self.verdict = verdict
+        self.failure = failure
         if self._rank not in blamed:
-            self._ends_with = verdict
+            self._ends_with = failure
         self._decided.set()
         self._course.release()
         if not self._ends_with:
             return
-        self._print(f"{verdict}. This rank ends too.")
+        self._print(f"{failure}. This rank ends too.")
         # No exception interrupts a collective that waits for the lost rank.
         if not self._over.wait(GRACE_S):
             self._print(f"ended {GRACE_S:.0f} s after that.")

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_dct.base_strategy import DCTStrategyBase, check_torch
 from lightning_dct.compress.bucket_plan import local_of
 from lightning_dct.config import DCTConfig, check_integer, check_keywords
 from lightning_dct.exchange.collectives import Link
@@ -28,11 +29,10 @@ from lightning_dct.sync.setup import check_settings, make_update_synchronizer
 from lightning_dct.sync.shared_weights import SharedWeights
 from lightning_dct.sync.synchronizer import Synchronizer
 from lightning_dct.sync.updates import UpdateSynchronizer
-from lightning_dct.thresholded import ThresholdedStrategy, check_torch
 from lightning_dct.traffic import all_gather_bytes
 
 
-class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
+class DCTFSDPStrategy(DCTStrategyBase, MeshStrategy):
     """Replicas that FSDP2 shards over the ranks of a node, and that exchange compressed updates.
 
     Inside a replica FSDP gathers weights and reduces gradients as usual. Between replicas the ranks with the same shard

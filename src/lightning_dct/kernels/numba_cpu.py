@@ -43,7 +43,7 @@ LARGEST_HALF = torch.finfo(torch.float32).max / 2
 Result = TypeVar("Result")
 
 
-class _Piece(NamedTuple):
+class _Span(NamedTuple):
     """Entries ``start`` to ``stop`` of a tensor; the first has the flag number ``bit``."""
 
     tensor: int
@@ -67,10 +67,10 @@ def select(
     arrays = [(new.to(base.dtype).numpy(), base.numpy()) for new, base in zip(news, bases, strict=True)]
     limits = [dtype.type(threshold) for threshold in thresholds]
 
-    def select_pieces(pieces: list[_Piece]) -> tuple[Tensor, list[int]]:
-        found = _scratch(sum([stop - start for _, start, stop, _ in pieces]), nothing.dtype)
+    def select_spans(spans: list[_Span]) -> tuple[Tensor, list[int]]:
+        found = _scratch(sum([stop - start for _, start, stop, _ in spans]), nothing.dtype)
         values, count, counts = found.numpy(), 0, []
-        for tensor, start, stop, bit in pieces:
+        for tensor, start, stop, bit in spans:
             new, base = arrays[tensor][0][start:stop], arrays[tensor][1][start:stop]
             if scale is None:
                 stopped = _select_difference(new, base, limits[tensor], words, bit, values, count)
@@ -79,13 +79,13 @@ def select(
             counts.append(stopped - count)
             count = stopped
         # A helping thread may take another share and then use its array again.
-        return found[:count] if pieces is shares[0] else found[:count].clone(), counts
+        return found[:count] if spans is shares[0] else found[:count].clone(), counts
 
     shares, found, counts = _shares(news, first), [nothing], [0] * len(news)
-    for share, (values, reached) in zip(shares, _in_threads(select_pieces, shares), strict=True):
+    for share, (values, reached) in zip(shares, _in_threads(select_spans, shares), strict=True):
         found.append(values)
-        for piece, count in zip(share, reached, strict=True):
-            counts[piece.tensor] += count
+        for span, count in zip(share, reached, strict=True):
+            counts[span.tensor] += count
     return Selection(found[-1] if len(found) <= 2 else torch.cat(found), counts)
 
 
@@ -99,25 +99,25 @@ def subtract(tensors: Sequence[Tensor], first: Sequence[int], sent: Sent) -> Non
     """See :func:`lightning_dct.kernels.plain.subtract`."""
     words, values = _words(sent.flags)[0], sent.values.numpy()
 
-    def subtract_pieces(pieces: list[_Piece]) -> None:
-        cursor = _flags_before(words, pieces[0].bit)
-        for tensor, start, stop, bit in pieces:
+    def subtract_spans(spans: list[_Span]) -> None:
+        cursor = _flags_before(words, spans[0].bit)
+        for tensor, start, stop, bit in spans:
             cursor = _subtract(tensors[tensor].numpy()[start:stop], words, bit, values, cursor)
 
-    _in_threads(subtract_pieces, _shares(tensors, first))
+    _in_threads(subtract_spans, _shares(tensors, first))
 
 
 def decay(news: Sequence[Tensor], bases: Sequence[Tensor], first: Sequence[int], sent: Sent, lost: float) -> None:
     """See :func:`lightning_dct.kernels.plain.decay`."""
     words, values = _words(sent.flags)[0], sent.values.numpy()
 
-    def decay_pieces(pieces: list[_Piece]) -> None:
-        cursor = _flags_before(words, pieces[0].bit)
-        for tensor, start, stop, bit in pieces:
+    def decay_spans(spans: list[_Span]) -> None:
+        cursor = _flags_before(words, spans[0].bit)
+        for tensor, start, stop, bit in spans:
             new, base = news[tensor].numpy()[start:stop], bases[tensor].numpy()[start:stop]
             cursor = _decay(new, base, new.dtype.type(lost), words, bit, values, cursor)
 
-    _in_threads(decay_pieces, _shares(news, first))
+    _in_threads(decay_spans, _shares(news, first))
 
 
 def add_sums(
@@ -133,14 +133,14 @@ def add_sums(
     starts = np.array([*accumulate(sent.counts, initial=0)][:-1], np.int64)
     by_count, nothing = weights.numpy(), weights.numpy()[:0]
 
-    def add_pieces(pieces: list[_Piece]) -> None:
-        cursors = starts + np.array([_flags_before(row, pieces[0].bit) for row in words])
-        for tensor, start, stop, bit in pieces:
+    def add_spans(spans: list[_Span]) -> None:
+        cursors = starts + np.array([_flags_before(row, spans[0].bit) for row in words])
+        for tensor, start, stop, bit in spans:
             total = totals[tensor].numpy()[start:stop]
             own_weights = nothing if owns is None else owns[tensor].numpy()[start:stop]
             _add_sums(total, own_weights, words, bit, values, cursors, mine, by_count)
 
-    _in_threads(add_pieces, _shares(totals, first))
+    _in_threads(add_spans, _shares(totals, first))
 
 
 def encode_signs(values: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -596,29 +596,29 @@ def _add_rows(total: Any, indices: Any, rows: Any, num_groups: int, size: int, t
                 sums[j] += addends[j]
 
 
-def _shares(tensors: Sequence[Tensor], first: Sequence[int]) -> list[list[_Piece]]:
+def _shares(tensors: Sequence[Tensor], first: Sequence[int]) -> list[list[_Span]]:
     """Divide tensors among threads, about the same number of entries each. No two threads share a word of flags."""
     entries = sum(map(Tensor.numel, tensors))
     share = max(-(-entries // torch.get_num_threads()), ENTRIES_PER_THREAD)
-    shares: list[list[_Piece]] = []
-    pieces: list[_Piece] = []
+    shares: list[list[_Span]] = []
+    spans: list[_Span] = []
     capacity = share
     for number, (tensor, begin) in enumerate(zip(tensors, first, strict=True)):
         start, size = 0, tensor.numel()
         while start < size:
             # Rounded up to a whole word.
             stop = min(size, start + capacity + -(begin + start + capacity) % 64)
-            pieces.append(_Piece(number, start, stop, begin + start))
+            spans.append(_Span(number, start, stop, begin + start))
             capacity -= stop - start
             start = stop
             if capacity <= 0 and (begin + start) % 64 == 0:
-                shares.append(pieces)
-                pieces, capacity = [], share
+                shares.append(spans)
+                spans, capacity = [], share
             capacity = max(capacity, 1)
-    return [*shares, pieces] if pieces else shares
+    return [*shares, spans] if spans else shares
 
 
-def _in_threads(work: Callable[[list[_Piece]], Result], shares: list[list[_Piece]]) -> list[Result]:
+def _in_threads(work: Callable[[list[_Span]], Result], shares: list[list[_Span]]) -> list[Result]:
     helping = [_threads(os.getpid()).submit(work, share) for share in shares[1:]] if len(shares) > 1 else []
     return [*map(work, shares[:1]), *map(Future.result, helping)]
 

@@ -17,6 +17,7 @@ from torchmetrics import Metric
 
 from lightning_dct.activations.module import module_settings
 from lightning_dct.agreement import check_agreement, gather_objects
+from lightning_dct.base_strategy import check_torch
 from lightning_dct.clipping import install_clipping
 from lightning_dct.config import check_choice, check_integer
 from lightning_dct.failures.course import EXCHANGE
@@ -28,7 +29,6 @@ from lightning_dct.pipeline.schedule import SCHEDULES, Pipeline, ScheduleName, c
 from lightning_dct.pipeline.steps import exchanged
 from lightning_dct.strategy import DCTStrategy
 from lightning_dct.sync.synchronizer import Synchronizer
-from lightning_dct.thresholded import check_torch
 
 
 class DCTPipelineStrategy(DCTStrategy):

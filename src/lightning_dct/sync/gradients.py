@@ -95,7 +95,7 @@ class GradientSynchronizer(Synchronizer):
     def _take(self, bucket: GradBucket) -> Future[Tensor]:
         if not self._pending:
             self._begin()
-        earlier = [pending for pending in self._pending if pending.rounds_left > 1]
+        earlier = [pending for pending in self._pending if pending.collectives_left > 1]
         with self.traffic.timed("compress"):
             self._pending.append(self._send(bucket))
         future = self._pending[-1].future
@@ -164,4 +164,6 @@ class GradientSynchronizer(Synchronizer):
         residuals = [] if self.exchange.sums_first else [self.memory.residual_of(plan, buffer.device)]
         bucket = Bucket([buffer], residuals, self._how.scale)
         flow = self.exchange.send(bucket, plan, deferred, self.memory, self._how)
-        return Pending(flow, self.exchange.rounds, buffer.device, partial(decompress, self.memory, buffer=buffer))
+        return Pending(
+            flow, self.exchange.num_collectives, buffer.device, partial(decompress, self.memory, buffer=buffer)
+        )

@@ -58,7 +58,7 @@ class SharedDecay:
         device = parameters[names[0]].device
         without = torch.tensor([float(parameters[name].grad is None) for name in names]).to(device, non_blocking=True)
         all_reduce_mean(without, everyone).wait()
-        awaited.when_known(without > 0, lambda flags: self._take(names, flags))
+        awaited.on_ready(without > 0, lambda flags: self._take(names, flags))
 
     def _take(self, names: Iterable[str], flags: Iterable[int]) -> None:
         self._is_awaited = False

@@ -68,7 +68,7 @@ class StepCosine:
         if self.measured is not None:
             self.value, self.measured = (self.value + self.measured) // 2, None
         self._is_awaited = True
-        awaited.when_known(cosine_of(self.sampled(step, weights), everyone), self._take)
+        awaited.on_ready(cosine_of(self.sampled(step, weights), everyone), self._take)
 
     def sampled(self, step: int, weights: Sequence[Tensor]) -> Tensor:
         """The sample of this rank's step, which has begun: shape ``[k]``, fp32."""

@@ -30,7 +30,7 @@ class UpdateFlow:
     def plan(self, names: Sequence[str], length: int) -> BucketPlan:
         """How some parameters are sent, so many steps after the last time."""
         sizes, dtype = [self._weights.sizes[name] for name in names], real_dtype(self._weights.parameters[names[0]])
-        return self._plans.of(names, sizes, dtype, length / self._plans.config.round_length)
+        return self._plans.of(names, sizes, dtype, length / self._plans.config.local_steps)
 
     def send(self, names: Sequence[str], rounds: Rounds, length: int, how: Sending) -> InFlight:
         """Start sending the updates of some parameters, ``length`` steps after the last time; a collective call."""
@@ -85,7 +85,7 @@ class UpdateFlow:
 
     def _start(self, bucket: Bucket, plan: BucketPlan, how: Sending) -> Pending:
         flow = self._exchange.send(bucket, plan, set(), self._memory, how)
-        return Pending(flow, self._exchange.rounds, bucket.news[0].device)
+        return Pending(flow, self._exchange.num_collectives, bucket.news[0].device)
 
     def _send_movement(self, names: Sequence[str], plan: BucketPlan, how: Sending) -> Pending:
         """Start sending updates that are not read from the weights in place."""

@@ -109,7 +109,7 @@ class UpdateSynchronizer(UpdateState):
             self.weights.adopt(name, parameters[name])
         rounds.buckets = buckets_of(
             [(name, parameters[name]) for name in rounds.names],
-            self.config.round_length if self.config.overlap_steps else 1,
+            self.config.local_steps if self.config.overlap_steps else 1,
         )
         rounds.dense_entries, rounds.sparse = None, []
         rounds.cosine.skip()
@@ -175,7 +175,7 @@ class UpdateSynchronizer(UpdateState):
         if rounds.trial.chooses_length:
             rounds.decay.after_step(optimizer, rounds.trial.decays, self.parameter_names, self.weights)
         if arrived := [item for item in rounds.in_flight if item.due <= rounds.steps]:
-            if self.exchange.rounds > 1:  # the last of its collectives takes all ranks
+            if self.exchange.num_collectives > 1:  # the last of its collectives takes all ranks
                 self.come_to(
                     f"{EXCHANGE} that ends", f"the arrival of updates in optimizer step {self.synchronisations}"
                 )
@@ -199,7 +199,7 @@ class UpdateSynchronizer(UpdateState):
             if not config.overlap_steps:
                 self.flow.apply(rounds, rounds.in_flight)
             # Training does not use the running statistics of a BatchNorm, so warm-up does not send them more often.
-            if rounds.steps % config.round_length == 0:
+            if rounds.steps % config.local_steps == 0:
                 self._exchange_buffers_with(rounds)
         if self.project is not None:
             self.weights.project(self.project)
@@ -208,7 +208,7 @@ class UpdateSynchronizer(UpdateState):
     def _exchange_buffers_with(self, rounds: Rounds) -> None:
         """Exchange buffers when the first optimizer exchanges, or another one while the first rests."""
         first = min([number for number, other in self._rounds.items() if other.names])
-        if rounds is self._rounds[first] or rounds.since_buffers > self.config.round_length:
+        if rounds is self._rounds[first] or rounds.since_buffers > self.config.local_steps:
             for other in self._rounds.values():
                 other.since_buffers = 0
             self.buffers.exchange(lambda n: self.come_to(f"{EXCHANGE} of {n} buffers", f"an exchange of {n} buffers"))

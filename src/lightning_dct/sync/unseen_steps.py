@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_dct.sync.updates import UpdateSynchronizer
 
 
-class StepGuard:
+class UnseenStepCheck:
     """Watches all optimizer steps of this process between :meth:`watch` and :meth:`stop`."""
 
     def __init__(self) -> None:

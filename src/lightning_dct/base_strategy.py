@@ -39,13 +39,13 @@ from lightning_dct.failures.process_group import group_is_made
 from lightning_dct.law import Given, RunLength, RunSettings
 from lightning_dct.profiling import shown_by
 from lightning_dct.saving import CheckpointedStrategy
-from lightning_dct.sync.step_guard import StepGuard
+from lightning_dct.sync.unseen_steps import UnseenStepCheck
 from lightning_dct.traffic import Traffic
 
 OUTSIDE_FIT = [(fn, TrainerStatus.RUNNING) for fn in TrainerFn if fn != TrainerFn.FITTING]
 
 
-class ThresholdedStrategy(CheckpointedStrategy):
+class DCTStrategyBase(CheckpointedStrategy):
     """A mixin for one of Lightning's strategies.
 
     ``lifelines`` is False to disable everything that keeps ranks from waiting for one that has died, failed or been
@@ -67,7 +67,7 @@ class ThresholdedStrategy(CheckpointedStrategy):
         self._lifelines = lifelines
         self._in_step = False
         self._tables: tuple[ShardedEmbeddingBags, ...] = ()
-        self._step_guard = StepGuard()
+        self._unseen_steps = UnseenStepCheck()
         self.given, self.length = given, RunLength(math.inf)
         super().__init__(given.config, **kwargs)
 
@@ -158,7 +158,7 @@ class ThresholdedStrategy(CheckpointedStrategy):
             for optimizer in self.optimizers:
                 updates.register(optimizer)  # a forward's writes before the first step are sent, too
             updates.check_alike()
-            self._step_guard.watch(lambda: (updates,))
+            self._unseen_steps.watch(lambda: (updates,))
 
     def set_density(self, density: float) -> None:
         """Send this share of each tensor's entries from the next exchange on; all ranks call this together.
@@ -297,7 +297,7 @@ class ThresholdedStrategy(CheckpointedStrategy):
                 updates.register(optimizer)  # parameters may have been unfrozen within
             return output
 
-        with self._step_guard.seen(optimizer):
+        with self._unseen_steps.seen(optimizer):
             output = super().optimizer_step(optimizer, forward_and_backward, model, **kwargs)
         self._stepped.add(optimizer)
         if updates is not None:
@@ -318,7 +318,7 @@ class ThresholdedStrategy(CheckpointedStrategy):
             if self.updates is not None and steps and others and not self.traffic.totals.entries:
                 rank_zero_warn(
                     f"This run has ended after {steps} optimizer steps, before its first exchange: the shared weights,"
-                    f" which you see, have not changed. Lower `local_steps` ({self.config.round_length} here), or train"
+                    f" which you see, have not changed. Lower `local_steps` ({self.config.local_steps} here), or train"
                     " for longer."
                 )
         self.come_to("the end of fit")
@@ -331,7 +331,7 @@ class ThresholdedStrategy(CheckpointedStrategy):
         # A rank without batches answers the look-ups of the others after this.
         if state is not None and not self._tables and (state.fn, state.status) in OUTSIDE_FIT:
             self.come_to("the end")
-        self._step_guard.stop()
+        self._unseen_steps.stop()
         for table in self._tables:
             table.exchange_group.come_to = None
         if self.synchronizer is not None:
