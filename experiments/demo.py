@@ -1,4 +1,4 @@
-"""Shows in five minutes what the package does: two trainings on two processes, dense and with ``dct``.
+"""Shows in three minutes what the package does: two trainings on two processes, dense and with ``dct``.
 
     python experiments/demo.py
 
@@ -34,7 +34,7 @@ TRAININGS = {
         DENSE_TABLES,
     ),
     "language model": (
-        "experiment=lm trainer.max_steps=700 trainer.val_check_interval=175",
+        "experiment=lm data.context_length=64 data.batch_size=4 trainer.max_steps=700 trainer.val_check_interval=175",
         "ddp",
     ),
 }
