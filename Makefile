@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Python compiles what is imported, which is a small part of all these packages.
+# pip would compile all modules one after the other; below, all cores compile most of them.
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 # Where torch brings none: its interpreter runs the kernels for GPUs in the tests.
@@ -50,6 +50,7 @@ $(VENV)/installed: pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(MAKE) --no-print-directory $(VENV)/torch
 	$(INSTALL) --constraint constraints.txt --editable '.[experiments,translation,fast,docs,dev]'
+	$(BIN)/python -m compileall -q -j 0 -x 'transformers/models|/tests?/' $(VENV)/lib > /dev/null 2>&1 || true
 	touch $@
 
 # Where there is no NVIDIA GPU the CPU build of torch saves gigabytes: the one pip's own configuration offers, else
