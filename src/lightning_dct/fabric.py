@@ -124,7 +124,7 @@ class DCTStrategy(DDPStrategy):
                 self, proxy, group, setup.exchanges_buffers(self._ddp_kwargs), lambda: [one() for one in optimizers]
             )
             updates.run_settings = self._run_settings
-            ours = weakref.ref(self)  # the guard may outlive a Fabric that is never torn down
+            ours = weakref.ref(self)  # the check may outlive a Fabric that is never torn down
             self._unseen_steps.watch(lambda: () if (one := ours()) is None else one._updates)
         # The synchronizer itself requests refreshes: if a strategy overrides `backward`, Fabric forbids
         # `loss.backward()`.

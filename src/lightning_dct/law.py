@@ -127,7 +127,7 @@ class RunSettings:
 
     def __init__(self, given: Given, ranks: int, steps: float, unknown: str = "") -> None:
         self.given, self.ranks, self.steps, self.unknown = given, ranks, steps, unknown
-        # With a delay, the tensors that take turns depend on the settings that a run begins with.
+        # With an overlap, the tensors that take turns depend on the settings that a run begins with.
         self.may_change = given.config.overlap_steps == 0 and bool(given.left_out)
 
     @property

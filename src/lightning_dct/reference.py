@@ -297,7 +297,7 @@ def train(
 ) -> tuple[list[Tensor], list[Memory]]:
     """Train ``weights[rank][tensor]`` in place. Returns the shared weights and the senders' states of each tensor.
 
-    ``local_step(rank, step)`` is a step of a rank's own optimizer. With a delay, the next steps run during an exchange.
+    ``local_step(rank, step)`` is a step of a rank's own optimizer. With an overlap, steps run during an exchange.
     Steps of an optimizer that ``chooses_length`` do not grow with gradients. Decay leaves ``kept`` of a weight.
     """
     shared, memories = [w.clone() for w in weights[0]], [Memory(State) for _ in weights[0]]

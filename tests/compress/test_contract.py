@@ -288,10 +288,8 @@ def test_own_payload_beside_the_sums(sum_code: str) -> None:
     ended = []
     for way in WAYS:
         with way_of(way) as kernel:
-            noise_of, memory = (
-                torch.Generator().manual_seed(3),
-                Memory({}, adapt_threshold=True, undoable=False, kernel=kernel),
-            )
+            noise_of = torch.Generator().manual_seed(3)
+            memory = Memory({}, adapt_threshold=True, undoable=False, kernel=kernel)
             own, base, total, left = (torch.randn(2900, generator=noise_of).to(device_of(way)) for _ in range(4))
             sent = compress(memory, Bucket([own], [base], None), plan, set(), Sending(9))
             of_sums = Memory({}, adapt_threshold=True, undoable=False, kernel=kernel)

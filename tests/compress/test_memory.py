@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Compressed, OwnedSlice
+from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Compressed, OwnedPiece
 from lightning_dct.compress.codec import compress
 from lightning_dct.compress.memory import Memory, add_pieces, pieces_extent
 from lightning_dct.kernels import cpu_kernel
 
 CPU = torch.device("cpu")
-PIECES = {"a[2:5]": OwnedSlice("a[2:5]", "a", 2, 5, 0), "b": OwnedSlice("b", "b", 0, 3, 0)}
+PIECES = {"a[2:5]": OwnedPiece("a[2:5]", "a", 2, 5, 0), "b": OwnedPiece("b", "b", 0, 3, 0)}
 BUCKET = BucketPlan(("b", "a"), (3, 6), (0, 0), torch.float32, "fp32")
 SHARD = BucketPlan(("b", "a[2:5]"), (3, 3), (0, 0), torch.float32, "fp32")
 

@@ -283,6 +283,14 @@ def test_whole_updates_of_another_optimizer_are_refused(ranks: Any) -> None:
         assert message.startswith("The ranks exchange whole updates of other tensors, or of another step")
 
 
+def want_lifelines_by_turns() -> list[bool]:
+    return [lifeline_of_process(wanted) is not None for wanted in (True, rank() == 0, False, True)]
+
+
+def test_a_loop_of_which_one_rank_wants_no_lifeline_has_none(ranks: Any) -> None:
+    assert ranks(2).run(want_lifelines_by_turns) == [[True, False, False, True]] * 2
+
+
 def lack_a_batch() -> str:
     """Without lifelines, the next epoch begins one step earlier on rank 1."""
     strategy = DCTStrategy(lifelines=False, compress="updates")

@@ -13,6 +13,7 @@ import sys
 import time
 import warnings
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -159,10 +160,18 @@ class Job:
         path = self.folder / f"digests-{rank}.txt"
         return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
 
-    def wait_for(self, rank: int, step: int, timeout_s: float = 300.0) -> None:
+    def wait_for(self, rank: int, step: int) -> None:
         """Wait until a rank has taken part in an exchange at a step or later."""
+        self._wait_until(rank, lambda: any(int(row[2]) >= step for row in self.rows(rank)))
+
+    def wait_for_rounds_of_all(self, rank: int, after: int, count: int) -> None:
+        """Wait until a rank has met all others in so many rounds after one."""
+        everyone = str(self.ranks)
+        self._wait_until(rank, lambda: sum(r[3] == everyone and int(r[0]) > after for r in self.rows(rank)) >= count)
+
+    def _wait_until(self, rank: int, condition: Callable[[], bool], timeout_s: float = 300.0) -> None:
         deadline = time.monotonic() + timeout_s
-        while not any(int(row[2]) >= step for row in self.rows(rank)):
+        while not condition():
             assert time.monotonic() < deadline, self.log(rank)
             assert self.processes[rank].is_alive(), self.log(rank)
             time.sleep(0.05)

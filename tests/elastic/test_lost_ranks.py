@@ -123,10 +123,12 @@ def test_the_lighthouse_is_killed_and_comes_back(job: Callable[..., Job]) -> Non
     assert int(run.rows(0)[-1][0]) <= rounds + 1
     run.light()
     run.wait_for(0, reached + 8)  # beyond the round that may have been under way
+    # Whoever is much faster than the others passes them, so in a hurry few rounds may have all three.
+    run.wait_for_rounds_of_all(0, rounds + 1, 11)
     run.hurry()
     ends = run.end()
     check_alike(run, ends, 200)
-    assert sum(row[3] == "3" and int(row[0]) > rounds + 1 for row in run.rows(0)) > 3
+    assert sum(row[3] == "3" and int(row[0]) > rounds + 1 for row in run.rows(0)) > 10
 
 
 def test_without_a_lighthouse_ranks_train_on_alone(job: Callable[..., Job]) -> None:

@@ -25,7 +25,7 @@ from lightning_dct import CheckpointError
 from lightning_dct.checkpoint.format import identity, make_note, read_checked, rows_path, state_folder, state_path
 from lightning_dct.checkpoint.merging import merge_states
 from lightning_dct.checkpoint.reading import agreed_notes
-from lightning_dct.compress.bucket_plan import OwnedSlice
+from lightning_dct.compress.bucket_plan import OwnedPiece
 from lightning_dct.compress.memory import Memory
 from lightning_dct.embedding.cache import RememberedRows, check_memory
 from lightning_dct.embedding.owners import place_tables
@@ -36,7 +36,7 @@ from reliability.mutations import mutate
 TABLES, DIM = (50, 7), 4
 SIZES = {"a.weight": 120, "b.bias": 9}
 NOTE = make_note(world_size=4, synchronisations=12, save="5f0c93ab", stages=2)
-PIECES = {"a.weight[0:60]": OwnedSlice("a.weight[0:60]", "a.weight", 0, 60, 0)}
+PIECES = {"a.weight[0:60]": OwnedPiece("a.weight[0:60]", "a.weight", 0, 60, 0)}
 
 
 class Case(NamedTuple):

@@ -26,11 +26,11 @@ from lightning_dct.wire.values import BITS_PER_VALUE
 WORD = 32
 
 
-class OwnedSlice(NamedTuple):
+class OwnedPiece(NamedTuple):
     """Entries ``start`` to ``stop`` of a flattened parameter.
 
     Attributes:
-        label: The parameter's name, followed by the range unless the slice is all of it.
+        label: The parameter's name, followed by the range unless the piece is all of it.
         name: The parameter's name.
         start: Its first entry.
         stop: One after its last.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_dct.compress.awaited import Awaited, read_together
-from lightning_dct.compress.bucket_plan import BucketPlan, OwnedSlice
+from lightning_dct.compress.bucket_plan import BucketPlan, OwnedPiece
 from lightning_dct.compress.threshold import Thresholds
 
 
@@ -88,7 +88,7 @@ class Memory:
 
     def __init__(
         self,
-        pieces: Mapping[str, OwnedSlice],
+        pieces: Mapping[str, OwnedPiece],
         adapt_threshold: bool,
         undoable: bool,
         kernel: str = "auto",

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from lightning_dct.compress.awaited import must_not_wait
-from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Compressed, OwnedSlice, Received, Sending
+from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Compressed, OwnedPiece, Received, Sending
 from lightning_dct.compress.memory import Memory
 from lightning_dct.exchange.collectives import (
     Link,
@@ -47,7 +47,7 @@ class Exchange(ABC):
     everyone: Link
     link_traversals: float
     num_collectives = 1
-    pieces: Mapping[str, OwnedSlice] = {}
+    pieces: Mapping[str, OwnedPiece] = {}
     sums_first = False
     made: Sequence[dist.ProcessGroup] = ()
 

@@ -36,7 +36,7 @@ from functools import cache, partial
 
 import torch
 
-from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, OwnedSlice, Received, Sending, SentPayload
+from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, OwnedPiece, Received, Sending, SentPayload
 from lightning_dct.compress.codec import compress, decompress
 from lightning_dct.compress.memory import Memory
 from lightning_dct.exchange.base import Exchange, Flow, count_entries, unused_tensors
@@ -82,7 +82,7 @@ class TwoPhase(Exchange):
 
     num_collectives = 2
 
-    def __init__(self, everyone: Link, pieces: Mapping[str, tuple[OwnedSlice, ...]], defer_unused: bool) -> None:
+    def __init__(self, everyone: Link, pieces: Mapping[str, tuple[OwnedPiece, ...]], defer_unused: bool) -> None:
         self.everyone = everyone
         self.link_traversals = link_traversals("two_phase", everyone.size)
         self.pieces = owned_by(pieces, everyone.rank)
@@ -128,7 +128,7 @@ class Hierarchical(Exchange):
         everyone: Link,
         inside: Link,
         between: Link,
-        pieces: Mapping[str, tuple[OwnedSlice, ...]],
+        pieces: Mapping[str, tuple[OwnedPiece, ...]],
         defer_unused: bool,
     ) -> None:
         self.everyone = everyone

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from lightning_dct.agreement import gather_objects, without_bound_device
-from lightning_dct.compress.bucket_plan import BucketPlan, OwnedSlice, Plans, real_dtype, real_numel
+from lightning_dct.compress.bucket_plan import BucketPlan, OwnedPiece, Plans, real_dtype, real_numel
 from lightning_dct.config import DCTConfig
 from lightning_dct.exchange.base import Exchange
 from lightning_dct.exchange.collectives import Link
@@ -156,9 +156,9 @@ def plan_model(config: DCTConfig, parameters: Mapping[str, Tensor], traversals: 
 
 def share_model(
     config: DCTConfig, parameters: Mapping[str, Tensor], traversals: float, owners: int
-) -> dict[str, tuple[OwnedSlice, ...]]:
+) -> dict[str, tuple[OwnedPiece, ...]]:
     """Divide a model among owners; frozen and trained parameters separately, so that both are spread evenly."""
-    pieces: dict[str, tuple[OwnedSlice, ...]] = {}
+    pieces: dict[str, tuple[OwnedPiece, ...]] = {}
     for trained in (True, False):
         some = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad == trained}
         if some:

@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import chain, pairwise
 from typing import NamedTuple
 
-from lightning_dct.compress.bucket_plan import BucketPlan, OwnedSlice, share_of
+from lightning_dct.compress.bucket_plan import BucketPlan, OwnedPiece, share_of
 from lightning_dct.wire.values import BITS_PER_VALUE
 
 # An owner sends so many times as many entries of a sum as a rank, but at most a share of it, in a wider format.
@@ -54,7 +54,7 @@ def sums_of(plan: BucketPlan) -> BucketPlan:
     return replace(plan, targets=tuple(targets), value_format=value_format)
 
 
-def share_out(model: BucketPlan, owners: int) -> dict[str, tuple[OwnedSlice, ...]]:
+def share_out(model: BucketPlan, owners: int) -> dict[str, tuple[OwnedPiece, ...]]:
     """Divide a model's tensors among owners, so that about the same number of bytes is sent for each.
 
     Returns:
@@ -62,7 +62,7 @@ def share_out(model: BucketPlan, owners: int) -> dict[str, tuple[OwnedSlice, ...
     """
     weights = [_bits(size, target, model) for size, target in zip(model.sizes, model.targets, strict=True)]
     loads = [0] * owners
-    pieces: dict[str, tuple[OwnedSlice, ...]] = {}
+    pieces: dict[str, tuple[OwnedPiece, ...]] = {}
     # The heaviest first; its pieces go to the owners with the smallest load.
     for index in sorted(range(len(weights)), key=lambda index: (-weights[index], index)):
         name, size = model.names[index], model.sizes[index]
@@ -70,7 +70,7 @@ def share_out(model: BucketPlan, owners: int) -> dict[str, tuple[OwnedSlice, ...
         edges = [size * number // count for number in range(count + 1)]
         takers = sorted(sorted(range(owners), key=lambda owner: (loads[owner], owner))[:count])
         pieces[name] = tuple(
-            OwnedSlice(name if count == 1 else f"{name}[{start}:{stop}]", name, start, stop, owner)
+            OwnedPiece(name if count == 1 else f"{name}[{start}:{stop}]", name, start, stop, owner)
             for owner, (start, stop) in zip(takers, pairwise(edges), strict=True)
         )
         for piece in pieces[name]:
@@ -101,7 +101,7 @@ class Cut(NamedTuple):
         return {index for index, tensor in enumerate(owned) if tensor in tensors}
 
 
-def cut(bucket: BucketPlan, pieces: Mapping[str, tuple[OwnedSlice, ...]], owners: int) -> Cut:
+def cut(bucket: BucketPlan, pieces: Mapping[str, tuple[OwnedPiece, ...]], owners: int) -> Cut:
     """Divide a bucket among the owners of its pieces; an owner's shard may be empty."""
     rows: list[list[tuple[str, int, int, int, int]]] = [[] for _ in range(owners)]
     for tensor, (name, size, target) in enumerate(zip(bucket.names, bucket.sizes, bucket.targets, strict=True)):
@@ -118,6 +118,6 @@ def cut(bucket: BucketPlan, pieces: Mapping[str, tuple[OwnedSlice, ...]], owners
     return Cut(tuple(shards), BucketPlan.joined(plans), BucketPlan.joined([sums_of(plan) for plan in plans]))
 
 
-def owned_by(pieces: Mapping[str, tuple[OwnedSlice, ...]], owner: int) -> dict[str, OwnedSlice]:
+def owned_by(pieces: Mapping[str, tuple[OwnedPiece, ...]], owner: int) -> dict[str, OwnedPiece]:
     """The pieces of one owner, by label."""
     return {piece.label: piece for parts in pieces.values() for piece in parts if piece.owner == owner}

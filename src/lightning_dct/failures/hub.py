@@ -31,7 +31,7 @@ SETTLE_S = 1.0
 PATIENCE_S = 10.0
 # Beyond one for each rank, this many unknown callers may wait; the hub drops the oldest first.
 STRANGERS = 16
-# Reports in a failure: those of all ranks could be too long for a message.
+# Ranks whose reports a message has: those of all could be too long for it.
 MOST_NAMED = 8
 
 

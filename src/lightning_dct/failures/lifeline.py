@@ -34,7 +34,7 @@ from lightning_dct.failures.sockets import address_towards, enter, receive, writ
 
 # How long a rank may take to be let in by the hub.
 CONNECT_S = 10.0
-# How long a failing rank waits for the hub's failure.
+# How long a failing rank waits for the hub's answer.
 ANSWER_S = 5.0
 # How long a lost rank may take to end by itself.
 GRACE_S = 10.0
@@ -102,7 +102,7 @@ class Lifeline:
         return None
 
     def report(self, exception: BaseException) -> str:
-        """Report that this rank is failing, and wait for the hub's failure on which ranks have died or failed.
+        """Report that this rank is failing, and wait for the hub's answer: which ranks have died or failed.
 
         It is empty if all ranks are failing, as on an error in shared code: then they can save a checkpoint together.
         """
@@ -213,20 +213,20 @@ class Lifeline:
             print(f"lightning_dct, rank {self._rank}: {sentence}", file=sys.stderr, flush=True)
 
 
-_of_processes: dict[tuple[dist.ProcessGroup | None, bool], Lifeline | None] = {}
+_of_processes: dict[dist.ProcessGroup | None, Lifeline | None] = {}
 
 
 def lifeline_of_process(wanted: bool | int = True) -> Lifeline | None:
     """The lifeline of loops without a Trainer: one for each default process group, until the process ends.
 
-    The first call is a collective one: see :meth:`Lifeline.open`.
+    A collective call; see :meth:`Lifeline.open`. A loop of which some rank wants none has none.
     """
-    key = dist.group.WORLD, bool(wanted)
-    if key not in _of_processes:
-        lifeline = _of_processes[key] = Lifeline.open(wanted)
-        if lifeline is not None:
-            Finalize(None, lifeline.close, exitpriority=0)  # also in processes of multiprocessing
-    return _of_processes[key]
+    if (lifeline := _of_processes.get(dist.group.WORLD)) is not None:
+        return lifeline if all(gather_objects(bool(wanted))) else None
+    lifeline = _of_processes[dist.group.WORLD] = Lifeline.open(wanted)
+    if lifeline is not None:
+        Finalize(None, lifeline.close, exitpriority=0)  # also in processes of multiprocessing
+    return lifeline
 
 
 def check_lifelines(wanted: bool | int) -> None:

@@ -101,7 +101,7 @@ class UpdateSynchronizer(UpdateState):
         rounds.known |= (fresh - candidates) | new
         if not new or self._alone:
             return rounds
-        self._check_delay(rounds, {self.parameter_names[p] for p in new})
+        self._check_overlap(rounds, {self.parameter_names[p] for p in new})
         before, parameters = set(rounds.names), self._parameters_by_name()
         # In the model's order, which is the same on every rank.
         rounds.names = [name for name, parameter in parameters.items() if name in before or parameter in new]
@@ -121,7 +121,7 @@ class UpdateSynchronizer(UpdateState):
         rounds.said = f"an exchange of {len(rounds.names)} parameters" + (f", {added[:200]} added" if added else "")
         return rounds
 
-    def _check_delay(self, rounds: Rounds, new: set[str]) -> None:
+    def _check_overlap(self, rounds: Rounds, new: set[str]) -> None:
         """Refuse updates of one parameter that two optimizers have in flight at once."""
         others = {name for other in self._rounds.values() if other is not rounds for name in other.names}
         if self.config.overlap_steps and (shared := sorted(new & others)):
