@@ -8,18 +8,21 @@ take the place of ranks. So losses and bytes are those of real ranks, and times 
 number of steps, a strategy and a rate. Dense training, ``ddp``, comes first and tries all rates; the others take the
 rate that is best for it. A loss is the mean of 10 validations in the last twentieth of a run. A run that is in
 ``--output`` is not done again, so the same command continues a stopped one. The results are ``table.txt`` and
-``replicas.json``. On a GPU (``--device cuda``) the gradients of all replicas are one CUDA graph.
+``replicas.json``.
+
+On a GPU (``--device cuda``) all trainings of one length run side by side, as CUDA graphs and without threads.
 """
 
 import argparse
 import contextlib
 import hashlib
 import json
+import math
 import multiprocessing
 import queue
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -35,6 +38,7 @@ from comparison.runs import Strategy
 from comparison.table import Figure
 from lightning_dct import DCTConfig
 from lightning_dct.law import expected_loss
+from replicated.side_by_side import train_side_by_side
 from replicated.training import DENSE, Job, train
 from reporting import write_result
 
@@ -87,6 +91,9 @@ class Runs:
         return [json.loads(self._file(job).read_text()) if self._file(job).exists() else None for job in jobs]
 
     def _do(self, jobs: Sequence[Job], report: Callable[[int, int, float], None]) -> None:
+        if jobs[0].device == "cuda":
+            self._do_side_by_side(jobs, report)
+            return
         if self._jobs == 1:
             for number, job in enumerate(jobs):
                 try:
@@ -106,6 +113,20 @@ class Runs:
         for task, job in zip(running, jobs, strict=True):
             if (error := task.exception()) is not None:
                 self._note(job, error)
+
+    def _do_side_by_side(self, jobs: Sequence[Job], report: Callable[[int, int, float], None]) -> None:
+        torch.set_float32_matmul_precision("high")
+
+        def report_all(step: int, losses: Sequence[float]) -> None:
+            for number, loss in enumerate(losses or len(jobs) * [math.nan]):
+                report(number, step, loss)
+            if losses:
+                write_result(
+                    self.folder / "latest.json", {"step": step, "losses": losses, "jobs": list(map(_title, jobs))}
+                )
+
+        for job, figures in zip(jobs, train_side_by_side(jobs, report_all), strict=True):
+            write_result(self._file(job), {"job": asdict(job), **figures})
 
     def _note(self, job: Job, error: BaseException) -> None:
         self.problems.append(f"{_title(job)}: {type(error).__name__}: {error}")
@@ -130,30 +151,40 @@ def _title(job: Job) -> str:
     return f"{job.ranks} ranks, {job.steps:,} steps, {' '.join(word for word in own if 'experiment=' not in word)}"[:90]
 
 
-def rows_of(arguments: argparse.Namespace, runs: Runs) -> Iterator[Row]:
+def rows_of(arguments: argparse.Namespace, runs: Runs) -> list[Row]:
     """All rows: for each length and number of ranks the dense ones by rate, then the others."""
-    strategies = [Strategy.parse(text) for text in arguments.strategy]
+    dense, *others = map(Strategy.parse, arguments.strategy)
     more = {"device": arguments.device, "together": arguments.together, "val_rows": arguments.val_rows}
+    kinds = [(steps, ranks) for steps in arguments.steps for ranks in arguments.ranks]
+    Wanted = tuple[int, Strategy, float | None]
 
-    def rows(ranks: int, steps: int, chosen: Sequence[Strategy], rates: Sequence[float | None]) -> list[Row]:
-        wanted = [(strategy, rate, seed) for strategy in chosen for rate in rates for seed in arguments.seeds]
+    def rows(steps: int, wanted: Sequence[Wanted]) -> list[Row]:
+        by_seed = [(one, seed) for one in wanted for seed in arguments.seeds]
         jobs = []
-        for strategy, rate, seed in wanted:
+        for (ranks, strategy, rate), seed in by_seed:
             own = [*arguments.overrides, *strategy.overrides, f"seed={seed}"]
             jobs.append(Job((*own, f"{RATE}={rate}") if rate else tuple(own), ranks, steps, **more))
-        results: dict[tuple[str, float | None], dict[int, dict[str, Any]]] = {}
-        for (strategy, rate, seed), result in zip(wanted, runs(jobs), strict=True):
+        results: dict[tuple[int, str, float | None], dict[int, dict[str, Any]]] = {}
+        for ((ranks, strategy, rate), seed), result in zip(by_seed, runs(jobs), strict=True):
             if result is not None:
-                results.setdefault((strategy.label, rate), {})[seed] = result
-        return [Row(ranks, steps, label, rate, by_seed) for (label, rate), by_seed in results.items()]
+                results.setdefault((ranks, strategy.label, rate), {})[seed] = result
+        return [Row(ranks, steps, label, rate, found) for (ranks, label, rate), found in results.items()]
 
+    found: list[Row] = []
     for steps in arguments.steps:
-        for ranks in arguments.ranks:
-            dense = rows(ranks, steps, strategies[:1], arguments.rates)
-            yield from dense
-            if dense:
-                best = min(dense, key=lambda row: row.loss).rate
-                yield from rows(ranks, steps, strategies[1:], arguments.rates if arguments.all_rates else [best])
+        first: list[Wanted] = [(ranks, dense, rate) for ranks in arguments.ranks for rate in arguments.rates]
+        if arguments.all_rates:
+            first += [(ranks, one, rate) for ranks in arguments.ranks for one in others for rate in arguments.rates]
+        elif arguments.other_rates:
+            given = zip(arguments.ranks, arguments.other_rates, strict=True)
+            first += [(ranks, one, rate) for ranks, rate in given for one in others]
+        made = rows(steps, first)
+        if not (arguments.all_rates or arguments.other_rates):
+            best = {ranks: [row for row in made if row.ranks == ranks] for ranks in arguments.ranks}
+            rates = {ranks: min(own, key=lambda row: row.loss).rate for ranks, own in best.items() if own}
+            made += rows(steps, [(ranks, one, rate) for ranks, rate in rates.items() for one in others])
+        found += made
+    return sorted(found, key=lambda row: kinds.index((row.steps, row.ranks)))
 
 
 def tabulate(rows: Sequence[Row]) -> Table:
@@ -207,23 +238,25 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
     parser.add_argument("--steps", type=int, nargs="+", default=[1000])
     parser.add_argument("--rates", type=float, nargs="+", default=[None], help=f"{RATE} (default: the experiment's)")
-    parser.add_argument("--all-rates", action="store_true", help="all strategies try all rates")
+    others = parser.add_mutually_exclusive_group()
+    others.add_argument("--all-rates", action="store_true", help="all strategies try all rates")
+    others.add_argument(
+        "--other-rates", type=float, nargs="+", help="of all but ddp, for each of --ranks (default: the best of ddp)"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--jobs", type=int, default=1, help="trainings at a time (default: 1)")
     parser.add_argument("--threads", type=int, default=1, help="of torch in each training (default: 1)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument(
-        "--together",
-        action=argparse.BooleanOptionalAction,
-        help="gradients of all replicas in one call (default: on a GPU)",
-    )
+    parser.add_argument("--together", action="store_true", help="gradients of all replicas in one call")
     parser.add_argument("--val-rows", type=int, default=512, help="validation rows of a check (default: 512)")
     parser.add_argument("--output", type=Path, default=Path("outputs/replicas"))
     arguments = parser.parse_intermixed_args(words)
     if Strategy.parse(arguments.strategy[0]).overrides[0] != DENSE:
         parser.error("the first --strategy must be ddp, which the others are compared with")
+    if arguments.other_rates and len(arguments.other_rates) != len(arguments.ranks):
+        parser.error("--other-rates takes as many rates as --ranks has numbers")
     runs = Runs(arguments.output, arguments.jobs, arguments.threads)
-    rows = list(rows_of(arguments, runs))
+    rows = rows_of(arguments, runs)
     if rows:
         noise = [result["noise"] / result["loss"] for row in rows for result in row.results.values() if result["noise"]]
         notes = [f"Seeds {arguments.seeds}; ± is the standard deviation over them."]

@@ -1,8 +1,8 @@
 """One training of several replicas: their modules, optimizers and batches, their steps, and what validation finds.
 
 Gradients are those of each module by itself, with the bits of a rank of its own, or those of all replicas in one
-batched call, which a GPU repeats as a CUDA graph. Optimizers then step in the threads of their ranks, and
-``lightning_dct.Updates`` hangs on these steps.
+batched call. Optimizers then step in the threads of their ranks, and ``lightning_dct.Updates`` hangs on these steps.
+:mod:`replicated.side_by_side` does the same on a GPU.
 """
 
 import copy
@@ -23,13 +23,16 @@ from lightning.pytorch import seed_everything
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_dct import DCTConfig, Updates
+from lightning_dct.traffic import TrafficTotals
 from replicated.threads import ThreadedRanks
 from streams import rank_rows
 
 CONF = Path(__file__).parents[2] / "conf"
 Batch = dict[str, Tensor]
+History = list[tuple[int, float]]
 Report = Callable[[int, float], None]
 DENSE = "strategy=ddp"
 LAST = 20
@@ -46,7 +49,7 @@ class Job:
         overrides: Those of ``train.py``: the experiment, the strategy, the rate and the seed.
         ranks: Replicas that exchange.
         steps: Optimizer steps.
-        together: Gradients of all replicas in one batched call; None for that on a GPU only.
+        together: Gradients of all replicas in one batched call.
         device: ``"cpu"`` or ``"cuda"``.
         val_rows: Rows of the validation part that are scored, spread evenly over it.
     """
@@ -54,135 +57,137 @@ class Job:
     overrides: tuple[str, ...]
     ranks: int
     steps: int
-    together: bool | None = None
+    together: bool = False
     device: str = "cpu"
     val_rows: int = 512
 
 
-class Scored(nn.Module):
-    """Maps a batch to the loss of a module."""
+class Figures(nn.Module):
+    """Maps a batch to the figures of a module, the loss among them, and their number of examples."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
 
-    def forward(self, batch: Batch) -> Tensor:
-        """The loss of a batch."""
-        return self.module.figures(batch)[0]["loss"]
+    def forward(self, batch: Batch) -> tuple[dict[str, Tensor], Any]:
+        """The figures of a batch."""
+        return self.module.figures(batch)
+
+
+def gradients_of_all(module: nn.Module) -> Callable[[Mapping[str, Tensor], Batch], tuple[dict[str, Tensor], Tensor]]:
+    """A function of stacked weights and batches, ``[replicas, ...]`` each: gradients by name, and losses."""
+    figures = Figures(module)
+
+    def loss(weights: Mapping[str, Tensor], batch: Batch) -> Tensor:
+        return functional_call(figures, {f"module.{name}": one for name, one in weights.items()}, (batch,))[0]["loss"]
+
+    function = vmap(grad_and_value(loss))
+
+    def call(weights: Mapping[str, Tensor], batches: Batch) -> tuple[dict[str, Tensor], Tensor]:
+        # This one of its backends is batched on every device.
+        with sdpa_kernel(SDPBackend.MATH):
+            return function(weights, batches)
+
+    return call
 
 
 class Apart:
     """Gradients of one module after the other; each gets its own part of the batch."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = [Scored(module) for module in modules]
+        self._modules = modules
 
     def __call__(self, batches: Batch) -> Tensor:
         """Set gradients from batches ``[replicas, rows, ...]``, and return the losses, ``[replicas]``."""
         losses = []
         for number, module in enumerate(self._modules):
             module.zero_grad()
-            loss = module({name: rows[number] for name, rows in batches.items()})
+            loss = module.figures({name: rows[number] for name, rows in batches.items()})[0]["loss"]
             loss.backward()
             losses.append(loss.detach())
         return torch.stack(losses)
 
 
 class Together:
-    """Gradients of all replicas in one batched call, whose weights are stacked; on a GPU a CUDA graph.
-
-    The weights of the modules become views of the stacks. They keep their addresses, and so do their gradients on a
-    GPU.
-    """
+    """Gradients of all replicas in one batched call; the weights of the modules become views of stacks."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         parameters = [dict(module.named_parameters()) for module in modules]
-        self._stacks = {
-            f"module.{name}": torch.stack([own[name].detach() for own in parameters]) for name in parameters[0]
-        }
+        self._stacks = {name: torch.stack([own[name].detach() for own in parameters]) for name in parameters[0]}
         self._parameters = parameters
         for rank, own in enumerate(parameters):
             for name, parameter in own.items():
-                parameter.data = self._stacks[f"module.{name}"][rank]
-        scored = Scored(modules[0])
-
-        def loss(weights: Mapping[str, Tensor], batch: Batch) -> Tensor:
-            return functional_call(scored, weights, (batch,))
-
-        self._function = vmap(grad_and_value(loss))
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._batches: Batch = {}
+                parameter.data = self._stacks[name][rank]
+        self._function = gradients_of_all(modules[0])
 
     def __call__(self, batches: Batch) -> Tensor:
         """See :meth:`Apart.__call__`."""
-        if not next(iter(self._stacks.values())).is_cuda:
-            gradients, losses = self._function(self._stacks, batches)
-            self._give(gradients)
-            return losses
-        if self._graph is None:
-            self._capture(batches)
-        for name, rows in batches.items():
-            self._batches[name].copy_(rows, non_blocking=True)
-        self._graph.replay()
-        return self._losses
-
-    def _capture(self, batches: Batch) -> None:
-        self._batches = {name: rows.clone() for name, rows in batches.items()}
-        beside = torch.cuda.Stream()
-        beside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(beside):
-            for _ in range(3):  # libraries allocate in the first calls
-                self._function(self._stacks, self._batches)
-        torch.cuda.current_stream().wait_stream(beside)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            gradients, self._losses = self._function(self._stacks, self._batches)
-        self._give(gradients)
-
-    def _give(self, gradients: Mapping[str, Tensor]) -> None:
+        gradients, losses = self._function(self._stacks, batches)
         for rank, own in enumerate(self._parameters):
             for name, parameter in own.items():
-                parameter.grad = gradients[f"module.{name}"][rank]
+                parameter.grad = gradients[name][rank]
+        return losses
 
 
-class Replicas:
-    """Replicas of the module of an experiment, with the data that they read as its ranks would.
-
-    Dense training is that of one module on the batches of all ranks.
+class Prepared:
+    """What a job trains: the module of an experiment, its data, and the settings of ``Updates`` (None for dense).
 
     Raises:
-        ValueError: The module has several optimizers, or the strategy is neither ``dct`` nor ``ddp``.
+        ValueError: The strategy is neither ``dct`` with updates nor ``ddp``.
     """
 
-    def __init__(self, job: Job, ranks: ThreadedRanks) -> None:
+    def __init__(self, job: Job) -> None:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             words = [f"trainer.max_steps={job.steps}", f"trainer.devices={job.ranks}"]
             config = compose("train", [*job.overrides, *words])
         config.paths.root_dir = config.paths.output_dir = str(Path.cwd())
-        self.job, self._ranks, self.device = job, ranks, torch.device(job.device)
-        self.settings = _settings(job, config.strategy)
+        self.job, self.seed, self.settings = job, config.seed, _settings(job, config.strategy)
         seed_everything(config.seed, workers=True, verbose=False)
         self.data = hydra.utils.instantiate(config.data)
         self.data.prepare_data()
         self.data.setup("fit")
-        first = hydra.utils.instantiate(config.model)
-        trainer = SimpleNamespace(datamodule=self.data, estimated_stepping_batches=job.steps)
-        first.trainer = trainer
-        first.configure_model()
-        first.trainer = None
-        self.modules = [copy.deepcopy(first).to(self.device) for _ in range(ranks.world_size)]
-        together = self.device.type == "cuda" if job.together is None else job.together
-        self._gradients = (Together if together else Apart)(self.modules)
-        self.optimizers, self._schedulers = [], []
-        for module in self.modules:
-            module.trainer = trainer
-            optimizer, scheduler = _optimizer_of(module, fused=self.device.type == "cuda")
-            self.optimizers.append(optimizer)
-            self._schedulers.append(scheduler)
+        self.module = hydra.utils.instantiate(config.model)
+        self.trainer = SimpleNamespace(datamodule=self.data, estimated_stepping_batches=job.steps)
+        self.module.trainer = self.trainer
+        self.module.configure_model()
+        self.module.trainer = None
+
+    def optimizer_of(self, module: Any) -> tuple[torch.optim.Optimizer, Any]:
+        """The optimizer of the module or of a copy, and its scheduler of steps, if it has one.
+
+        Raises:
+            ValueError: The module has several optimizers, or its scheduler has another interval.
+        """
+        module.trainer = self.trainer
+        made = module.configure_optimizers()
+        scheduler = None
+        if isinstance(made, dict):
+            made, given = made["optimizer"], made.get("lr_scheduler")
+            if given is not None:
+                if not isinstance(given, dict) or given.get("interval") != "step":
+                    raise ValueError("replicas take schedulers with `interval='step'` only")
+                scheduler = given["scheduler"]
+        if not isinstance(made, torch.optim.Optimizer):
+            raise ValueError("replicas take modules with one optimizer only")
+        return made, scheduler
+
+
+class Replicas:
+    """Replicas of a module in the threads of their ranks, with the data that they read as ranks would.
+
+    Dense training is that of one module on the batches of all ranks.
+    """
+
+    def __init__(self, prepared: Prepared, ranks: ThreadedRanks) -> None:
+        job = prepared.job
+        self.job, self._ranks, self.data, self.settings = job, ranks, prepared.data, prepared.settings
+        self.modules = [copy.deepcopy(prepared.module) for _ in range(ranks.world_size)]
+        self._gradients = (Together if job.together else Apart)(self.modules)
+        self.optimizers, self._schedulers = zip(*map(prepared.optimizer_of, self.modules), strict=True)
         self.updates: list[Updates] = []
         if self.settings is not None:
             self.updates = ranks.run(self._hang_on)
-        self._validation = self._rows_of_validation()
+        self._validation = rows_of_validation(self.data, job)
         self._step = 0
 
     def _hang_on(self, rank: int) -> Updates:
@@ -191,9 +196,9 @@ class Replicas:
     def step(self) -> Tensor:
         """Make a step of all replicas, and return their losses before it, ``[replicas]``."""
         size, replicas = self.data.batch_size, len(self.modules)
-        rows = rank_rows(self._step, batch_size=self.job.ranks * size, rank=0, world_size=1)
-        batch = self.data.training_rows(rows)
-        losses = self._gradients({name: self._to_device(all_rows, replicas) for name, all_rows in batch.items()})
+        numbers = rank_rows(self._step, batch_size=self.job.ranks * size, rank=0, world_size=1)
+        batch = self.data.training_rows(numbers)
+        losses = self._gradients({name: rows.reshape(replicas, -1, *rows.shape[1:]) for name, rows in batch.items()})
         self._ranks.run(self._step_of)
         self._step += 1
         return losses
@@ -203,35 +208,15 @@ class Replicas:
         if self._schedulers[rank] is not None:
             self._schedulers[rank].step()
 
-    def _to_device(self, rows: Tensor, replicas: int) -> Tensor:
-        shaped = rows.reshape(replicas, -1, *rows.shape[1:])
-        return shaped.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else shaped
-
     def validate(self) -> float:
         """The loss of the weights that all ranks share, over rows of the validation part."""
         if self.updates:
             return self._ranks.run(self._validate_shared)[0]
-        return self._score()
+        return mean_loss(self.modules[0].figures, self._validation)
 
     def _validate_shared(self, rank: int) -> float | None:
         with self.updates[rank].shared_weights():
-            return self._score() if rank == 0 else None
-
-    @torch.no_grad()
-    def _score(self) -> float:
-        total, count = torch.zeros((), dtype=torch.float64, device=self.device), 0
-        for batch in self._validation:
-            figures, examples = self.modules[0].figures(batch)
-            total += figures["loss"] * examples
-            count += int(examples)
-        return float(total) / count
-
-    def _rows_of_validation(self) -> list[Batch]:
-        total = self.data.num_rows("val")
-        rows = np.unique(np.linspace(0, total - 1, min(total, self.job.val_rows)).round().astype(np.int64))
-        parts = np.array_split(rows, math.ceil(len(rows) / 64))
-        batches = [self.data.evaluation_rows("val", part) for part in parts]
-        return [{name: one.to(self.device) for name, one in batch.items()} for batch in batches]
+            return mean_loss(self.modules[0].figures, self._validation) if rank == 0 else None
 
     def shared_weights(self) -> dict[str, Tensor]:
         """Copies of the weights that all ranks share, by name."""
@@ -243,46 +228,79 @@ class Replicas:
         return self._ranks.run(read)[0]
 
 
+@torch.no_grad()
+def mean_loss(figures_of_batch: Callable[[Batch], Any], batches: Sequence[Batch]) -> float:
+    """The mean loss over the examples of some batches."""
+    total: Any = 0.0
+    count: Any = 0
+    for batch in batches:
+        figures, examples = figures_of_batch(batch)
+        total = total + figures["loss"].double() * examples
+        count = count + examples
+    return float(total / count)
+
+
+def rows_of_validation(data: Any, job: Job) -> list[Batch]:
+    """Rows of the validation part that a job scores, spread evenly over it."""
+    total = data.num_rows("val")
+    rows = np.unique(np.linspace(0, total - 1, min(total, job.val_rows)).round().astype(np.int64))
+    parts = np.array_split(rows, math.ceil(len(rows) / 64))
+    return [{name: one.to(job.device) for name, one in data.evaluation_rows("val", part).items()} for part in parts]
+
+
 def train(job: Job, report: Report | None = None) -> dict[str, Any]:
     """Train a job, and return its figures as JSON has them; ``report`` gets the steps made and the latest loss."""
     with ThreadedRanks(1 if DENSE in job.overrides else job.ranks) as ranks:
-        replicas = Replicas(job, ranks)
+        prepared = Prepared(job)
+        replicas = Replicas(prepared, ranks)
         checked = validated_after(job.steps)
-        history, started, seconds = [], time.perf_counter(), 0.0
+        history, started, seconds = History(), time.perf_counter(), 0.0
         for step in range(1, job.steps + 1):
             replicas.step()
             if step in checked:
-                if replicas.device.type == "cuda":
-                    torch.cuda.synchronize()
                 seconds += time.perf_counter() - started
                 history.append((step, replicas.validate()))
                 started = time.perf_counter()
             if report is not None and (step in checked or step % 50 == 0):
                 report(step, history[-1][1] if history else math.nan)
-        last = [loss for step, loss in history if is_last(step, job.steps)]
-        figures = {
-            "loss": statistics.fmean(last),
-            "noise": statistics.stdev(last) if len(last) > 1 else None,
-            "history": history,
-            "milliseconds_per_step": 1e3 * seconds / job.steps,
-            "parameters": sum(parameter.numel() for parameter in replicas.modules[0].parameters()),
-            "learning_rate": replicas.optimizers[0].defaults["lr"],
-            "torch": torch.__version__,
-            "card": torch.cuda.get_device_name() if replicas.device.type == "cuda" else None,
-        }
-        if not replicas.updates:
-            return {**figures, "ratio": 1.0, "exchange": None, "settings": None}
-        # All ranks send as much, but for `two_phase`, whose owners differ a little.
-        totals = [updates.traffic.totals for updates in replicas.updates]
-        sent, dense = (sum(getattr(one, name) for one in totals) for name in ("bytes_sent", "bytes_dense"))
-        first = replicas.updates[0]
-        return {
-            **figures,
-            "ratio": dense / sent,
-            "bytes_sent_per_step": sent / job.ranks / job.steps,
-            "exchange": type(first.synchronizer.exchange).__name__,
-            "settings": {name: getattr(first.config, name) for name in ("local_steps", "density", "exchange")},
-        }
+        exchanged = None
+        if replicas.updates:
+            made = replicas.updates[0].synchronizer
+            totals = [one.traffic.totals for one in replicas.updates]
+            exchanged = made.config, type(made.exchange).__name__, totals
+        return figures_of(job, history, seconds, prepared.module, exchanged)
+
+
+def figures_of(
+    job: Job,
+    history: History,
+    seconds: float,
+    module: nn.Module,
+    exchanged: tuple[DCTConfig, str, Sequence[TrafficTotals]] | None,
+) -> dict[str, Any]:
+    """The figures of a run; ``exchanged`` are the settings, the kind of exchange, and the bytes of all ranks."""
+    last = [loss for step, loss in history if is_last(step, job.steps)]
+    figures = {
+        "loss": statistics.fmean(last),
+        "noise": statistics.stdev(last) if len(last) > 1 else None,
+        "history": history,
+        "milliseconds_per_step": 1e3 * seconds / job.steps,
+        "parameters": sum(parameter.numel() for parameter in module.parameters()),
+        "torch": torch.__version__,
+        "card": torch.cuda.get_device_name() if job.device == "cuda" else None,
+    }
+    if exchanged is None:
+        return {**figures, "ratio": 1.0, "exchange": None, "settings": None}
+    config, kind, totals = exchanged
+    # All ranks send as much, but for `two_phase`, whose owners differ a little.
+    sent, dense = (sum(getattr(one, name) for one in totals) for name in ("bytes_sent", "bytes_dense"))
+    return {
+        **figures,
+        "ratio": dense / sent,
+        "bytes_sent_per_step": sent / job.ranks / job.steps,
+        "exchange": kind,
+        "settings": {name: getattr(config, name) for name in ("local_steps", "density", "exchange")},
+    }
 
 
 def validated_after(steps: int) -> set[int]:
@@ -306,21 +324,3 @@ def _settings(job: Job, strategy: Any) -> dict[str, Any] | None:
     known = {field.name for field in fields(DCTConfig)}
     given = OmegaConf.to_container(strategy, resolve=True)
     return {name: value for name, value in given.items() if name in known}
-
-
-def _optimizer_of(module: Any, fused: bool) -> tuple[torch.optim.Optimizer, Any]:
-    """A module's optimizer, with one kernel for all tensors if ``fused``, and its scheduler of steps, if it has one."""
-    made = module.configure_optimizers()
-    scheduler = None
-    if isinstance(made, dict):
-        made, given = made["optimizer"], made.get("lr_scheduler")
-        if given is not None:
-            if not isinstance(given, dict) or given.get("interval") != "step":
-                raise ValueError("replicas take schedulers with `interval='step'` only")
-            scheduler = given["scheduler"]
-    if not isinstance(made, torch.optim.Optimizer):
-        raise ValueError("replicas take modules with one optimizer only")
-    for group in made.param_groups:
-        if fused and "fused" in group:
-            group["fused"], group["foreach"] = True, False
-    return made, scheduler

@@ -13,8 +13,9 @@ from torch import Tensor
 
 import replicas
 from distributed.training import Watch, trainer_for
+from replicated.side_by_side import SideBySide, train_side_by_side
 from replicated.threads import ThreadedRanks
-from replicated.training import CHECKS, CONF, Job, Replicas, is_last, train, validated_after
+from replicated.training import CHECKS, CONF, Job, Prepared, Replicas, is_last, train, validated_after
 
 STEPS = 14
 TINY = ("experiment=lm", "data=documentation", "data.context_length=16", "data.batch_size=4", "model.width=16")
@@ -38,7 +39,7 @@ def train_for_real(overrides: tuple[str, ...], steps: int, folder: str) -> tuple
 
 def in_one_process(job: Job) -> tuple[list[Tensor], dict[str, Tensor]]:
     with ThreadedRanks(job.ranks) as threads:
-        together = Replicas(job, threads)
+        together = Replicas(Prepared(job), threads)
         losses = [together.step().clone() for _ in range(job.steps)]
         return losses, together.shared_weights()
 
@@ -80,11 +81,65 @@ def test_one_batched_call_gives_the_gradients_of_each_module() -> None:
     assert weights.keys() == apart_weights.keys()
 
 
+@pytest.mark.parametrize(
+    ("ranks", "own"),
+    [
+        (2, (*TINY, *DCT, "strategy.exchange=all_gather")),
+        (3, (*TINY, *DCT, "strategy.exchange=two_phase", "strategy.refresh_every=5")),
+        (3, (*TINY, "strategy=dct", "strategy.exchange=two_phase", "strategy.density=0.2")),
+        (2, (*TINY, "strategy=dct", "strategy.local_steps=1", "strategy.density=0.1", "model.momentum=0.9")),
+        (2, (*DIGITS, "strategy=dct", "model.optimizer=Adam")),
+    ],
+    ids=["all_gather", "two_phase", "lengthened", "sgd", "perceptron"],
+)
+def test_trainings_side_by_side_have_the_bits_of_threads(ranks: int, own: tuple[str, ...]) -> None:
+    """One thread for all ranks, as on a GPU, does what `Updates` does: the same losses, weights and bytes."""
+    job = Job((*own, "seed=3"), ranks=ranks, steps=2 * STEPS, together=True, val_rows=8)
+    losses, weights = in_one_process(job)
+    beside = SideBySide([job])
+    for step in range(job.steps):
+        beside.step()
+        assert torch.equal(beside.banks[0].losses, losses[step]), step
+    assert beside.trainings[0].weights_to_score().keys() == weights.keys()
+    for name, shared in beside.trainings[0].weights_to_score().items():
+        assert torch.equal(shared, weights[name]), name
+
+
+def test_trainings_side_by_side_do_not_touch_each_other() -> None:
+    """With other seeds, rates, numbers of ranks and dense trainings beside it, a training is what it is alone."""
+    dct = (*TINY, *DCT, "strategy.density=0.9")
+    jobs = [Job((*dct, f"seed={seed}"), ranks, STEPS, val_rows=8) for seed, ranks in ((3, 2), (4, 2), (3, 4))]
+    jobs += [
+        Job((*TINY, "strategy=ddp", "seed=3", f"model.learning_rate={rate}"), 2, STEPS, val_rows=8)
+        for rate in (0.01, 0.02)
+    ]
+    reported: list[int] = []
+    found = train_side_by_side(jobs, lambda step, losses: reported.append(step))
+    assert reported[-1] == STEPS
+    for job, figures in zip(jobs, found, strict=True):
+        (alone,) = train_side_by_side([job], lambda *_: None)
+        assert figures["loss"] == pytest.approx(alone["loss"], rel=1e-2)
+        assert figures["ratio"] == alone["ratio"]
+        assert figures["settings"] == alone["settings"]
+    assert len({figures["loss"] for figures in found}) == len(jobs)
+    threads = train(Job(jobs[0].overrides, 2, STEPS, val_rows=8))
+    assert found[0].keys() == threads.keys()
+    # Updates also compares what ranks do, which takes a few bytes.
+    assert found[0]["ratio"] == pytest.approx(threads["ratio"], rel=0.02)
+
+
+def test_side_by_side_refuses_what_it_cannot_stack() -> None:
+    with pytest.raises(ValueError, match="Muon"):
+        SideBySide([Job((*DIGITS, "strategy=dct", "model.optimizer=Muon"), 2, 2)])
+    with pytest.raises(ValueError, match="overlap_steps"):
+        SideBySide([Job((*TINY, "strategy=dct", "strategy.overlap_steps=1"), 2, 2)])
+
+
 def test_dense_training_is_that_of_all_ranks_together(ranks: Any, tmp_path: Path) -> None:
     overrides = (*TINY, "strategy=ddp", "seed=3")
     real = ranks(2).run(train_for_real, overrides, STEPS, str(tmp_path))
     with ThreadedRanks(1) as threads:
-        dense = Replicas(Job(overrides, ranks=2, steps=STEPS), threads)
+        dense = Replicas(Prepared(Job(overrides, ranks=2, steps=STEPS)), threads)
         losses = [float(dense.step()) for _ in range(STEPS)]
     mean = [sum(both) / 2 for both in zip(real[0][0], real[1][0], strict=True)]
     assert losses == pytest.approx(mean, rel=1e-3)
@@ -163,4 +218,4 @@ def test_the_command_needs_a_dense_row_first(tmp_path: Path, capsys: pytest.Capt
 
 def test_only_updates_are_exchanged() -> None:
     with pytest.raises(ValueError, match="strategy=dct"), ThreadedRanks(2) as threads:
-        Replicas(Job((*TINY, "strategy=top_k"), ranks=2, steps=2), threads)
+        Replicas(Prepared(Job((*TINY, "strategy=top_k"), ranks=2, steps=2)), threads)

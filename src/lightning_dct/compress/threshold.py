@@ -144,17 +144,17 @@ class Thresholds:
 
     Attributes:
         targets: The target of each threshold.
+        by_bucket: Those on a GPU by the names of a bucket's tensors, with their targets. They hold instead of others.
     """
 
     def __init__(self) -> None:
         self.targets: dict[str, int] = {}
         self._values: dict[str, float | Tensor] = {}
-        # By the names of a bucket's tensors; with their targets. They hold instead of `_values`.
-        self._on_device: dict[tuple[str, ...], tuple[tuple[int, ...], Tensor]] = {}
+        self.by_bucket: dict[tuple[str, ...], tuple[tuple[int, ...], Tensor]] = {}
 
     def missing(self, names: tuple[str, ...], targets: tuple[int, ...]) -> list[int]:
         """Which of some names, by their numbers, have no threshold for their target."""
-        if names in self._on_device and self._on_device[names][0] == targets:
+        if names in self.by_bucket and self.by_bucket[names][0] == targets:
             return []
         return [
             i for i, (name, target) in enumerate(zip(names, targets, strict=True)) if self.targets.get(name) != target
@@ -172,7 +172,7 @@ class Thresholds:
 
     def on_device(self, names: tuple[str, ...], device: torch.device) -> Tensor:
         """Some thresholds, none of which is missing, without waiting: shape ``[len(names)]``, fp64, read-only."""
-        if names not in self._on_device:
+        if names not in self.by_bucket:
             self._take_back(names)
             # `full` passes the number as a kernel argument; a copy from host memory would wait.
             scalars = [
@@ -181,23 +181,23 @@ class Thresholds:
                 else torch.full((), value, dtype=torch.float64, device=device)
                 for value in map(self._values.__getitem__, names)
             ]
-            self._on_device[names] = tuple(map(self.targets.__getitem__, names)), torch.stack(scalars)
-        return self._on_device[names][1]
+            self.by_bucket[names] = tuple(map(self.targets.__getitem__, names)), torch.stack(scalars)
+        return self.by_bucket[names][1]
 
     def replace(self, names: tuple[str, ...], thresholds: Tensor) -> None:
         """Replace the thresholds that :meth:`on_device` gave."""
-        self._on_device[names] = self._on_device[names][0], thresholds
+        self.by_bucket[names] = self.by_bucket[names][0], thresholds
 
     def _take_back(self, names: Sequence[str]) -> None:
         """Split up the buckets on a GPU that hold any of these thresholds."""
-        if self._on_device:
+        if self.by_bucket:
             some = set(names)
-            for bucket in [bucket for bucket in self._on_device if not some.isdisjoint(bucket)]:
-                self._values |= zip(bucket, self._on_device.pop(bucket)[1].unbind(), strict=True)
+            for bucket in [bucket for bucket in self.by_bucket if not some.isdisjoint(bucket)]:
+                self._values |= zip(bucket, self.by_bucket.pop(bucket)[1].unbind(), strict=True)
 
     def forget(self) -> None:
         """Delete all thresholds."""
-        self._values, self.targets, self._on_device = {}, {}, {}
+        self._values, self.targets, self.by_bucket = {}, {}, {}
 
     def forget_those_of(self, parameters: Collection[str]) -> None:
         """Delete the thresholds of some parameters, of their pieces and of the pieces' sums."""
@@ -210,14 +210,14 @@ class Thresholds:
     def by_label(self) -> dict[str, float]:
         """All thresholds by label: a parameter, or a piece of one. This waits for a GPU."""
         found = {name: float(value) for name, value in self._values.items()}
-        for names, (_, values) in self._on_device.items():
+        for names, (_, values) in self.by_bucket.items():
             found |= zip(names, values.tolist(), strict=True)
         return {name: found[name] for name in self.targets}
 
     def take_over(self, other: Thresholds) -> None:
         """Copy another object's thresholds without waiting for a GPU."""
         self._values, self.targets = dict(other._values), dict(other.targets)
-        self._on_device = dict(other._on_device)
+        self.by_bucket = dict(other.by_bucket)
 
     def state_dict(self) -> dict[str, Any]:
         """Thresholds and targets as plain numbers."""

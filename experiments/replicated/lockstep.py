@@ -1,0 +1,221 @@
+"""The exchanges of all ranks of one training, in one thread: each rank starts a collective before the first waits.
+
+Plans, memories, exchanges, weights and flows are the package's. Here is what ``UpdateSynchronizer.after_step`` does,
+for all ranks at once, so that a GPU can repeat it as a graph.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from lightning_dct import DCTConfig
+from lightning_dct.compress.bucket_plan import Plans, Sending
+from lightning_dct.compress.memory import Memory
+from lightning_dct.exchange import collectives
+from lightning_dct.exchange.base import Exchange
+from lightning_dct.exchange.collectives import Link
+from lightning_dct.exchange.compressed import AllGather, TwoPhase, link_traversals
+from lightning_dct.exchange.factory import NodeLayout, choose_for_model, share_model
+from lightning_dct.law import Given, RunSettings
+from lightning_dct.sync.rounds import Rounds, buckets_of
+from lightning_dct.sync.shared_weights import SharedWeights
+from lightning_dct.sync.step_cosine import StepCosine, cosine_of_all, is_measured, sample_of
+from lightning_dct.sync.update_flow import UpdateFlow
+from lightning_dct.traffic import FP32_BYTES, Traffic, all_reduce_bytes
+from lightning_dct.wire.payload import tag_of
+
+Arrive = Callable[[list[tuple[Tensor, Any]]], Any]
+
+
+class Work:
+    """A collective that this rank has started."""
+
+    def __init__(self, finish: Callable[[], Any]) -> None:
+        self.wait = finish
+
+
+class Group:
+    """The process group of one rank of several in this thread."""
+
+    def __init__(self, rank: int, meetings: list[dict[int, tuple[Tensor, Any]]], ranks: int) -> None:
+        self._rank, self._meetings, self._ranks, self._calls = rank, meetings, ranks, 0
+
+    def size(self) -> int:
+        return self._ranks
+
+    def rank(self) -> int:
+        return self._rank
+
+    def bring(self, tensor: Tensor, sizes: Any, arrive: Arrive) -> Work:
+        """Start a collective; its work has what arrives, once all ranks have brought theirs."""
+        if self._calls == len(self._meetings):
+            self._meetings.append({})
+        meeting = self._meetings[self._calls]
+        meeting[self._rank] = tensor, sizes
+        self._calls += 1
+        return Work(lambda: arrive([meeting[rank] for rank in range(self._ranks)]))
+
+
+class Collectives:
+    """Those of ``torch.distributed`` that exchanges of updates call."""
+
+    @staticmethod
+    def get_backend(group: Group) -> str:
+        return "lockstep"
+
+    @staticmethod
+    def all_gather_single(output: Tensor, mine: Tensor, group: Group, async_op: bool) -> Work:
+        return group.bring(mine, None, lambda all_ranks: torch.cat([theirs for theirs, _ in all_ranks], out=output))
+
+    @staticmethod
+    def all_gather(outputs: list[Tensor], mine: Tensor, group: Group, async_op: bool) -> Work:
+        def arrive(all_ranks: list[tuple[Tensor, Any]]) -> None:
+            for output, (theirs, _) in zip(outputs, all_ranks, strict=True):
+                output.copy_(theirs)
+
+        return group.bring(mine, None, arrive)
+
+    @staticmethod
+    def all_to_all_single(
+        output: Tensor, mine: Tensor, output_sizes: list[int], input_sizes: list[int], group: Group, async_op: bool
+    ) -> Work:
+        def arrive(all_ranks: list[tuple[Tensor, Any]]) -> None:
+            torch.cat([theirs.split(sizes)[group.rank()] for theirs, sizes in all_ranks], out=output)
+
+        return group.bring(mine, input_sizes, arrive)
+
+    @staticmethod
+    def all_reduce(buffer: Tensor, group: Group, async_op: bool, op: Any = None) -> Work:
+        def arrive(all_ranks: list[tuple[Tensor, Any]]) -> None:
+            brought = torch.stack([theirs for theirs, _ in all_ranks])
+            buffer.copy_(brought.sum(0) if op is None else brought.amax(0))
+
+        return group.bring(buffer.clone(), None, arrive)
+
+
+class Rank:
+    """What one rank has besides its own weights."""
+
+    def __init__(self, config: DCTConfig, parameters: Mapping[str, Tensor], link: Link) -> None:
+        self.exchange = _exchange(config, parameters, link)
+        pieces = self.exchange.pieces
+        self.memory = Memory(pieces, config.adapt_threshold, undoable=False, kernel=config.kernel, of_updates=True)
+        self.weights, self.rounds = SharedWeights(), Rounds()
+        for name, parameter in parameters.items():
+            self.weights.adopt(name, parameter)
+        plans = Plans(config, self.exchange.link_traversals)
+        self.flow = UpdateFlow(plans, self.weights, self.exchange, self.memory)
+
+
+def _exchange(config: DCTConfig, parameters: Mapping[str, Tensor], link: Link) -> Exchange:
+    name = config.exchange
+    if name == "auto":  # each rank on a node of its own
+        name = choose_for_model(config, parameters, NodeLayout(tuple((rank, 0) for rank in range(link.size)))).name  # type: ignore[assignment]
+    if name == "two_phase":
+        pieces = share_model(config, parameters, link_traversals(name, link.size), link.size)
+        return TwoPhase(link, pieces, defer_unused=False)
+    if name != "all_gather" or config.overlap_steps:
+        raise ValueError("replicas on a GPU exchange with all_gather or two_phase, and without overlap_steps")
+    return AllGather(link)
+
+
+class Exchanges:
+    """The exchanges of all ranks of one training.
+
+    Args:
+        settings: Of :class:`~lightning_dct.Updates`; those that are left out follow from the length of the run.
+        models: The weights of each rank by name, in the model's order, all alike.
+        steps: Of the run.
+        chooses_length: Whether the optimizer's steps do not grow with gradients.
+        start: Calls :meth:`exchange` with its arguments, or does the same; the last one says whether thresholds are
+            selected anew.
+
+    Attributes:
+        config: The settings of the whole run.
+        exchange_kind: The exchange of the first rank.
+        traffic: The bytes of each rank.
+    """
+
+    def __init__(
+        self,
+        settings: Mapping[str, Any],
+        models: Sequence[Mapping[str, Tensor]],
+        steps: int,
+        chooses_length: bool,
+        start: Callable[[int, Sending, bool], None],
+    ) -> None:
+        self.config = RunSettings(Given.of(settings), len(models), steps).at(0)
+        meetings: list[dict[int, tuple[Tensor, Any]]] = []
+        self.traffic = [Traffic() for _ in models]
+        self._meetings, self._start = meetings, start
+        links = [Link(Group(rank, meetings, len(models)), own) for rank, own in enumerate(self.traffic)]  # type: ignore[arg-type]
+        self.ranks = [Rank(self.config, own, link) for own, link in zip(models, links, strict=True)]
+        self._models, self.exchange_kind = models, type(self.ranks[0].exchange).__name__
+        self._step, self._since_refresh, self._wants_refresh = 0, 0, False
+        self._buckets = buckets_of(list(models[0].items()), 1)
+        self._entries = sum(weights.numel() for weights in models[0].values())
+        self._chooses_length, self._cosine = chooses_length, StepCosine()
+        self._lengthens = chooses_length and self.config.lengthens
+        self._before: list[Tensor] = []
+
+    def shared(self, names: Sequence[str]) -> list[Tensor]:
+        """The shared weights of some parameters on all ranks."""
+        return [rank.weights.shared(name) for rank in self.ranks for name in names]
+
+    def before_step(self) -> None:
+        """Sample the weights before an optimizer step in which the cosine is measured."""
+        if self._lengthens and is_measured(self._step + 1):
+            self._before = [sample_of(list(own.values()), self._step + 1) for own in self._models]
+
+    def after_step(self) -> None:
+        """Exchange after an optimizer step, if that is due."""
+        ranks = len(self.ranks)
+        self._wants_refresh |= self._since_refresh >= self.config.refresh_every
+        self._step += 1
+        self._since_refresh += 1
+        for own in self.traffic:
+            own.add(steps=1, bytes_dense=all_reduce_bytes(FP32_BYTES * self._entries, ranks))
+        length = self.config.length_at(self._step)
+        if self._step % length:
+            return
+        if self._before:
+            self._measure()
+        refreshes = self._wants_refresh
+        if refreshes:
+            self._since_refresh, self._wants_refresh = 1, False
+        lost = 1.0 - self.config.residual_decay if self._step <= self.config.warmup_steps else 0.0
+        lengthening = 1.0 if not self._chooses_length else None
+        if self._lengthens:
+            lengthening = self._cosine.lengthening(ranks)
+        self._start(length, Sending(tag_of("replicas", self._step, 0), lost=lost, lengthening=lengthening), refreshes)
+
+    def _measure(self) -> None:
+        steps = [sample_of(list(own.values()), self._step) for own in self._models]
+        torch._foreach_sub_(steps, self._before)
+        self._before = []
+        if self._cosine.measured is not None:
+            self._cosine.value = (self._cosine.value + self._cosine.measured) // 2
+        measured = cosine_of_all(torch.stack(steps))
+        self._cosine.measured = measured if measured >= 0 else None
+        for own in self.traffic:
+            own.add(bytes_sent=all_reduce_bytes(FP32_BYTES * (steps[0].numel() + 1), len(self.ranks)))
+
+    def exchange(self, length: int, how: Sending, refreshes: bool) -> None:
+        """Exchange all buckets, rank by rank, ``length`` steps after the last time."""
+        if refreshes:
+            for rank in self.ranks:
+                rank.memory.thresholds.forget_those_of(self._models[0].keys())
+        with mock.patch.object(collectives, "dist", Collectives):
+            for names in self._buckets:
+                items = [rank.flow.send(names, rank.rounds, length, how) for rank in self.ranks]
+                while items[0].pending.collectives_left:
+                    for rank, item in zip(self.ranks, items, strict=True):
+                        item.pending.advance(rank.exchange.everyone.traffic, check_finite=False)
+                for rank, item in zip(self.ranks, items, strict=True):
+                    rank.flow.apply(rank.rounds, [item])
+        self._meetings.clear()
+        for rank in self.ranks:
+            rank.exchange.everyone.group._calls = 0
