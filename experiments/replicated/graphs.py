@@ -58,10 +58,10 @@ class ExchangeGraph:
         self._on_gpu, self._memories, self._graph = on_gpu, memories, torch.cuda.CUDAGraph()
         self._weights: dict[tuple[int, float, torch.dtype], Tensor] = {}
         self._lengthening = lengthening
+        # Where this graph reads and writes thresholds.
         self._own: list[dict[tuple[str, ...], Tensor]] = [
-            {names: values.clone() for names, (_, values) in memory.thresholds.by_bucket.items()} for memory in memories
+            {names: values for names, (_, values) in memory.thresholds.by_bucket.items()} for memory in memories
         ]
-        self._take_over()
         before = [own.totals.bytes_sent for own in traffic]
         with self._recording():
             exchange()
@@ -101,19 +101,19 @@ class ExchangeGraph:
             place.copy_(host)
         self._kept = room
 
-    def replay(self, lengthening: float | None) -> None:
-        """Exchange with a mean of this length."""
-        self._take_over()
-        if lengthening != self._lengthening:
-            for (ranks, factor, dtype), place in self._weights.items():
-                place.copy_(weights_by_senders(ranks, factor, lengthening, dtype), non_blocking=True)
-            self._lengthening = lengthening
-        self._graph.replay()
-
-    def _take_over(self) -> None:
+    def take_over(self) -> None:
+        """Continue with the thresholds of exchanges that were made without this graph."""
         for memory, own in zip(self._memories, self._own, strict=True):
             for names, values in own.items():
                 now = memory.thresholds.on_device(names, values.device)
                 if now is not values:
                     values.copy_(now)
                     memory.thresholds.replace(names, values)
+
+    def replay(self, lengthening: float | None) -> None:
+        """Exchange with a mean of this length."""
+        if lengthening != self._lengthening:
+            for (ranks, factor, dtype), place in self._weights.items():
+                place.copy_(weights_by_senders(ranks, factor, lengthening, dtype), non_blocking=True)
+            self._lengthening = lengthening
+        self._graph.replay()

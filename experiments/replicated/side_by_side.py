@@ -71,6 +71,7 @@ class Training:
         self.exchanges: Exchanges | None = None
         self._shared: list[list[Tensor]] = []
         self._graphs: dict[tuple[int, float, bool], ExchangeGraph] = {}
+        self._latest: ExchangeGraph | None = None
         self._made: dict[tuple[int, float, bool], int] = {}
         if prepared.settings is not None:
             ranks = [{name: own[rank] for name, own in weights.items()} for rank in range(prepared.job.ranks)]
@@ -114,10 +115,13 @@ class Training:
     def _exchange_here(self, length: int, how: Sending, refreshes: bool) -> None:
         exchanges, kind = self.exchanges, (length, how.lost, refreshes)
         assert exchanges is not None
-        if kind in self._graphs:
-            self._graphs[kind].replay(how.lengthening)
-            for own, more in zip(exchanges.traffic, self._graphs[kind].sent, strict=True):
+        if (graph := self._graphs.get(kind)) is not None:
+            if self._latest is not graph:
+                graph.take_over()
+            graph.replay(how.lengthening)
+            for own, more in zip(exchanges.traffic, graph.sent, strict=True):
                 own.add(bytes_sent=more)
+            self._latest = graph
             return
         memories = [rank.memory for rank in exchanges.ranks]
         for memory in memories:
@@ -125,10 +129,11 @@ class Training:
         self._made[kind] = self._made.get(kind, 0) + 1
         if not self._on_gpu or self._made[kind] <= (1 if refreshes else EAGER):
             exchanges.exchange(length, how, refreshes)
+            self._latest = None
             return
         exchange = partial(exchanges.exchange, length, how, refreshes)
-        self._graphs[kind] = ExchangeGraph(exchange, memories, exchanges.traffic, how.lengthening)
-        self._graphs[kind].replay(how.lengthening)
+        self._latest = self._graphs[kind] = ExchangeGraph(exchange, memories, exchanges.traffic, how.lengthening)
+        self._latest.replay(how.lengthening)
 
     def end_exchange(self) -> None:
         """Have the current stream wait for the latest exchange."""
