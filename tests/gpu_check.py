@@ -4,22 +4,30 @@
     TRITON_INTERPRET=1 python tests/gpu_check.py    # small sizes on a CPU, for ``test_gpu_check.py``
 
 One card is enough: two ranks share it. A part that fails is a row of its own, and makes the exit status 1. All others
-run nevertheless; ``--only`` names those that shall run.
+run nevertheless; ``--only`` names those that shall run. Ranks that take too long are killed.
+
+Over NCCL two ranks share a card from version 2.30.3 on, which ``LD_PRELOAD=libnccl.so.2`` gives to an older torch:
+
+    NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_NVLS_ENABLE=0 NCCL_MAX_CTAS=4 TESTS_ON=cuda python tests/gpu_check.py
+        --only two_ranks_over_nccl
 """
 
 import argparse
+import copy
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import monotonic, perf_counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,10 +35,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from interpreted import way_of
-from lightning_dct import DCTConfig
+from lightning_dct import DCTConfig, Gradients, Updates
 from lightning_dct.compress import codec
 from lightning_dct.compress.bucket_plan import Bucket, Received, Sending, plan_bucket
 from lightning_dct.compress.memory import Memory
@@ -65,6 +75,17 @@ SETTINGS = {
 }
 SIZES = {"cuda": (50_000, 30, 9_000), "cpu": (2500, 30, 900)}
 ROUNDS = {"cuda": 4, "cpu": 2}
+AT_ONCE: dict[str, Any] = {"local_steps": 1, "density": 0.1, "warmup_steps": 0}
+RESUMED: dict[str, dict[str, Any]] = {
+    "updates, 1bit": AT_ONCE,
+    "updates, bf16, two_phase": {**AT_ONCE, "value_format": "bf16", "exchange": "two_phase"},
+    "updates, 2bit, on their way": {**AT_ONCE, "local_steps": 3, "overlap_steps": 2, "value_format": "2bit"},
+    "gradients, 1bit": {"compress": "gradients", "density": 0.1},
+}
+# After how many steps a run is saved, and how many it has; thresholds are selected again between.
+BREAKS = {"cuda": (31, 64), "cpu": (4, 6)}
+# Seconds after which ranks are killed.
+LIMITS = {"gloo": 300.0, "nccl": 180.0}
 Row = tuple[str, str]
 
 
@@ -206,45 +227,183 @@ def watched(device: torch.device, action: Callable[[], object], payload: int) ->
 # On two ranks
 
 
+def on_ranks(main: Callable[..., None], limit: float, *arguments: Any) -> list[dict[str, Any]]:
+    """What ``main(rank, folder, *arguments)`` has written on each of two ranks; a TimeoutError kills them.
+
+    What ranks that fail have written until then is an attribute of the error: ``found``.
+    """
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        ranks, deadline = mp.spawn(main, (folder, *arguments), nprocs=2, join=False), monotonic() + limit
+        try:
+            while not ranks.join(1.0, grace_period=10.0):
+                if monotonic() > deadline:
+                    raise TimeoutError(f"killed after {limit:.0f} s")
+            return written(folder)
+        except Exception as error:
+            error.found = written(folder)  # type: ignore[attr-defined]
+            raise
+        finally:
+            for process in ranks.processes:
+                process.kill()
+
+
+def written(folder: str) -> list[dict[str, Any]]:
+    files = [Path(folder) / f"{rank}.json" for rank in range(2)]
+    return [json.loads(file.read_text()) if file.exists() else {} for file in files]
+
+
+def write(found: dict[str, Any], folder: str, rank: int) -> None:
+    part = Path(folder) / f"{rank}.part"
+    part.write_text(json.dumps(found))
+    part.replace(Path(folder) / f"{rank}.json")
+
+
 def two_ranks(device: torch.device, backend: str = "gloo") -> list[Row]:
     """The same bits on both ranks, and as on the CPU's own way; then the steps of language models."""
+    return compared(on_ranks(rank_main, LIMITS[backend], backend, device.type), backend)
+
+
+def compared(found: list[dict[str, Any]], backend: str) -> list[Row]:
     rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(rank_main, (backend, device.type, folder), nprocs=2)
-        found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(2)]
     for name in SETTINGS:
-        equal = found[0]["there"][name]["shared"] == found[1]["there"][name]["shared"]
-        as_on_cpu = all(rank["there"][name] == rank["here"][name] for rank in found)
-        rows.append((f"{backend}, {name}: both ranks bitwise alike", "yes" if equal else "NO"))
-        rows.append((f"{backend}, {name}: bitwise as on the CPU", "yes" if as_on_cpu else "NO"))
-    return rows + [(f"{backend}, {what}", text) for what, text in found[0]["steps"]]
+        if all(name in rank.get("there", {}) for rank in found):
+            equal = found[0]["there"][name]["shared"] == found[1]["there"][name]["shared"]
+            as_on_cpu = all(rank["there"][name] == rank["here"][name] for rank in found)
+            rows.append((f"{backend}, {name}: both ranks bitwise alike", "yes" if equal else "NO"))
+            rows.append((f"{backend}, {name}: bitwise as on the CPU", "yes" if as_on_cpu else "NO"))
+    return rows + [(f"{backend}, {what}", text) for what, text in found[0].get("steps", [])]
 
 
 def two_ranks_over_nccl(device: torch.device) -> list[Row]:
     """The same; most versions of NCCL refuse two ranks on one card."""
     if device.type == "cpu":
         return []
+    version = ".".join(map(str, torch.cuda.nccl.version()))
+    rows = [("NCCL, and what it is told", f"{version}, {told('NCCL_', 'CUDA_MPS_') or 'nothing'}")]
     try:
-        return two_ranks(device, "nccl")
+        return rows + two_ranks(device, "nccl")
     except Exception as error:
-        return [("two ranks over nccl on one card", f"do not start: {str(error).strip().splitlines()[-1]}")]
+        rows += compared(getattr(error, "found", [{}, {}]), "nccl")
+        # What NCCL says itself comes before torch's advice to look at its log.
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        why = next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else repr(error))
+        return [
+            *rows,
+            ("two ranks over nccl on one card", f"fail: {why} {lines[-1] if lines and lines[-1] != why else ''}"),
+        ]
 
 
-def rank_main(rank: int, backend: str, kind: str, folder: str) -> None:
+def told(*prefixes: str) -> str:
+    return " ".join(f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(prefixes))
+
+
+def rank_main(rank: int, folder: str, backend: str, kind: str) -> None:
     device = torch.device(kind, 0) if kind == "cuda" else torch.device("cpu")
-    store, timeout = f"file://{folder}/store", timedelta(minutes=3)
+    found: dict[str, Any] = {"here": {}, "there": {}, "steps": []}
     # Over NCCL there is no collective for the tensors of the CPU's own way.
-    both = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
-    dist.init_process_group(both, init_method=store, rank=rank, world_size=2, timeout=timeout)
+    begin_group("gloo", rank, folder)
     with way_of("numba"):
-        here = {name: exchanged(config, torch.device("cpu"), rank, kind) for name, config in SETTINGS.items()}
+        for name, config in SETTINGS.items():
+            found["here"][name] = exchanged(config, torch.device("cpu"), rank, kind)
+    if backend != "gloo":
+        dist.destroy_process_group()
+        begin_group(backend, rank, folder)
     with way_of("triton"):
-        there = {name: exchanged(config, device, rank, kind) for name, config in SETTINGS.items()}
+        for name, config in SETTINGS.items():
+            found["there"][name] = exchanged(config, device, rank, kind)
+            write(found, folder, rank)
         densities = DENSITIES if kind == "cuda" else DENSITIES[:1]
         ways: list[str | float] = ["no exchange", "no exchange, in step", "ddp", *densities]
-        steps = [step_time(way, network, device, rank) for network in NETWORKS[kind] for way in ways]
-    (Path(folder) / f"{rank}.json").write_text(json.dumps({"here": here, "there": there, "steps": steps}))
+        for network in NETWORKS[kind]:
+            for way in ways:
+                found["steps"].append(step_time(way, network, device, rank))
+                write(found, folder, rank)
     dist.destroy_process_group()
+
+
+def begin_group(backend: str, rank: int, folder: str) -> None:
+    timeout = timedelta(seconds=60 if backend == "nccl" else 180)
+    store = f"file://{folder}/store-{backend}"
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=2, timeout=timeout)
+
+
+def resumed_run(device: torch.device) -> list[Row]:
+    """A run that two ranks save, and that two new processes resume, against the uninterrupted one."""
+    rows = []
+    # Products of matrices have one order, with this memory for them.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    with tempfile.TemporaryDirectory() as saved:
+        on_ranks(resuming_main, LIMITS["gloo"], device.type, saved, False)
+        ranks = on_ranks(resuming_main, LIMITS["gloo"], device.type, saved, True)
+    for name in RESUMED:
+        same, whole = all(rank[name]["same"] for rank in ranks), [rank[name]["held"] for rank in ranks]
+        if whole[0] == whole[1]:
+            raise RuntimeError(f"{name}: both ranks hold the same, so nothing can be lost")
+        rows.append((f"resumed run, {name}: bitwise as uninterrupted", "yes" if same else "NO"))
+    return rows
+
+
+def resuming_main(rank: int, folder: str, kind: str, saved: str, resumes: bool) -> None:
+    device = torch.device(kind, 0) if kind == "cuda" else torch.device("cpu")
+    begin_group("gloo", rank, folder)
+    found: dict[str, Any] = {}
+    # On a CPU the interpreter would take minutes.
+    with way_of("triton" if kind == "cuda" else "numba"):
+        for number, (name, settings) in enumerate(RESUMED.items()):
+            half, whole = (Path(saved) / f"{what}-{number}-{rank}.pt" for what in ("half", "whole"))
+            if not resumes:
+                torch.save(train(settings, device, rank, None, half), half)
+                torch.save(train(settings, device, rank, None, None), whole)
+                continue
+            held, expected = train(settings, device, rank, half, None), torch.load(whole, weights_only=True)
+            found[name] = {"same": digest(held) == digest(expected), "held": digest(expected["states"][1])}
+    write(found, folder, rank)
+    dist.destroy_process_group()
+
+
+def train(settings: dict[str, Any], device: torch.device, rank: int, load: Path | None, save: Path | None) -> Any:
+    """All steps, those until a run is saved, or those after that; gives all that a checkpoint holds, and all losses."""
+    name = list(NETWORKS[device.type])[-1]
+    width, layers, vocabulary, length, sequences = NETWORKS[device.type][name]
+    first, last = BREAKS[device.type]
+    torch.manual_seed(0 if load is None else 1)
+    network = Network(width, layers, vocabulary).to(device)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3, fused=device.type == "cuda")
+    compresses_updates = settings.get("compress") != "gradients"
+    trained: Any = network if compresses_updates else DistributedDataParallel(network)
+    settings = {"refresh_every": first // 2 + 1, **settings}
+    exchange: Any = Updates(network, optimizer, **settings) if compresses_updates else Gradients(trained, **settings)
+    losses: list[Tensor] = []
+    if load is not None:
+        state = torch.load(load, weights_only=True)
+        for one, its in zip((network, exchange, optimizer), state["states"], strict=True):
+            one.load_state_dict(its)
+        losses = state["losses"]
+    noise = torch.Generator().manual_seed(2 + rank)
+    for step in range(last if save is None else first):
+        batch = torch.randint(vocabulary, (sequences, length), generator=noise).to(device)
+        if load is not None and step < first:
+            continue
+        optimizer.zero_grad()
+        with torch.autocast(device.type, torch.bfloat16), sdpa_kernel(SDPBackend.MATH):  # in an order that is fixed
+            loss = trained(batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach().cpu())
+    with exchange.shared_weights() if compresses_updates else nullcontext():
+        weights = copy.deepcopy(network.state_dict())
+    state = {name: its for name, its in exchange.state_dict().items() if name != "traffic" or save is not None}
+    states = copy.deepcopy([weights, state, optimizer.state_dict()])
+    exchange.synchronizer.exchange.close()
+    return {"states": states, "losses": losses}
+
+
+def digest(tree: Any) -> str:
+    """Differs when a bit does, wherever the tensors lie."""
+    leaves = tree_leaves(tree)
+    plain = [repr(leaf) for leaf in leaves if not isinstance(leaf, Tensor)]
+    tensors = [leaf.contiguous().view(-1).view(torch.uint8) for leaf in leaves if isinstance(leaf, Tensor)]
+    return hashed(*tensors) + hashlib.sha256("".join(plain).encode()).hexdigest()
 
 
 def strategy_of(config: DCTConfig, rank: int) -> Any:
@@ -381,7 +540,7 @@ def main() -> int:
     where = torch.cuda.get_device_name(device) if DEVICE.type == "cuda" else "a CPU"
     rows, failed = [("device, torch", f"{where}, {torch.__version__}")], list[str]()
     given.output.parent.mkdir(parents=True, exist_ok=True)
-    for part in (exchange_profile, two_ranks, two_ranks_over_nccl, cuda_tests):
+    for part in (exchange_profile, two_ranks, resumed_run, two_ranks_over_nccl, cuda_tests):
         if given.only and part.__name__ not in given.only:
             continue
         print(f"{part.__name__} ...", flush=True)
