@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -143,9 +144,7 @@ class Prepared:
         config.paths.root_dir = config.paths.output_dir = str(Path.cwd())
         self.job, self.seed, self.settings = job, config.seed, _settings(job, config.strategy)
         seed_everything(config.seed, workers=True, verbose=False)
-        self.data = hydra.utils.instantiate(config.data)
-        self.data.prepare_data()
-        self.data.setup("fit")
+        self.data = _data_of(OmegaConf.to_yaml(config.data, resolve=True))
         self.module = hydra.utils.instantiate(config.model)
         self.trainer = SimpleNamespace(datamodule=self.data, estimated_stepping_batches=job.steps)
         self.module.trainer = self.trainer
@@ -170,6 +169,15 @@ class Prepared:
         if not isinstance(made, torch.optim.Optimizer):
             raise ValueError("replicas take modules with one optimizer only")
         return made, scheduler
+
+
+@lru_cache(maxsize=4)
+def _data_of(settings: str) -> Any:
+    """A data module; trainings with the same seed share it."""
+    data = hydra.utils.instantiate(OmegaConf.create(settings))
+    data.prepare_data()
+    data.setup("fit")
+    return data
 
 
 class Replicas:
