@@ -154,7 +154,7 @@ def _title(job: Job) -> str:
 def rows_of(arguments: argparse.Namespace, runs: Runs) -> list[Row]:
     """All rows: for each length and number of ranks the dense ones by rate, then the others."""
     dense, *others = map(Strategy.parse, arguments.strategy)
-    more = {"device": arguments.device, "together": arguments.together, "val_rows": arguments.val_rows}
+    more = {"device": arguments.device, "val_rows": arguments.val_rows}
     kinds = [(steps, ranks) for steps in arguments.steps for ranks in arguments.ranks]
     Wanted = tuple[int, Strategy, float | None]
 
@@ -247,7 +247,6 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="trainings at a time (default: 1)")
     parser.add_argument("--threads", type=int, default=1, help="of torch in each training (default: 1)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--together", action="store_true", help="gradients of all replicas in one call")
     parser.add_argument("--val-rows", type=int, default=512, help="validation rows of a check (default: 512)")
     parser.add_argument("--output", type=Path, default=Path("outputs/replicas"))
     arguments = parser.parse_intermixed_args(words)

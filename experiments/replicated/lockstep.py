@@ -10,6 +10,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_dct import DCTConfig
 from lightning_dct.compress.bucket_plan import Plans, Sending
@@ -20,6 +21,7 @@ from lightning_dct.exchange.collectives import Link
 from lightning_dct.exchange.compressed import AllGather, TwoPhase, link_traversals
 from lightning_dct.exchange.factory import NodeLayout, choose_for_model, share_model
 from lightning_dct.law import Given, RunSettings
+from lightning_dct.sync.optimizer_trial import Trial
 from lightning_dct.sync.rounds import Rounds, buckets_of
 from lightning_dct.sync.shared_weights import SharedWeights
 from lightning_dct.sync.step_cosine import StepCosine, cosine_of_all, is_measured, sample_of
@@ -118,7 +120,7 @@ def _exchange(config: DCTConfig, parameters: Mapping[str, Tensor], link: Link) -
         pieces = share_model(config, parameters, link_traversals(name, link.size), link.size)
         return TwoPhase(link, pieces, defer_unused=False)
     if name != "all_gather" or config.overlap_steps:
-        raise ValueError("replicas on a GPU exchange with all_gather or two_phase, and without overlap_steps")
+        raise ValueError("replicas exchange with all_gather or two_phase, and without overlap_steps")
     return AllGather(link)
 
 
@@ -129,14 +131,13 @@ class Exchanges:
         settings: Of :class:`~lightning_dct.Updates`; those that are left out follow from the length of the run.
         models: The weights of each rank by name, in the model's order, all alike.
         steps: Of the run.
-        chooses_length: Whether the optimizer's steps do not grow with gradients.
-        start: Calls :meth:`exchange` with its arguments, or does the same; the last one says whether thresholds are
-            selected anew.
+        trial: How the optimizer's steps depend on gradients and weight decay.
 
     Attributes:
         config: The settings of the whole run.
-        exchange_kind: The exchange of the first rank.
+        ranks: What each rank has.
         traffic: The bytes of each rank.
+        start: Calls :meth:`exchange`, or does the same in another way.
     """
 
     def __init__(
@@ -144,21 +145,20 @@ class Exchanges:
         settings: Mapping[str, Any],
         models: Sequence[Mapping[str, Tensor]],
         steps: int,
-        chooses_length: bool,
-        start: Callable[[int, Sending, bool], None],
+        trial: Trial,
     ) -> None:
         self.config = RunSettings(Given.of(settings), len(models), steps).at(0)
         meetings: list[dict[int, tuple[Tensor, Any]]] = []
         self.traffic = [Traffic() for _ in models]
-        self._meetings, self._start = meetings, start
+        self._meetings, self._trial = meetings, trial
+        self.start: Callable[[int, Sending, bool], None] = self.exchange
         links = [Link(Group(rank, meetings, len(models)), own) for rank, own in enumerate(self.traffic)]  # type: ignore[arg-type]
         self.ranks = [Rank(self.config, own, link) for own, link in zip(models, links, strict=True)]
-        self._models, self.exchange_kind = models, type(self.ranks[0].exchange).__name__
+        self._models = models
         self._step, self._since_refresh, self._wants_refresh = 0, 0, False
         self._buckets = buckets_of(list(models[0].items()), 1)
         self._entries = sum(weights.numel() for weights in models[0].values())
-        self._chooses_length, self._cosine = chooses_length, StepCosine()
-        self._lengthens = chooses_length and self.config.lengthens
+        self._cosine, self._lengthens = StepCosine(), trial.chooses_length and self.config.lengthens
         self._before: list[Tensor] = []
 
     def shared(self, names: Sequence[str]) -> list[Tensor]:
@@ -169,6 +169,11 @@ class Exchanges:
         """Sample the weights before an optimizer step in which the cosine is measured."""
         if self._lengthens and is_measured(self._step + 1):
             self._before = [sample_of(list(own.values()), self._step + 1) for own in self._models]
+
+    def let_decay(self, rank: Rank, optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
+        """Let a rank's shared weights decay after a step of its optimizer."""
+        if self._trial.chooses_length:
+            rank.rounds.decay.after_step(optimizer, self._trial.decays, names, rank.weights)
 
     def after_step(self) -> None:
         """Exchange after an optimizer step, if that is due."""
@@ -187,10 +192,10 @@ class Exchanges:
         if refreshes:
             self._since_refresh, self._wants_refresh = 1, False
         lost = 1.0 - self.config.residual_decay if self._step <= self.config.warmup_steps else 0.0
-        lengthening = 1.0 if not self._chooses_length else None
+        lengthening = None if self._trial.chooses_length else 1.0
         if self._lengthens:
             lengthening = self._cosine.lengthening(ranks)
-        self._start(length, Sending(tag_of("replicas", self._step, 0), lost=lost, lengthening=lengthening), refreshes)
+        self.start(length, Sending(tag_of("replicas", self._step, 0), lost=lost, lengthening=lengthening), refreshes)
 
     def _measure(self) -> None:
         steps = [sample_of(list(own.values()), self._step) for own in self._models]

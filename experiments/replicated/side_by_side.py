@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import functional_call
 
 from lightning_dct.compress.bucket_plan import Sending
 from lightning_dct.sync.optimizer_trial import try_out
@@ -21,7 +20,6 @@ from replicated.graphs import ExchangeGraph, Unread
 from replicated.lockstep import Exchanges
 from replicated.training import (
     Batch,
-    Figures,
     History,
     Job,
     Prepared,
@@ -75,8 +73,8 @@ class Training:
         self._made: dict[tuple[int, float, bool], int] = {}
         if prepared.settings is not None:
             ranks = [{name: own[rank] for name, own in weights.items()} for rank in range(prepared.job.ranks)]
-            chooses_length = self._trial.chooses_length
-            self.exchanges = Exchanges(prepared.settings, ranks, prepared.job.steps, chooses_length, self._exchange)
+            self.exchanges = Exchanges(prepared.settings, ranks, prepared.job.steps, self._trial)
+            self.exchanges.start = self._exchange
             for rank in self.exchanges.ranks:
                 rank.memory.awaited = Unread()
             self._shared = [
@@ -145,7 +143,7 @@ class Training:
         for rank in self.exchanges.ranks if self.exchanges is not None else ():
             rank.memory.awaited.look()
 
-    def weights_to_score(self) -> dict[str, Tensor]:
+    def shared_weights(self) -> dict[str, Tensor]:
         """The weights that all ranks share, or those of dense training."""
         if self.exchanges is None:
             return {name: own[0] for name, own in self.weights.items()}
@@ -157,11 +155,11 @@ class Bank:
 
     def __init__(self, trainings: Sequence[Prepared], device: torch.device) -> None:
         self.device = device
-        named = [dict(one.module.named_parameters()) for one in trainings for _ in range(_replicas(one))]
+        named = [dict(one.module.named_parameters()) for one in trainings for _ in range(one.replicas)]
         self._stacks = {name: torch.stack([own[name].detach() for own in named]).to(device) for name in named[0]}
         self._places = [0]
         for one in trainings:
-            self._places.append(self._places[-1] + _replicas(one))
+            self._places.append(self._places[-1] + one.replicas)
         self.trainings = [
             Training(one, self._part(self._stacks, number), device) for number, one in enumerate(trainings)
         ]
@@ -191,7 +189,7 @@ class Bank:
         rows: dict[str, list[Tensor]] = {}
         for one in self.trainings:
             for name, found in streams[one.prepared.job.ranks, one.prepared.seed].items():
-                rows.setdefault(name, []).append(found.view(AHEAD, _replicas(one.prepared), -1, *found.shape[1:]))
+                rows.setdefault(name, []).append(found.view(AHEAD, one.prepared.replicas, -1, *found.shape[1:]))
         fresh = {name: torch.cat(parts, dim=1) for name, parts in rows.items()}
         # On a GPU fused optimizers read rates of this type.
         dtype = torch.float64 if self.device.type == "cpu" else torch.float32
@@ -250,10 +248,6 @@ class Bank:
         self._next += 1
 
 
-def _replicas(one: Prepared) -> int:
-    return 1 if one.settings is None else one.job.ranks
-
-
 class SideBySide:
     """Trainings of the same number of steps."""
 
@@ -278,9 +272,7 @@ class SideBySide:
         found = []
         for one in self.trainings:
             one.look()
-            weights = {f"module.{name}": own for name, own in one.weights_to_score().items()}
-            scored = partial(functional_call, Figures(one.prepared.module), weights)
-            found.append(mean_loss(lambda batch, scored=scored: scored((batch,)), self._validation))
+            found.append(mean_loss(one.prepared.module, one.shared_weights(), self._validation))
         return found
 
 
@@ -304,10 +296,7 @@ def train_side_by_side(jobs: Sequence[Job], report: Callable[[int, Sequence[floa
             started = time.perf_counter()
         if step in checked or step % 50 == 0:
             report(step, losses)
-    found = []
-    for job, history, one in zip(jobs, histories, together.trainings, strict=True):
-        exchanged = None
-        if (made := one.exchanges) is not None:
-            exchanged = made.config, made.exchange_kind, [own.totals for own in made.traffic]
-        found.append(figures_of(job, history, seconds, one.prepared.module, exchanged))
-    return found
+    return [
+        figures_of(job, history, seconds, one.prepared.module, one.exchanges)
+        for job, history, one in zip(jobs, histories, together.trainings, strict=True)
+    ]

@@ -1,8 +1,7 @@
-"""One training of several replicas: their modules, optimizers and batches, their steps, and what validation finds.
+"""One training of several replicas on a CPU: their modules, optimizers and batches, and what validation finds.
 
-Gradients are those of each module by itself, with the bits of a rank of its own, or those of all replicas in one
-batched call. Optimizers then step in the threads of their ranks, and ``lightning_dct.Updates`` hangs on these steps.
-:mod:`replicated.side_by_side` does the same on a GPU.
+Each replica has a module and an optimizer of its own, so it computes the bits of a rank.
+:mod:`replicated.lockstep` exchanges after the optimizers' steps. :mod:`replicated.side_by_side` is the same on a GPU.
 """
 
 import copy
@@ -26,9 +25,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lightning_dct import DCTConfig, Updates
-from lightning_dct.traffic import TrafficTotals
-from replicated.threads import ThreadedRanks
+from lightning_dct import DCTConfig
+from lightning_dct.sync.optimizer_trial import try_out
+from replicated.lockstep import Exchanges
 from streams import rank_rows
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -50,7 +49,6 @@ class Job:
         overrides: Those of ``train.py``: the experiment, the strategy, the rate and the seed.
         ranks: Replicas that exchange.
         steps: Optimizer steps.
-        together: Gradients of all replicas in one batched call.
         device: ``"cpu"`` or ``"cuda"``.
         val_rows: Rows of the validation part that are scored, spread evenly over it.
     """
@@ -58,7 +56,6 @@ class Job:
     overrides: tuple[str, ...]
     ranks: int
     steps: int
-    together: bool = False
     device: str = "cpu"
     val_rows: int = 512
 
@@ -92,44 +89,6 @@ def gradients_of_all(module: nn.Module) -> Callable[[Mapping[str, Tensor], Batch
     return call
 
 
-class Apart:
-    """Gradients of one module after the other; each gets its own part of the batch."""
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = modules
-
-    def __call__(self, batches: Batch) -> Tensor:
-        """Set gradients from batches ``[replicas, rows, ...]``, and return the losses, ``[replicas]``."""
-        losses = []
-        for number, module in enumerate(self._modules):
-            module.zero_grad()
-            loss = module.figures({name: rows[number] for name, rows in batches.items()})[0]["loss"]
-            loss.backward()
-            losses.append(loss.detach())
-        return torch.stack(losses)
-
-
-class Together:
-    """Gradients of all replicas in one batched call; the weights of the modules become views of stacks."""
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        parameters = [dict(module.named_parameters()) for module in modules]
-        self._stacks = {name: torch.stack([own[name].detach() for own in parameters]) for name in parameters[0]}
-        self._parameters = parameters
-        for rank, own in enumerate(parameters):
-            for name, parameter in own.items():
-                parameter.data = self._stacks[name][rank]
-        self._function = gradients_of_all(modules[0])
-
-    def __call__(self, batches: Batch) -> Tensor:
-        """See :meth:`Apart.__call__`."""
-        gradients, losses = self._function(self._stacks, batches)
-        for rank, own in enumerate(self._parameters):
-            for name, parameter in own.items():
-                parameter.grad = gradients[name][rank]
-        return losses
-
-
 class Prepared:
     """What a job trains: the module of an experiment, its data, and the settings of ``Updates`` (None for dense).
 
@@ -150,6 +109,11 @@ class Prepared:
         self.module.trainer = self.trainer
         self.module.configure_model()
         self.module.trainer = None
+
+    @property
+    def replicas(self) -> int:
+        """As many as ranks, or one for dense training."""
+        return 1 if self.settings is None else self.job.ranks
 
     def optimizer_of(self, module: Any) -> tuple[torch.optim.Optimizer, Any]:
         """The optimizer of the module or of a copy, and its scheduler of steps, if it has one.
@@ -181,68 +145,68 @@ def _data_of(settings: str) -> Any:
 
 
 class Replicas:
-    """Replicas of a module in the threads of their ranks, with the data that they read as ranks would.
+    """The replicas of one training, with the data that they read as ranks would, and their exchanges.
 
     Dense training is that of one module on the batches of all ranks.
     """
 
-    def __init__(self, prepared: Prepared, ranks: ThreadedRanks) -> None:
-        job = prepared.job
-        self.job, self._ranks, self.data, self.settings = job, ranks, prepared.data, prepared.settings
-        self.modules = [copy.deepcopy(prepared.module) for _ in range(ranks.world_size)]
-        self._gradients = (Together if job.together else Apart)(self.modules)
+    def __init__(self, prepared: Prepared) -> None:
+        self.prepared = prepared
+        self.modules = [copy.deepcopy(prepared.module) for _ in range(prepared.replicas)]
         self.optimizers, self._schedulers = zip(*map(prepared.optimizer_of, self.modules), strict=True)
-        self.updates: list[Updates] = []
-        if self.settings is not None:
-            self.updates = ranks.run(self._hang_on)
-        self._validation = rows_of_validation(self.data, job)
+        self._names = [{parameter: name for name, parameter in one.named_parameters()} for one in self.modules]
+        self.exchanges: Exchanges | None = None
+        if prepared.settings is not None:
+            models = [dict(module.named_parameters()) for module in self.modules]
+            self.exchanges = Exchanges(prepared.settings, models, prepared.job.steps, try_out(self.optimizers[0]))
         self._step = 0
-
-    def _hang_on(self, rank: int) -> Updates:
-        return Updates(self.modules[rank], self.optimizers[rank], steps=self.job.steps, **self.settings)
 
     def step(self) -> Tensor:
         """Make a step of all replicas, and return their losses before it, ``[replicas]``."""
-        size, replicas = self.data.batch_size, len(self.modules)
-        numbers = rank_rows(self._step, batch_size=self.job.ranks * size, rank=0, world_size=1)
-        batch = self.data.training_rows(numbers)
-        losses = self._gradients({name: rows.reshape(replicas, -1, *rows.shape[1:]) for name, rows in batch.items()})
-        self._ranks.run(self._step_of)
+        job, data = self.prepared.job, self.prepared.data
+        numbers = rank_rows(self._step, batch_size=job.ranks * data.batch_size, rank=0, world_size=1)
+        batch = data.training_rows(numbers)
+        losses = self.gradients(
+            {name: rows.view(len(self.modules), -1, *rows.shape[1:]) for name, rows in batch.items()}
+        )
+        if self.exchanges is not None:
+            self.exchanges.before_step()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        if self.exchanges is not None:
+            for rank, optimizer, names in zip(self.exchanges.ranks, self.optimizers, self._names, strict=True):
+                self.exchanges.let_decay(rank, optimizer, names)
+            self.exchanges.after_step()
+        for scheduler in filter(None, self._schedulers):
+            scheduler.step()
         self._step += 1
         return losses
 
-    def _step_of(self, rank: int) -> None:
-        self.optimizers[rank].step()
-        if self._schedulers[rank] is not None:
-            self._schedulers[rank].step()
-
-    def validate(self) -> float:
-        """The loss of the weights that all ranks share, over rows of the validation part."""
-        if self.updates:
-            return self._ranks.run(self._validate_shared)[0]
-        return mean_loss(self.modules[0].figures, self._validation)
-
-    def _validate_shared(self, rank: int) -> float | None:
-        with self.updates[rank].shared_weights():
-            return mean_loss(self.modules[0].figures, self._validation) if rank == 0 else None
+    def gradients(self, batches: Batch) -> Tensor:
+        """Set gradients from batches, ``[replicas, rows, ...]``, and return the losses."""
+        losses = []
+        for number, module in enumerate(self.modules):
+            module.zero_grad()
+            loss = module.figures({name: rows[number] for name, rows in batches.items()})[0]["loss"]
+            loss.backward()
+            losses.append(loss.detach())
+        return torch.stack(losses)
 
     def shared_weights(self) -> dict[str, Tensor]:
-        """Copies of the weights that all ranks share, by name."""
-
-        def read(rank: int) -> dict[str, Tensor]:
-            with self.updates[rank].shared_weights():
-                return {name: p.detach().clone() for name, p in self.modules[rank].named_parameters()}
-
-        return self._ranks.run(read)[0]
+        """The weights that all ranks share, by name, or those of dense training."""
+        if self.exchanges is None:
+            return {name: parameter.detach() for name, parameter in self.modules[0].named_parameters()}
+        return {name: self.exchanges.ranks[0].weights.shared(name) for name in self._names[0].values()}
 
 
 @torch.no_grad()
-def mean_loss(figures_of_batch: Callable[[Batch], Any], batches: Sequence[Batch]) -> float:
-    """The mean loss over the examples of some batches."""
+def mean_loss(module: nn.Module, weights: Mapping[str, Tensor], batches: Sequence[Batch]) -> float:
+    """The mean loss of a module with some weights over the examples of batches."""
     total: Any = 0.0
     count: Any = 0
+    given = {f"module.{name}": one for name, one in weights.items()}
     for batch in batches:
-        figures, examples = figures_of_batch(batch)
+        figures, examples = functional_call(Figures(module), given, (batch,))
         total = total + figures["loss"].double() * examples
         count = count + examples
     return float(total / count)
@@ -258,25 +222,19 @@ def rows_of_validation(data: Any, job: Job) -> list[Batch]:
 
 def train(job: Job, report: Report | None = None) -> dict[str, Any]:
     """Train a job, and return its figures as JSON has them; ``report`` gets the steps made and the latest loss."""
-    with ThreadedRanks(1 if DENSE in job.overrides else job.ranks) as ranks:
-        prepared = Prepared(job)
-        replicas = Replicas(prepared, ranks)
-        checked = validated_after(job.steps)
-        history, started, seconds = History(), time.perf_counter(), 0.0
-        for step in range(1, job.steps + 1):
-            replicas.step()
-            if step in checked:
-                seconds += time.perf_counter() - started
-                history.append((step, replicas.validate()))
-                started = time.perf_counter()
-            if report is not None and (step in checked or step % 50 == 0):
-                report(step, history[-1][1] if history else math.nan)
-        exchanged = None
-        if replicas.updates:
-            made = replicas.updates[0].synchronizer
-            totals = [one.traffic.totals for one in replicas.updates]
-            exchanged = made.config, type(made.exchange).__name__, totals
-        return figures_of(job, history, seconds, prepared.module, exchanged)
+    replicas = Replicas(Prepared(job))
+    validation, module = rows_of_validation(replicas.prepared.data, job), replicas.prepared.module
+    checked = validated_after(job.steps)
+    history, started, seconds = History(), time.perf_counter(), 0.0
+    for step in range(1, job.steps + 1):
+        replicas.step()
+        if step in checked:
+            seconds += time.perf_counter() - started
+            history.append((step, mean_loss(module, replicas.shared_weights(), validation)))
+            started = time.perf_counter()
+        if report is not None and (step in checked or step % 50 == 0):
+            report(step, history[-1][1] if history else math.nan)
+    return figures_of(job, history, seconds, module, replicas.exchanges)
 
 
 def figures_of(
@@ -284,9 +242,9 @@ def figures_of(
     history: History,
     seconds: float,
     module: nn.Module,
-    exchanged: tuple[DCTConfig, str, Sequence[TrafficTotals]] | None,
+    exchanges: Exchanges | None,
 ) -> dict[str, Any]:
-    """The figures of a run; ``exchanged`` are the settings, the kind of exchange, and the bytes of all ranks."""
+    """The figures of a run."""
     last = [loss for step, loss in history if is_last(step, job.steps)]
     figures = {
         "loss": statistics.fmean(last),
@@ -297,16 +255,16 @@ def figures_of(
         "torch": torch.__version__,
         "card": torch.cuda.get_device_name() if job.device == "cuda" else None,
     }
-    if exchanged is None:
+    if exchanges is None:
         return {**figures, "ratio": 1.0, "exchange": None, "settings": None}
-    config, kind, totals = exchanged
+    config, totals = exchanges.config, [own.totals for own in exchanges.traffic]
     # All ranks send as much, but for `two_phase`, whose owners differ a little.
     sent, dense = (sum(getattr(one, name) for one in totals) for name in ("bytes_sent", "bytes_dense"))
     return {
         **figures,
         "ratio": dense / sent,
         "bytes_sent_per_step": sent / job.ranks / job.steps,
-        "exchange": kind,
+        "exchange": type(exchanges.ranks[0].exchange).__name__,
         "settings": {name: getattr(config, name) for name in ("local_steps", "density", "exchange")},
     }
 

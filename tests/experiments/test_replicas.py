@@ -14,8 +14,7 @@ from torch import Tensor
 import replicas
 from distributed.training import Watch, trainer_for
 from replicated.side_by_side import SideBySide, train_side_by_side
-from replicated.threads import ThreadedRanks
-from replicated.training import CHECKS, CONF, Job, Prepared, Replicas, is_last, train, validated_after
+from replicated.training import CHECKS, CONF, Job, Prepared, Replicas, gradients_of_all, is_last, train, validated_after
 
 STEPS = 14
 TINY = ("experiment=lm", "data=documentation", "data.context_length=16", "data.batch_size=4", "model.width=16")
@@ -38,10 +37,9 @@ def train_for_real(overrides: tuple[str, ...], steps: int, folder: str) -> tuple
 
 
 def in_one_process(job: Job) -> tuple[list[Tensor], dict[str, Tensor]]:
-    with ThreadedRanks(job.ranks) as threads:
-        together = Replicas(Prepared(job), threads)
-        losses = [together.step().clone() for _ in range(job.steps)]
-        return losses, together.shared_weights()
+    replicas = Replicas(Prepared(job))
+    losses = [replicas.step().clone() for _ in range(job.steps)]
+    return losses, replicas.shared_weights()
 
 
 @pytest.mark.parametrize(
@@ -71,16 +69,6 @@ def test_replicas_have_the_bits_of_real_ranks(ranks: Any, tmp_path: Path, own: t
     assert figures["ratio"] == pytest.approx(real[0][2].compression_ratio, rel=0.02)
 
 
-def test_one_batched_call_gives_the_gradients_of_each_module() -> None:
-    """In fp32 the sums have another order, so they agree to rounding only."""
-    job = Job((*TINY, *DCT), ranks=3, steps=STEPS)
-    apart, apart_weights = in_one_process(job)
-    together, weights = in_one_process(Job((*TINY, *DCT), ranks=3, steps=STEPS, together=True))
-    torch.testing.assert_close(together[0], apart[0], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(together[-1], apart[-1], rtol=1e-2, atol=1e-2)
-    assert weights.keys() == apart_weights.keys()
-
-
 @pytest.mark.parametrize(
     ("ranks", "own"),
     [
@@ -92,17 +80,34 @@ def test_one_batched_call_gives_the_gradients_of_each_module() -> None:
     ],
     ids=["all_gather", "two_phase", "lengthened", "sgd", "perceptron"],
 )
-def test_trainings_side_by_side_have_the_bits_of_threads(ranks: int, own: tuple[str, ...]) -> None:
-    """One thread for all ranks, as on a GPU, does what `Updates` does: the same losses, weights and bytes."""
-    job = Job((*own, "seed=3"), ranks=ranks, steps=2 * STEPS, together=True, val_rows=8)
-    losses, weights = in_one_process(job)
-    beside = SideBySide([job])
+def test_stacked_replicas_have_the_bits_of_modules(ranks: int, own: tuple[str, ...]) -> None:
+    """As a GPU trains them: the same losses, weights and bytes, if gradients come from the same call for all."""
+    job = Job((*own, "seed=3"), ranks=ranks, steps=2 * STEPS, val_rows=8)
+    modules, beside = Replicas(Prepared(job)), SideBySide([job])
+    gradients_of = gradients_of_all(modules.prepared.module)
+
+    def gradients(batches: dict[str, Tensor]) -> Tensor:
+        named = [dict(module.named_parameters()) for module in modules.modules]
+        found, losses = gradients_of({n: torch.stack([o[n].detach() for o in named]) for n in named[0]}, batches)
+        for rank, mine in enumerate(named):
+            for name, parameter in mine.items():
+                parameter.grad = found[name][rank]
+        return losses
+
+    modules.gradients = gradients  # type: ignore[method-assign]
     for step in range(job.steps):
+        losses = modules.step()
         beside.step()
-        assert torch.equal(beside.banks[0].losses, losses[step]), step
-    assert beside.trainings[0].weights_to_score().keys() == weights.keys()
-    for name, shared in beside.trainings[0].weights_to_score().items():
-        assert torch.equal(shared, weights[name]), name
+        assert torch.equal(beside.banks[0].losses, losses), step
+    (one,) = beside.trainings
+    assert one.shared_weights().keys() == modules.shared_weights().keys()
+    for name, shared in modules.shared_weights().items():
+        assert torch.equal(one.shared_weights()[name], shared), name
+    assert modules.exchanges is not None
+    assert one.exchanges is not None
+    assert [own.totals.bytes_sent for own in one.exchanges.traffic] == [
+        own.totals.bytes_sent for own in modules.exchanges.traffic
+    ]
 
 
 def test_trainings_side_by_side_do_not_touch_each_other() -> None:
@@ -122,10 +127,9 @@ def test_trainings_side_by_side_do_not_touch_each_other() -> None:
         assert figures["ratio"] == alone["ratio"]
         assert figures["settings"] == alone["settings"]
     assert len({figures["loss"] for figures in found}) == len(jobs)
-    threads = train(Job(jobs[0].overrides, 2, STEPS, val_rows=8))
-    assert found[0].keys() == threads.keys()
-    # Updates also compares what ranks do, which takes a few bytes.
-    assert found[0]["ratio"] == pytest.approx(threads["ratio"], rel=0.02)
+    modules = train(jobs[0])
+    assert found[0].keys() == modules.keys()
+    assert found[0]["ratio"] == modules["ratio"]
 
 
 def test_side_by_side_refuses_what_it_cannot_stack() -> None:
@@ -138,23 +142,10 @@ def test_side_by_side_refuses_what_it_cannot_stack() -> None:
 def test_dense_training_is_that_of_all_ranks_together(ranks: Any, tmp_path: Path) -> None:
     overrides = (*TINY, "strategy=ddp", "seed=3")
     real = ranks(2).run(train_for_real, overrides, STEPS, str(tmp_path))
-    with ThreadedRanks(1) as threads:
-        dense = Replicas(Prepared(Job(overrides, ranks=2, steps=STEPS)), threads)
-        losses = [float(dense.step()) for _ in range(STEPS)]
+    dense = Replicas(Prepared(Job(overrides, ranks=2, steps=STEPS)))
+    losses = [float(dense.step()) for _ in range(STEPS)]
     mean = [sum(both) / 2 for both in zip(real[0][0], real[1][0], strict=True)]
     assert losses == pytest.approx(mean, rel=1e-3)
-
-
-def test_a_rank_that_fails_ends_the_others() -> None:
-    def fail(rank: int) -> None:
-        if rank == 1:
-            raise ArithmeticError("of rank 1")
-        torch.distributed.barrier()
-
-    with pytest.raises(ArithmeticError, match="of rank 1"), ThreadedRanks(3) as threads:
-        threads.run(fail)
-    with ThreadedRanks(2) as threads:  # the next one is a new world
-        assert threads.run(lambda rank: torch.distributed.get_rank() + torch.distributed.get_world_size()) == [2, 3]
 
 
 @pytest.mark.parametrize("steps", [1, 19, 100, 1000, 60_000])
@@ -217,5 +208,5 @@ def test_the_command_needs_a_dense_row_first(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_only_updates_are_exchanged() -> None:
-    with pytest.raises(ValueError, match="strategy=dct"), ThreadedRanks(2) as threads:
-        Replicas(Prepared(Job((*TINY, "strategy=top_k"), ranks=2, steps=2)), threads)
+    with pytest.raises(ValueError, match="strategy=dct"):
+        Prepared(Job((*TINY, "strategy=top_k"), ranks=2, steps=2))
