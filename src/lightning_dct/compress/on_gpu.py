@@ -7,7 +7,7 @@ Results are the bits that :mod:`~lightning_dct.compress.on_cpu` gives, and the s
 2bit and the guard's power are computed in another order: in fp64, and rounded to fp32 a mean hides that.
 """
 
-from bisect import bisect_right
+from array import array
 from collections.abc import Sequence
 from functools import lru_cache, partial
 from itertools import accumulate
@@ -53,7 +53,7 @@ class Table:
         blocks: The tensor of each block: int32, and so many blocks are there.
         coded: The part of each block of flags of Elias-Fano codes: int32; none if all codes are bitmaps.
         words: Words of flags.
-        edges: Of each compressed tensor its first block and word, and then the ends of all.
+        starts: The first word of each block, and then the end of all.
         num_parts: Payloads in a row.
         aims: The guard's exponent and aim of each compressed tensor: fp64.
     """
@@ -63,8 +63,7 @@ class Table:
         tensors: list[list[int]] = []
         parts: list[list[int]] = []
         aims: list[float] = []
-        blocks: list[int] = []
-        coded: list[int] = []
+        blocks, coded, starts = list[int](), list[int](), array("q")
         start = words = 0
         for part in plan.parts or (plan,):
             layout, number = part.layout, len(parts)
@@ -79,15 +78,16 @@ class Table:
                 size, target = part.sizes[index], part.targets[index]
                 tensors.append([size, len(blocks), words + first // WORD, number, ends[1] + place, target, 0, 0])
                 aims += [GUARD_GAIN * (target / size) ** 0.5, GUARD_AIM * target]
+                starts.extend(range(tensors[-1][2], tensors[-1][2] + -(-size // 32), BLOCK // 32))
                 blocks += -(-size // BLOCK) * [len(tensors) - 1]
             start, words = start + layout.num_bytes, words + sum(layout.tensor_sizes) // WORD
         tensors.append([0, len(blocks), words, 0, 0, 0, 0, 0])
+        starts.append(words)
         parts.append([0, 0, 0, len(blocks), words, len(tensors) - 1, 0, 0, 0, 0, len(coded), 0])
-        self.edges = [(row[1], row[2]) for row in tensors]
         self.tensors, self.parts = (_copied(rows, torch.int64, device) for rows in (tensors, parts))
         self.blocks, self.coded = (_copied(row, torch.int32, device) for row in (blocks, coded))
         self.aims = _copied(aims, torch.float64, device)
-        self.words, self.count, self.num_parts = words, len(tensors) - 1, len(parts) - 1
+        self.words, self.count, self.num_parts, self.starts = words, len(tensors) - 1, len(parts) - 1, starts
         most = max((-(-size // BLOCK) for size in plan.sizes), default=1)
         self.rounds, self.steps = -(-most // 1024), most.bit_length() + 1
         low_bits = [max(part[6], 0) for part in parts]
@@ -126,11 +126,6 @@ class Table:
     def room(self, count: int, dtype: torch.dtype) -> Tensor:
         """Memory that a kernel fills."""
         return torch.empty(count, dtype=dtype, device=self.device)
-
-    def word(self, block: int) -> int:
-        """The first word of a block, or the end of all."""
-        first, word = self.edges[bisect_right(self.edges, block, key=lambda edge: edge[0]) - 1]
-        return word + (block - first) * (BLOCK // 32)
 
     def ends(self, counts: Tensor, rows: int = 0) -> Tensor:
         """Running sums of counts (shape ``[n]``, int64), after a zero: shape ``[n + 1]``, int64.
@@ -271,46 +266,42 @@ class _Arrived:
 
     def __init__(self, payloads: Tensor, plan: BucketPlan) -> None:
         self.table, self.plan, self.rows = Table.of(plan, payloads.device), plan, len(payloads)
-        table, blocks, coded = self.table, len(self.table.blocks), len(self.table.coded)
-        self.words = payloads.contiguous().view(torch.uint32)
-        self.stride, self.flags, self.span = plan.num_bytes // 4, self.words, (0, 0)
+        table, coded = self.table, len(self.table.coded)
+        self.words, self.stride = payloads.contiguous().view(torch.uint32), plan.num_bytes // 4
         self.wrong = torch.zeros(self.rows * table.num_parts, dtype=torch.int32, device=table.device)
-        self.counts = table.room(self.rows * blocks, torch.int64)
+        self.counts, self.given = table.room(self.rows * len(table.blocks), torch.int64), tuple[Any, ...]()
         if coded:
-            counts = table.room(self.rows * coded, torch.int64)
-            rest: Any = table.parts, table.coded, coded, self.words, self.stride, counts
-            _launch(triton_add.count_flags, (coded, self.rows), *rest, CODE=CODED)
-            self.code_ends = table.ends(counts, -self.rows)
+            codes, counts = (table.parts, table.coded, coded), table.room(self.rows * coded, torch.int64)
+            _launch(triton_add.count_flags, (coded, self.rows), *codes, self.words, self.stride, counts, CODE=CODED)
+            self.codes = *codes, table.ends(counts, -self.rows), self.words, self.stride
 
     def find(self, first: int, end: int) -> None:
         """Find the flags of some blocks, after those of all before, and check them."""
-        table, coded, blocks = self.table, len(self.table.coded), len(self.table.blocks)
-        if coded:
-            self.span, self.flags = (table.word(first), table.word(end) - table.word(first)), self.words
-            bits = torch.zeros(self.rows * self.span[1], dtype=torch.int32, device=table.device)
-            self.flags = bits.view(torch.uint32)
-            rest: Any = table.parts, table.coded, coded, self.code_ends, self.words, self.stride
-            rest = *rest, *self.span, self.flags, self.wrong, table.num_parts
+        table, flags, origin, words = self.table, self.words, 0, 0
+        found = self.wrong, table.num_parts
+        if coded := len(table.coded):
+            self.given, origin = (), table.starts[first]  # the flags before make room
+            words = table.starts[end] - origin
+            flags = torch.zeros(self.rows * words, dtype=torch.int32, device=table.device).view(torch.uint32)
+            rest: Any = *self.codes, origin, words, flags, *found
             _launch(triton_add.decode, (coded, self.rows), *rest, CODE=CODED, PLANES=table.loops["PLANES"])
-        rest = table.tensors, table.parts, table.blocks, blocks, first, end, self.words, self.stride
-        rest = *rest, self.flags, *self.span, self.counts, self.wrong, table.num_parts
-        _launch(triton_add.count_entries, (-(-(end - first) // GROUP), self.rows), *rest)
+        self.given = table.tensors, table.parts, table.blocks, len(table.blocks)
+        self.given = *self.given, self.words, self.stride, flags, origin, words
+        grid = -(-(end - first) // GROUP), self.rows
+        _launch(triton_add.count_entries, grid, *self.given, first, end, self.counts, *found)
         # Sums of counts that are not there yet are not read.
         self.ends = table.ends(self.counts, self.rows)
 
     def open(self, first: int, chunk: int, opened: Tensor) -> None:
         """Flags and signs of some blocks, in the places of their entries."""
-        table = self.table
-        given = table.tensors, table.parts, table.blocks, len(table.blocks), self.words, self.stride
-        rest: Any = self.flags, *self.span, self.ends, first, chunk, opened
-        grid = -(-chunk // GROUP), self.rows
-        _launch(triton_add.open_words, grid, *given, *rest, FORMAT=self.plan.value_format)
+        grid, rest = (-(-chunk // GROUP), self.rows), (self.ends, first, chunk, opened)
+        _launch(triton_add.open_words, grid, *self.given, *rest, FORMAT=self.plan.value_format)
 
     def judge(self, tag: int) -> None:
         """Check headers and scales, after all blocks."""
         table, parts, scales = self.table, self.table.num_parts, self.plan.value_format in SCALED_FORMATS
-        rest: Any = table.tensors, table.parts, len(table.blocks), self.ends, self.words, self.stride, self.wrong
-        rest = *rest, table.header, tag, parts
+        given = table.tensors, table.parts, len(table.blocks), self.ends, self.words, self.stride
+        rest: Any = *given, self.wrong, table.header, tag, parts
         _launch(triton_add.judge, (parts, self.rows), *rest, ROUNDS=-(-table.count // 128), SCALES=scales)
 
 

@@ -63,8 +63,7 @@ def decode(
         # Where the flag before is set, too, the high parts are equal: then the low ones must ascend.
         last = tl.load(code + k - 1, mask=(left > 0) & (k > 0), other=0) >> 31
         follows = valid & ((m << 1) | last)
-        planes = ()
-        ascends = tl.zeros_like(m)
+        planes, ascends = (), tl.zeros_like(m)
         for plane in tl.static_range(PLANES):
             spot, is_coded = num_flags + plane * capacity + at, plane < low_bits
             low = tb.apart(tb.get_bits(code, spot, tl.where(is_coded, coded, 0)), m)
@@ -76,8 +75,7 @@ def decode(
         bad = (coded < n) | ((follows & (ascends ^ tb.ALL)) != 0)
         high = (32 * k - at) << low_bits
         step = (tl.zeros_like(high) + 1) << low_bits
-        one, found, word = tl.zeros_like(m) + 1, tl.zeros_like(m), high * 0
-        flag = one
+        flag, found, word = tl.zeros_like(m) + 1, tl.zeros_like(m), high * 0
         scratch = flags + row * words + first - origin
         for _ in range(32):
             position = high
@@ -89,7 +87,7 @@ def decode(
             leaves = here & ((position >> 5) != word)
             tl.atomic_or(scratch + word, found, mask=leaves & (found != 0), sem="relaxed")
             word = tl.where(leaves, position >> 5, word)
-            bit = tl.where(here, one << (position & 31).to(tl.uint32), 0).to(tl.uint32)
+            bit = here.to(tl.uint32) << (position & 31).to(tl.uint32)
             found = tl.where(leaves, bit, found | bit)
             high += tl.where((m & flag) != 0, 0, step)
             flag <<= 1
@@ -99,13 +97,12 @@ def decode(
 
 
 @triton.jit
-def _flags_of(tensors, parts, block_tensor, b, inside, payloads, row, stride, flags, origin, words):
+def _flags_of(tensors, parts, block_tensor, b, inside, payload, decoded):
     """Of words of blocks: the parts, the flags, from the payload or decoded, and those beyond their tensors."""
     t, start, size, word = tb.place(tensors, block_tensor, b)
     p = tl.load(tensors + t * tb.TENSOR + 3)
     part = parts + p * tb.PART
-    in_payload = payloads + row * stride + tl.load(part + 1) - tl.load(part + 4)
-    decoded = flags + row * words - origin
+    in_payload = payload + tl.load(part + 1) - tl.load(part + 4)
     number = tl.arange(0, BLOCKS * tb.WORDS) % tb.WORDS
     left = tl.where(inside, tl.minimum(tl.maximum(size - start - number * 32, 0), 32), 0)
     m = tl.load(tl.where(tl.load(part + 6) < 0, in_payload, decoded) + word + number, mask=left > 0, other=0)
@@ -115,13 +112,13 @@ def _flags_of(tensors, parts, block_tensor, b, inside, payloads, row, stride, fl
 
 @triton.jit
 def count_entries(
-    tensors, parts, block_tensor, blocks, first, end, payloads, stride, flags, origin, words, counts, wrong, num_parts
+    tensors, parts, block_tensor, blocks, payloads, stride, flags, origin, words, first, end, counts, wrong, num_parts
 ):  # fmt: skip
     """The number of set flags of some blocks, row by row; flags beyond the end of a tensor are reported."""
     row, begin = tl.program_id(1), first + tl.program_id(0) * BLOCKS
     b = begin + tl.arange(0, BLOCKS * tb.WORDS) // tb.WORDS
     inside, b = b < end, tl.minimum(b, end - 1)
-    rest = payloads, row, stride, flags, origin, words
+    rest = payloads + row * stride, flags + row * words - origin
     p, m, beyond = _flags_of(tensors, parts, block_tensor, b, inside, *rest)
     tl.atomic_or(wrong + row * num_parts + p, 1, mask=beyond != 0, sem="relaxed")
     b = begin + tl.arange(0, BLOCKS)
@@ -179,7 +176,7 @@ def open_words(
     each = tl.arange(0, BLOCKS * tb.WORDS)
     row, local = tl.program_id(1), tl.program_id(0) * BLOCKS + each // tb.WORDS
     inside, local = local < chunk, tl.minimum(local, chunk - 1)
-    b, rest = first + local, (payloads, row, stride, flags, origin, words)
+    b, rest = first + local, (payloads + row * stride, flags + row * words - origin)
     p, m, _ = _flags_of(tensors, parts, block_tensor, b, inside, *rest)
     part, n = parts + p * tb.PART, tb.ones(m)
     before = tl.reshape(tl.cumsum(tl.reshape(n, [BLOCKS, tb.WORDS]), 1), [BLOCKS * tb.WORDS]) - n
@@ -197,9 +194,8 @@ def open_words(
         low = tb.get_bits(values, 2 * at, 2 * tl.minimum(n, 16))
         high = tb.get_bits(values, 2 * at + 32, 2 * tl.maximum(n - 16, 0))
         tl.store(out + tb.WORDS, tb.apart(_every_second(low) | (_every_second(high) << 16), m), mask=inside)
-        tl.store(
-            out + 2 * tb.WORDS, tb.apart(_every_second(low >> 1) | (_every_second(high >> 1) << 16), m), mask=inside
-        )
+        large = _every_second(low >> 1) | (_every_second(high >> 1) << 16)
+        tl.store(out + 2 * tb.WORDS, tb.apart(large, m), mask=inside)
     else:
         tl.store(out + tb.WORDS, at.to(tl.uint32), mask=inside)
 
@@ -215,8 +211,7 @@ def _values(tensors, parts, t, payload, opened, BASE: tl.constexpr, FORMAT: tl.c
     """A sender's part of a block: the words of flags of what it has sent, and the values, zero elsewhere."""
     bit = _bits()
     out = opened + tl.arange(0, tb.WORDS)[:, None]
-    m = tl.load(out)
-    x = tl.load(out + tb.WORDS)
+    m, x = tl.load(out), tl.load(out + tb.WORDS)
     here = (m & bit) != 0
     if FORMAT == "1bit" or FORMAT == "2bit":
         level = tl.load(payload + tl.load(tensors + t * tb.TENSOR + 4)).to(tl.float32, bitcast=True)
@@ -248,10 +243,8 @@ def add(
     """
     local = tl.program_id(0)
     t, start, _, _ = tb.place(tensors, block_tensor, first + local)
-    total = tl.zeros([tb.WORDS, 32], BASE)
-    sent = tl.zeros([tb.WORDS, 32], BASE)
-    n = tl.zeros([tb.WORDS, 32], tl.int32)
-    flags = tl.zeros([tb.WORDS, 1], tl.uint32)
+    total, flags = tl.zeros([tb.WORDS, 32], BASE), tl.zeros([tb.WORDS, 1], tl.uint32)
+    sent, n = total, tl.zeros([tb.WORDS, 32], tl.int32)
     # Unrolled, because a loop costs several times what is in it.
     for row in tl.static_range(SENDERS):
         block = opened + (row * chunk + local) * (tb.WORDS * 3)
@@ -275,5 +268,4 @@ def add(
             counted = ((m & _bits()) != 0) & (total != 0)
         own = tl.load(addresses + t).to(tl.pointer_type(BASE)) + i
         w = tl.load(own, mask=union)
-        w = tl.where(counted, w - sent, w)
-        tl.store(own, w + mean, mask=union)
+        tl.store(own, tl.where(counted, w - sent, w) + mean, mask=union)
