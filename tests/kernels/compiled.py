@@ -16,7 +16,20 @@ FORMATS = ("1bit", "2bit", "fp32", "bf16")
 WORDS = ("flags", "signs", "large", "payload", "payloads", "opened", "own_payload", "own_opened")
 DOUBLES = ("taus", "limits", "scale", "sums", "aims", "moved", "means", "lost")
 INTEGERS = ("block_tensor", "block_part", "broken", "fits", "wrong")
-NUMBERS = ("count", "stride", "blocks", "words", "num_parts", "header", "tag", "mine", "first", "chunk")
+NUMBERS = (
+    "count",
+    "stride",
+    "blocks",
+    "words",
+    "num_parts",
+    "header",
+    "tag",
+    "mine",
+    "first",
+    "end",
+    "chunk",
+    "origin",
+)
 TYPES = {
     **dict.fromkeys(WORDS, "*u32"),
     **dict.fromkeys(DOUBLES, "*fp64"),
@@ -53,8 +66,8 @@ def variants() -> Iterator[tuple[Any, dict[str, Any]]]:
     yield triton_pack.average, {"ROUNDS": 4, "SCALES": True}
     yield triton_pack.two_levels, {"ROUNDS": 4, "LARGEST": 1e38}
     yield triton_pack.seal, {}
-    yield triton_add.count_flags, {}
-    yield triton_add.decode, {"PLANES": 6}
+    yield triton_add.count_flags, {"CODE": 8192}
+    yield triton_add.decode, {"CODE": 8192, "PLANES": 6}
     yield triton_add.count_entries, {}
     yield triton_add.judge, {"ROUNDS": 2, "SCALES": True}
     for name, own, owns in (("1bit", None, True), ("2bit", "1bit", True), ("fp32", None, False), ("bf16", None, True)):

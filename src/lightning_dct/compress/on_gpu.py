@@ -7,10 +7,11 @@ Results are the bits that :mod:`~lightning_dct.compress.on_cpu` gives, and the s
 2bit and the guard's power are computed in another order: in fp64, and rounded to fp32 a mean hides that.
 """
 
+from array import array
 from collections.abc import Sequence
 from functools import lru_cache, partial
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton.language as tl
@@ -29,17 +30,18 @@ from lightning_dct.compress.threshold import (
     SMALLEST_THRESHOLD,
 )
 from lightning_dct.kernels import triton_add, triton_pack, weights_by_senders
+from lightning_dct.kernels.triton_add import GROUP
 from lightning_dct.kernels.triton_bits import BLOCK
 from lightning_dct.wire.payload import FORMAT_CODES, MAGIC, VERSION, read_dense
 from lightning_dct.wire.positions import PayloadError
 from lightning_dct.wire.values import LARGEST_HALF, SCALED_FORMATS
 
 DTYPES = {getattr(torch, name): getattr(tl, name) for name in ("float32", "float64", "float16", "bfloat16")}
-# A program looks at so many of the entries that have reached a threshold.
-LANES = 256
+# A program looks at so many of the entries that have reached a threshold, and reads so many flags of a code.
+LANES, CODED = 256, 8192
 GUARD = {"FACTOR": GUARD_LARGEST_FACTOR, "RESELECT": int(GUARD_RESELECT), "TINY": SMALLEST_THRESHOLD}
-# Words opened for each block, and blocks opened at once: 48 MB.
-OPENED, OPENED_AT_ONCE = 3 * BLOCK // 32, 1 << 16
+# Words opened for each block; blocks opened at once, in 25 MB, and decoded at once, in 34 MB, counted by sender.
+OPENED, OPENED_AT_ONCE, DECODED_AT_ONCE = 3 * BLOCK // 32, 1 << 15, 1 << 17
 
 
 class Table:
@@ -51,6 +53,7 @@ class Table:
         blocks: The tensor of each block: int32, and so many blocks are there.
         coded: The part of each block of flags of Elias-Fano codes: int32; none if all codes are bitmaps.
         words: Words of flags.
+        starts: The first word of each block, and then the end of all.
         num_parts: Payloads in a row.
         aims: The guard's exponent and aim of each compressed tensor: fp64.
     """
@@ -60,8 +63,7 @@ class Table:
         tensors: list[list[int]] = []
         parts: list[list[int]] = []
         aims: list[float] = []
-        blocks: list[int] = []
-        coded: list[int] = []
+        blocks, coded, starts = list[int](), list[int](), array("q")
         start = words = 0
         for part in plan.parts or (plan,):
             layout, number = part.layout, len(parts)
@@ -71,19 +73,21 @@ class Table:
                           -1 if code.is_bitmap else code.low_bits,
                           code.num_flags, layout.capacity, layout.fingerprint, len(coded), 0])  # fmt: skip
             if layout.capacity and not code.is_bitmap:
-                coded += -(-code.num_flags // BLOCK) * [number]
+                coded += -(-code.num_flags // CODED) * [number]
             for place, (index, first) in enumerate(zip(part.compressed, part.first, strict=True)):
                 size, target = part.sizes[index], part.targets[index]
                 tensors.append([size, len(blocks), words + first // WORD, number, ends[1] + place, target, 0, 0])
                 aims += [GUARD_GAIN * (target / size) ** 0.5, GUARD_AIM * target]
+                starts.extend(range(tensors[-1][2], tensors[-1][2] + -(-size // 32), BLOCK // 32))
                 blocks += -(-size // BLOCK) * [len(tensors) - 1]
             start, words = start + layout.num_bytes, words + sum(layout.tensor_sizes) // WORD
         tensors.append([0, len(blocks), words, 0, 0, 0, 0, 0])
+        starts.append(words)
         parts.append([0, 0, 0, len(blocks), words, len(tensors) - 1, 0, 0, 0, 0, len(coded), 0])
         self.tensors, self.parts = (_copied(rows, torch.int64, device) for rows in (tensors, parts))
         self.blocks, self.coded = (_copied(row, torch.int32, device) for row in (blocks, coded))
         self.aims = _copied(aims, torch.float64, device)
-        self.words, self.count, self.num_parts = words, len(tensors) - 1, len(parts) - 1
+        self.words, self.count, self.num_parts, self.starts = words, len(tensors) - 1, len(parts) - 1, starts
         most = max((-(-size // BLOCK) for size in plan.sizes), default=1)
         self.rounds, self.steps = -(-most // 1024), most.bit_length() + 1
         low_bits = [max(part[6], 0) for part in parts]
@@ -126,7 +130,7 @@ class Table:
     def ends(self, counts: Tensor, rows: int = 0) -> Tensor:
         """Running sums of counts (shape ``[n]``, int64), after a zero: shape ``[n + 1]``, int64.
 
-        They are in memory that the table keeps, until the next call for so many rows.
+        They are in memory that the table keeps, until the next call for so many rows: minus so many, of codes.
         """
         if (rows, len(counts)) not in self._ends:
             self._ends[rows, len(counts)] = torch.zeros(len(counts) + 1, dtype=torch.int64, device=self.device)
@@ -254,68 +258,82 @@ class _Packing:
         return means, fits, large
 
 
-class _Arrived(NamedTuple):
-    """Payloads that have arrived: rows of the same plan, and where their entries are."""
+class _Arrived:
+    """Payloads that have arrived (uint8, ``[rows, bytes]``), whose codes are decoded some blocks at a time.
 
-    table: Table
-    words: Tensor  # all rows, uint32
-    stride: int  # words of a row
-    flags: Tensor  # decoded, if a code is no bitmap
-    ends: Tensor  # running counts of flags by block, row by row
-    wrong: Tensor  # int32, shape `[rows * parts]`
+    ``wrong``, int32, shape ``[rows * parts]``, says which are harmed, after :meth:`judge`.
+    """
 
+    def __init__(self, payloads: Tensor, plan: BucketPlan) -> None:
+        self.table, self.plan, self.rows = Table.of(plan, payloads.device), plan, len(payloads)
+        table, coded = self.table, len(self.table.coded)
+        self.words, self.stride = payloads.contiguous().view(torch.uint32), plan.num_bytes // 4
+        self.wrong = torch.zeros(self.rows * table.num_parts, dtype=torch.int32, device=table.device)
+        self.counts, self.given = table.room(self.rows * len(table.blocks), torch.int64), tuple[Any, ...]()
+        if coded:
+            codes, counts = (table.parts, table.coded, coded), table.room(self.rows * coded, torch.int64)
+            _launch(triton_add.count_flags, (coded, self.rows), *codes, self.words, self.stride, counts, CODE=CODED)
+            self.codes = *codes, table.ends(counts, -self.rows), self.words, self.stride
 
-def _read(payloads: Tensor, plan: BucketPlan, tag: int) -> _Arrived:
-    """Find the flags of payloads (uint8, ``[rows, bytes]``), and check all of them."""
-    rows, table = len(payloads), Table.of(plan, payloads.device)
-    words, stride, parts = payloads.contiguous().view(torch.uint32), plan.num_bytes // 4, table.num_parts
-    wrong, flags = torch.zeros(rows * parts, dtype=torch.int32, device=table.device), words
-    blocks = len(table.blocks)
-    if coded := len(table.coded):
-        flags = torch.zeros(rows * table.words, dtype=torch.int32, device=table.device).view(torch.uint32)
-        counts = table.room(rows * coded, torch.int64)
-        rest: Any = table.parts, table.coded, coded
-        _launch(triton_add.count_flags, (coded, rows), *rest, words, stride, counts)
-        rest = *rest, table.ends(counts, rows), words, stride, table.words, flags, wrong, parts
-        _launch(triton_add.decode, (coded, rows), *rest, PLANES=table.loops["PLANES"])
-    counts = table.room(rows * blocks, torch.int64)
-    rest = table.tensors, table.parts, table.blocks, blocks, words, stride, flags, table.words, counts, wrong, parts
-    _launch(triton_add.count_entries, (blocks, rows), *rest)
-    ends, scales = table.ends(counts, rows), plan.value_format in SCALED_FORMATS
-    rest = table.tensors, table.parts, blocks, ends, words, stride, wrong, table.header, tag, parts
-    _launch(triton_add.judge, (parts, rows), *rest, ROUNDS=-(-table.count // 128), SCALES=scales)
-    return _Arrived(table, words, stride, flags, ends, wrong)
+    def find(self, first: int, end: int) -> None:
+        """Find the flags of some blocks, after those of all before, and check them."""
+        table, flags, origin, words = self.table, self.words, 0, 0
+        found = self.wrong, table.num_parts
+        if coded := len(table.coded):
+            self.given, origin = (), table.starts[first]  # the flags before make room
+            words = table.starts[end] - origin
+            flags = torch.zeros(self.rows * words, dtype=torch.int32, device=table.device).view(torch.uint32)
+            rest: Any = *self.codes, origin, words, flags, *found
+            _launch(triton_add.decode, (coded, self.rows), *rest, CODE=CODED, PLANES=table.loops["PLANES"])
+        self.given = table.tensors, table.parts, table.blocks, len(table.blocks)
+        self.given = *self.given, self.words, self.stride, flags, origin, words
+        grid = -(-(end - first) // GROUP), self.rows
+        _launch(triton_add.count_entries, grid, *self.given, first, end, self.counts, *found)
+        # Sums of counts that are not there yet are not read.
+        self.ends = table.ends(self.counts, self.rows)
 
+    def open(self, first: int, chunk: int, opened: Tensor) -> None:
+        """Flags and signs of some blocks, in the places of their entries."""
+        grid, rest = (-(-chunk // GROUP), self.rows), (self.ends, first, chunk, opened)
+        _launch(triton_add.open_words, grid, *self.given, *rest, FORMAT=self.plan.value_format)
 
-def _open(arrived: _Arrived, rows: int, first: int, chunk: int) -> Tensor:
-    """Flags and signs of some blocks, in the places of their entries."""
-    table = arrived.table
-    opened = table.room(rows * chunk * OPENED, torch.uint32)
-    given = table.tensors, table.parts, table.blocks, len(table.blocks), arrived.words, arrived.stride
-    rest: Any = arrived.flags, table.words, arrived.ends, first, chunk, opened
-    _launch(triton_add.open_words, (chunk, rows), *given, *rest, FORMAT=table.plan.value_format)
-    return opened
+    def judge(self, tag: int) -> None:
+        """Check headers and scales, after all blocks."""
+        table, parts, scales = self.table, self.table.num_parts, self.plan.value_format in SCALED_FORMATS
+        given = table.tensors, table.parts, len(table.blocks), self.ends, self.words, self.stride
+        rest: Any = *given, self.wrong, table.header, tag, parts
+        _launch(triton_add.judge, (parts, self.rows), *rest, ROUNDS=-(-table.count // 128), SCALES=scales)
 
 
 def add(memory: Memory, received: Received, bucket: Bucket, said: str) -> None:
     """Add payloads; see :func:`~lightning_dct.compress.codec.apply`. ``memory.awaited`` raises errors later."""
     payloads, plan, factor, own, _, how = received
-    arrived, rows, base = _read(payloads, plan, how.tag), len(payloads), DTYPES[plan.residual_dtype]
+    arrived, rows, base = _Arrived(payloads, plan), len(payloads), DTYPES[plan.residual_dtype]
     table, words, addresses = arrived.table, arrived.words, arrived.table.addresses(bucket)
     weights = _weights(rows, factor, how.lengthening, plan.residual_dtype, table.device)
     mine, apart, own_format = own if isinstance(own, int) else -1, arrived, None
     if isinstance(own, SentPayload) and bucket.news:
-        apart, own_format = _read(own.payload.unsqueeze(0), own.plan, how.tag), own.plan.value_format
-    owns = {"SENDERS": rows, "BASE": base, "OWNS": bool(bucket.news)}
+        apart, own_format = _Arrived(own.payload.unsqueeze(0), own.plan), own.plan.value_format
+    owns = {"SENDERS": rows, "BASE": base, "OWNS": bool(bucket.news), "num_warps": 8}
     formats = {"FORMAT": plan.value_format, "OWN_FORMAT": own_format}
     given = addresses, table.count, table.tensors, table.parts, table.blocks, words, arrived.stride
-    # Some blocks at a time, because what a thread needs of each word takes memory by sender.
-    for first in range(0, len(table.blocks), most := max(OPENED_AT_ONCE // rows, 1)):
-        chunk = min(most, len(table.blocks) - first)
-        opened = _open(arrived, rows, first, chunk)
-        of_own = opened if own_format is None else _open(apart, 1, first, chunk)
-        rest: Any = first, chunk, opened, weights, mine, apart.table.tensors, apart.table.parts, apart.words, of_own
-        _launch(triton_add.add, (chunk,), *given, *rest, **owns, **formats)
+    # Some blocks at a time, because decoded flags and what a thread needs of each word take memory by sender.
+    blocks, most = len(table.blocks), max(OPENED_AT_ONCE // rows, 1)
+    span = max(DECODED_AT_ONCE // rows, 1) if len(table.coded) else blocks
+    sources = {arrived: rows, apart: 1} if own_format is not None else {arrived: rows}
+    opened = [table.room(count * min(most, blocks) * OPENED, torch.uint32) for count in sources.values()]
+    for begin in range(0, max(blocks, 1), max(span, 1)):
+        end = min(begin + span, blocks)
+        for source in sources:
+            source.find(begin, end)
+        for first in range(begin, end, most):
+            chunk = min(most, end - first)
+            for source, room in zip(sources, opened, strict=True):
+                source.open(first, chunk, room)
+            rest: Any = first, chunk, opened[0], weights, mine, apart.table.tensors, apart.table.parts, apart.words
+            _launch(triton_add.add, (chunk,), *given, *rest, opened[-1], **owns, **formats)
+    for source in sources:
+        source.judge(how.tag)
     if plan.dense:
         wrong = arrived.wrong.view(rows, -1)
         owns_of_parts = own.plan.divide(own.payload) if isinstance(own, SentPayload) else []

@@ -9,79 +9,120 @@ import triton.language as tl
 
 from lightning_dct.kernels import triton_bits as tb
 
+GROUP = 4  # blocks of which a program counts and opens the words
+BLOCKS = tl.constexpr(GROUP)
+
 
 @triton.jit
-def count_flags(parts, block_part, blocks, payloads, stride, counts):
-    """The number of set flags in each block of Elias-Fano codes, row by row."""
-    b, row = tl.program_id(0), tl.program_id(1)
-    p = tl.load(block_part + b)
-    part = parts + p * tb.PART
-    k = (b - tl.load(part + 10)) * tb.WORDS + tl.arange(0, tb.WORDS)
+def _code_flags(part, block, code, CODE: tl.constexpr):
+    """The words of flags in a block of an Elias-Fano code, their numbers, and how many of their flags are in it."""
+    k = block * (CODE // 32) + tl.arange(0, CODE // 32)
     left = tl.minimum(tl.maximum(tl.load(part + 7) - 32 * k, 0), 32)
-    m = tl.load(payloads + row * stride + tl.load(part + 1) + k, mask=left > 0, other=0) & tb.first_ones(left)
+    return tl.load(code + k, mask=left > 0, other=0) & tb.first_ones(left), k, left
+
+
+@triton.jit
+def count_flags(parts, block_part, blocks, payloads, stride, counts, CODE: tl.constexpr):
+    """The number of set flags in each block, of ``CODE`` flags, of Elias-Fano codes, row by row."""
+    b, row = tl.program_id(0), tl.program_id(1)
+    part = parts + tl.load(block_part + b) * tb.PART
+    code = payloads + row * stride + tl.load(part + 1)
+    m, _, _ = _code_flags(part, b - tl.load(part + 10), code, CODE)
     tl.store(counts + row * blocks + b, tl.sum(tb.ones(m), axis=0))
 
 
 @triton.jit
-def decode(parts, block_part, blocks, ends, payloads, stride, words, flags, wrong, num_parts, PLANES: tl.constexpr):
-    """Decode Elias-Fano codes into scratch flags, which are zero before, row by row; report invalid codes."""
+def decode(
+    parts, block_part, blocks, ends, payloads, stride, origin, words, flags, wrong, num_parts,
+    CODE: tl.constexpr, PLANES: tl.constexpr,
+):  # fmt: skip
+    """Decode what Elias-Fano codes say of ``words`` words of scratch flags from ``origin`` on, which are zero before.
+
+    Invalid codes are reported. A thread has a word of the code, whose entries follow each other: it sets those of a
+    word of scratch flags at once.
+    """
     b, row = tl.program_id(0), tl.program_id(1)
     p = tl.load(block_part + b)
     part = parts + p * tb.PART
-    code = payloads + row * stride + tl.load(part + 1)
-    num_flags, capacity, low_bits = tl.load(part + 7), tl.load(part + 8), tl.load(part + 6)
-    k = (b - tl.load(part + 10)) * tb.WORDS + tl.arange(0, tb.WORDS)
-    left = tl.minimum(tl.maximum(num_flags - 32 * k, 0), 32)
-    m = tl.load(code + k, mask=left > 0, other=0) & tb.first_ones(left)
-    n = tb.ones(m)
-    at = tl.load(ends + row * blocks + b) - tl.load(ends + row * blocks + tl.load(part + 10)) + tl.cumsum(n, 0) - n
-    number = tb.numbered(at, m)
-    flag = k[:, None] * 32 + tl.arange(0, 32)[None, :]
-    here = tb.bits_of(m) & (number < capacity)
-    # Where the flag before is set, too, the high parts are equal: then the low ones must ascend.
-    last = tl.load(code + k - 1, mask=(left > 0) & (k > 0), other=0)
-    follows = here & tb.bits_of((m << 1) | (last >> 31))
-    low, low_before = number * 0, number * 0
-    for plane in tl.static_range(PLANES):
-        spot = num_flags + plane * capacity + number
-        is_coded = plane < low_bits
-        bit = (tl.load(code + (spot >> 5), mask=here & is_coded, other=0) >> (spot & 31).to(tl.uint32)) & 1
-        low |= bit.to(tl.int64) << plane
-        spot -= 1
-        bit = (tl.load(code + (spot >> 5), mask=follows & is_coded, other=0) >> (spot & 31).to(tl.uint32)) & 1
-        low_before |= bit.to(tl.int64) << plane
-    position = ((flag - number) << low_bits) | low
-    valid = here & (position < (tl.load(part + tb.PART + 4) - tl.load(part + 4)) * 32)
-    bad = (tb.bits_of(m) & (valid == 0)) | (follows & (low <= low_before))
-    if tl.sum(tl.sum(bad.to(tl.int32), axis=1), axis=0) > 0:
-        tl.atomic_or(wrong + row * num_parts + p, 1, sem="relaxed")
-    bit = (tl.zeros_like(position) + 1).to(tl.uint32) << (position & 31).to(tl.uint32)
-    tl.atomic_or(flags + row * words + tl.load(part + 4) + (position >> 5), bit, mask=valid, sem="relaxed")
+    block, low_bits, first = b - tl.load(part + 10), tl.load(part + 6), tl.load(part + 4)
+    before = ends + row * blocks + b
+    before_all = tl.load(before - block)
+    before_block, zeros = tl.load(before) - before_all, (block + 1) * CODE - (tl.load(before + 1) - before_all)
+    # Positions that shall be decoded; those beyond the last one, too, so that they are reported.
+    size = (tl.load(part + tb.PART + 4) - first) * 32
+    begin, end = (origin - first) * 32, (origin - first + words) * 32
+    reaches = (block * CODE - before_block) << low_bits < end
+    if (reaches | (end >= size)) & ((zeros + 1) << low_bits > begin):
+        code = payloads + row * stride + tl.load(part + 1)
+        m, k, left = _code_flags(part, block, code, CODE)
+        n = tb.ones(m)
+        at = before_block + tl.cumsum(n, 0) - n
+        num_flags, capacity = tl.load(part + 7), tl.load(part + 8)
+        coded = tl.minimum(tl.maximum(capacity - at, 0), n).to(tl.int32)
+        valid = tb.apart(tb.first_ones(coded), m)
+        # Where the flag before is set, too, the high parts are equal: then the low ones must ascend.
+        last = tl.load(code + k - 1, mask=(left > 0) & (k > 0), other=0) >> 31
+        follows = valid & ((m << 1) | last)
+        planes, ascends = (), tl.zeros_like(m)
+        for plane in tl.static_range(PLANES):
+            spot, is_coded = num_flags + plane * capacity + at, plane < low_bits
+            low = tb.apart(tb.get_bits(code, spot, tl.where(is_coded, coded, 0)), m)
+            spot -= 1
+            bit = tl.load(code + (spot >> 5), mask=is_coded & ((follows & 1) != 0), other=0)
+            low_before = (low << 1) | ((bit >> (spot & 31).to(tl.uint32)) & 1)
+            ascends = (ascends & ((low ^ low_before) ^ tb.ALL)) | (low & (low_before ^ tb.ALL))
+            planes += (low,)
+        bad = (coded < n) | ((follows & (ascends ^ tb.ALL)) != 0)
+        high = (32 * k - at) << low_bits
+        step = (tl.zeros_like(high) + 1) << low_bits
+        flag, found, word = tl.zeros_like(m) + 1, tl.zeros_like(m), high * 0
+        scratch = flags + row * words + first - origin
+        for _ in range(32):
+            position = high
+            for plane in tl.static_range(PLANES):
+                position += tl.where((planes[plane] & flag) != 0, 1 << plane, 0)
+            here = (valid & flag) != 0
+            bad |= here & (position >= size)
+            here &= (position >= begin) & (position < tl.minimum(end, size))
+            leaves = here & ((position >> 5) != word)
+            tl.atomic_or(scratch + word, found, mask=leaves & (found != 0), sem="relaxed")
+            word = tl.where(leaves, position >> 5, word)
+            bit = here.to(tl.uint32) << (position & 31).to(tl.uint32)
+            found = tl.where(leaves, bit, found | bit)
+            high += tl.where((m & flag) != 0, 0, step)
+            flag <<= 1
+        tl.atomic_or(scratch + word, found, mask=found != 0, sem="relaxed")
+        if tl.sum(bad.to(tl.int32), axis=0) > 0:
+            tl.atomic_or(wrong + row * num_parts + p, 1, sem="relaxed")
 
 
 @triton.jit
-def _flags_of(part, payloads, row, stride, flags, words, start, size, word):
-    """The words of flags of a block, from the payload or decoded, and which of their flags are in the tensor."""
-    in_payload = payloads + row * stride + tl.load(part + 1)
-    decoded = flags + row * words + tl.load(part + 4)
-    source = tl.where(tl.load(part + 6) < 0, in_payload, decoded) + word - tl.load(part + 4)
-    rows = tl.arange(0, tb.WORDS)
-    left = tl.minimum(tl.maximum(size - start - rows * 32, 0), 32)
-    return tl.load(source + rows, mask=left > 0, other=0), tb.first_ones(left)
-
-
-@triton.jit
-def count_entries(tensors, parts, block_tensor, blocks, payloads, stride, flags, words, counts, wrong, num_parts):
-    """The number of set flags of each block, row by row; flags beyond the end of a tensor are reported."""
-    b, row = tl.program_id(0), tl.program_id(1)
+def _flags_of(tensors, parts, block_tensor, b, inside, payload, decoded):
+    """Of words of blocks: the parts, the flags, from the payload or decoded, and those beyond their tensors."""
     t, start, size, word = tb.place(tensors, block_tensor, b)
     p = tl.load(tensors + t * tb.TENSOR + 3)
     part = parts + p * tb.PART
-    m, valid = _flags_of(part, payloads, row, stride, flags, words, start, size, word)
-    inside = m & valid
-    if tl.sum(tb.ones(m ^ inside), axis=0) > 0:
-        tl.atomic_or(wrong + row * num_parts + p, 1, sem="relaxed")
-    tl.store(counts + row * blocks + b, tl.sum(tb.ones(inside), axis=0))
+    in_payload = payload + tl.load(part + 1) - tl.load(part + 4)
+    number = tl.arange(0, BLOCKS * tb.WORDS) % tb.WORDS
+    left = tl.where(inside, tl.minimum(tl.maximum(size - start - number * 32, 0), 32), 0)
+    m = tl.load(tl.where(tl.load(part + 6) < 0, in_payload, decoded) + word + number, mask=left > 0, other=0)
+    valid = tb.first_ones(left)
+    return p, m & valid, m & (valid ^ tb.ALL)
+
+
+@triton.jit
+def count_entries(
+    tensors, parts, block_tensor, blocks, payloads, stride, flags, origin, words, first, end, counts, wrong, num_parts
+):  # fmt: skip
+    """The number of set flags of some blocks, row by row; flags beyond the end of a tensor are reported."""
+    row, begin = tl.program_id(1), first + tl.program_id(0) * BLOCKS
+    b = begin + tl.arange(0, BLOCKS * tb.WORDS) // tb.WORDS
+    inside, b = b < end, tl.minimum(b, end - 1)
+    rest = payloads + row * stride, flags + row * words - origin
+    p, m, beyond = _flags_of(tensors, parts, block_tensor, b, inside, *rest)
+    tl.atomic_or(wrong + row * num_parts + p, 1, mask=beyond != 0, sem="relaxed")
+    b = begin + tl.arange(0, BLOCKS)
+    tl.store(counts + row * blocks + b, tl.sum(tl.reshape(tb.ones(m), [BLOCKS, tb.WORDS]), axis=1), mask=b < end)
 
 
 @triton.jit(do_not_specialize=["tag"])
@@ -123,7 +164,7 @@ def _every_second(x):
 
 @triton.jit
 def open_words(
-    tensors, parts, block_tensor, blocks, payloads, stride, flags, words, ends, first, chunk, opened,
+    tensors, parts, block_tensor, blocks, payloads, stride, flags, origin, words, ends, first, chunk, opened,
     FORMAT: tl.constexpr,
 ):  # fmt: skip
     """For some blocks (``chunk`` from ``first`` on) of each row: flags, and where the values of a word are.
@@ -132,45 +173,51 @@ def open_words(
     which entries are large. With fp32 and bf16 it has the number of each word's first value. Here a thread has a word,
     in :func:`add` an entry.
     """
-    local, row = tl.program_id(0), tl.program_id(1)
-    b = first + local
-    t, start, size, word = tb.place(tensors, block_tensor, b)
-    part = parts + tl.load(tensors + t * tb.TENSOR + 3) * tb.PART
-    m, valid = _flags_of(part, payloads, row, stride, flags, words, start, size, word)
-    m &= valid
-    n = tb.ones(m)
-    at = tl.load(ends + row * blocks + b) - tl.load(ends + row * blocks + tl.load(part + 3)) + tl.cumsum(n, 0) - n
+    each = tl.arange(0, BLOCKS * tb.WORDS)
+    row, local = tl.program_id(1), tl.program_id(0) * BLOCKS + each // tb.WORDS
+    inside, local = local < chunk, tl.minimum(local, chunk - 1)
+    b, rest = first + local, (payloads + row * stride, flags + row * words - origin)
+    p, m, _ = _flags_of(tensors, parts, block_tensor, b, inside, *rest)
+    part, n = parts + p * tb.PART, tb.ones(m)
+    before = tl.reshape(tl.cumsum(tl.reshape(n, [BLOCKS, tb.WORDS]), 1), [BLOCKS * tb.WORDS]) - n
+    at = tl.load(ends + row * blocks + b) - tl.load(ends + row * blocks + tl.load(part + 3)) + before
     # A harmed payload may have more flags than values.
     capacity = tl.load(part + 8)
     at = tl.minimum(at, capacity)
     n = tl.minimum(n, capacity - at)
     values = payloads + row * stride + tl.load(part + 2)
-    out = opened + (row * chunk + local) * (tb.WORDS * 3) + tl.arange(0, tb.WORDS)
-    tl.store(out, m)
+    out = opened + (row * chunk + local) * (tb.WORDS * 3) + each % tb.WORDS
+    tl.store(out, m, mask=inside)
     if FORMAT == "1bit":
-        tl.store(out + tb.WORDS, tb.apart(tb.get_bits(values, at, n), m))
+        tl.store(out + tb.WORDS, tb.apart(tb.get_bits(values, at, n), m), mask=inside)
     elif FORMAT == "2bit":
         low = tb.get_bits(values, 2 * at, 2 * tl.minimum(n, 16))
         high = tb.get_bits(values, 2 * at + 32, 2 * tl.maximum(n - 16, 0))
-        tl.store(out + tb.WORDS, tb.apart(_every_second(low) | (_every_second(high) << 16), m))
-        tl.store(out + 2 * tb.WORDS, tb.apart(_every_second(low >> 1) | (_every_second(high >> 1) << 16), m))
+        tl.store(out + tb.WORDS, tb.apart(_every_second(low) | (_every_second(high) << 16), m), mask=inside)
+        large = _every_second(low >> 1) | (_every_second(high >> 1) << 16)
+        tl.store(out + 2 * tb.WORDS, tb.apart(large, m), mask=inside)
     else:
-        tl.store(out + tb.WORDS, at.to(tl.uint32))
+        tl.store(out + tb.WORDS, at.to(tl.uint32), mask=inside)
+
+
+@triton.jit
+def _bits():
+    """The bit of each entry in its word: shape ``[1, 32]``."""
+    return (tl.zeros([1, 32], tl.uint32) + 1) << tl.arange(0, 32)[None, :].to(tl.uint32)
 
 
 @triton.jit
 def _values(tensors, parts, t, payload, opened, BASE: tl.constexpr, FORMAT: tl.constexpr):
-    """A sender's part of a block: which entries it has sent, and their values, zero elsewhere."""
-    lane = tl.arange(0, 32)[None, :].to(tl.uint32)
+    """A sender's part of a block: the words of flags of what it has sent, and the values, zero elsewhere."""
+    bit = _bits()
     out = opened + tl.arange(0, tb.WORDS)[:, None]
-    m = tl.load(out)
-    x = tl.load(out + tb.WORDS)
-    here = ((m >> lane) & 1) != 0
+    m, x = tl.load(out), tl.load(out + tb.WORDS)
+    here = (m & bit) != 0
     if FORMAT == "1bit" or FORMAT == "2bit":
         level = tl.load(payload + tl.load(tensors + t * tb.TENSOR + 4)).to(tl.float32, bitcast=True)
         if FORMAT == "2bit":
-            level = tl.where(((tl.load(out + 2 * tb.WORDS) >> lane) & 1) != 0, level + level, level)
-        v = tl.where(((x >> lane) & 1) != 0, level, -level)
+            level = tl.where((tl.load(out + 2 * tb.WORDS) & bit) != 0, level + level, level)
+        v = tl.where((x & bit) != 0, level, -level)
     else:
         part = parts + tl.load(tensors + t * tb.TENSOR + 3) * tb.PART
         k = x.to(tl.int64) + tb.ones(m & tb.first_ones(tl.arange(0, 32))[None, :])
@@ -180,7 +227,7 @@ def _values(tensors, parts, t, payload, opened, BASE: tl.constexpr, FORMAT: tl.c
         else:
             half = tl.load(values.to(tl.pointer_type(tl.uint16)) + k, mask=valid, other=0)
             v = (half.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    return here, tl.where(here, v, 0.0).to(BASE)
+    return m, tl.where(here, v, 0.0).to(BASE)
 
 
 @triton.jit
@@ -196,20 +243,20 @@ def add(
     """
     local = tl.program_id(0)
     t, start, _, _ = tb.place(tensors, block_tensor, first + local)
-    total = tl.zeros([tb.WORDS, 32], BASE)
-    sent = tl.zeros([tb.WORDS, 32], BASE)
-    n = tl.zeros([tb.WORDS, 32], tl.int32)
-    union = tl.zeros([tb.WORDS, 32], tl.int1)
+    total, flags = tl.zeros([tb.WORDS, 32], BASE), tl.zeros([tb.WORDS, 1], tl.uint32)
+    sent, n = total, tl.zeros([tb.WORDS, 32], tl.int32)
     # Unrolled, because a loop costs several times what is in it.
     for row in tl.static_range(SENDERS):
         block = opened + (row * chunk + local) * (tb.WORDS * 3)
-        here, v = _values(tensors, parts, t, payloads + row * stride, block, BASE, FORMAT)
+        m, v = _values(tensors, parts, t, payloads + row * stride, block, BASE, FORMAT)
         total += v
         n += (v != 0).to(tl.int32)
-        union |= here
+        flags |= m
         if OWNS:
             sent = tl.where(row == mine, v, sent)
-    mean = total * tl.load(weights + n)
+    union = (flags & _bits()) != 0
+    # In one row, because of whole words the compiler would move all numbers to other threads and back.
+    mean = total * tl.reshape(tl.load(weights + tl.reshape(n, [tb.WORDS * 32])), [tb.WORDS, 32])
     i = start + tb.lanes()
     shared = tl.load(addresses + count + t).to(tl.pointer_type(BASE)) + i
     tl.store(shared, tl.load(shared, mask=union) + mean, mask=union)
@@ -217,9 +264,8 @@ def add(
         counted = union
         if OWN_FORMAT is not None:
             block = own_opened + local * (tb.WORDS * 3)
-            counted, sent = _values(own_tensors, own_parts, t, own_payload, block, BASE, OWN_FORMAT)
-            counted &= total != 0
+            m, sent = _values(own_tensors, own_parts, t, own_payload, block, BASE, OWN_FORMAT)
+            counted = ((m & _bits()) != 0) & (total != 0)
         own = tl.load(addresses + t).to(tl.pointer_type(BASE)) + i
         w = tl.load(own, mask=union)
-        w = tl.where(counted, w - sent, w)
-        tl.store(own, w + mean, mask=union)
+        tl.store(own, tl.where(counted, w - sent, w) + mean, mask=union)
