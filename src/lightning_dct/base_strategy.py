@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -29,7 +30,7 @@ from lightning_dct.callbacks.requirements import AVERAGING, run_length, share_do
 from lightning_dct.callbacks.run_advice import RunAdvice
 from lightning_dct.callbacks.schedules import ThresholdRefresh
 from lightning_dct.clipping import install_clipping, remove_clipping
-from lightning_dct.compress.awaited import clock_of
+from lightning_dct.compress.awaited import SPAN, clock_of, recorded
 from lightning_dct.config import check_density
 from lightning_dct.embedding.lookup import when_backward_ends
 from lightning_dct.embedding.sharded import ShardedEmbeddingBags
@@ -37,7 +38,6 @@ from lightning_dct.failures.course import EXCHANGE, IN_FORWARD
 from lightning_dct.failures.lifeline import Lifeline, check_lifelines
 from lightning_dct.failures.process_group import group_is_made
 from lightning_dct.law import Given, RunLength, RunSettings
-from lightning_dct.profiling import shown_by
 from lightning_dct.saving import CheckpointedStrategy
 from lightning_dct.sync.unseen_steps import UnseenStepCheck
 from lightning_dct.traffic import Traffic
@@ -116,7 +116,13 @@ class DCTStrategyBase(CheckpointedStrategy):
         """Start counting bytes, and give modules that compress activations their counter."""
         if trainer.state.fn == TrainerFn.FITTING:
             clock = clock_of(self.root_device)
-            self.traffic, self.split_traffic = Traffic(shown_by(trainer), clock), Traffic(clock=clock)
+            # Without a Trainer's profiler a callback may run torch's.
+            profiler: Any = trainer.profiler  # type: ignore[attr-defined]
+            if isinstance(profiler, PassThroughProfiler):
+                named = recorded
+            else:
+                named = lambda work: profiler.profile(SPAN.format(work))  # noqa: E731
+            self.traffic, self.split_traffic = Traffic(named, clock), Traffic(clock=clock)
             self.synchronizer, self.config = None, self.given.config
         # Again, because `configure_model` may have made modules.
         check_agreement(module_settings(self._module), Module(), None)

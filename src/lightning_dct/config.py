@@ -133,11 +133,6 @@ class DCTConfig:
         return 1 if step <= self.warmup_steps else self.local_steps
 
     @property
-    def steps_of_delay(self) -> float:
-        """About how many optimizer steps an entry waits until it is sent."""
-        return self.local_steps / self.density
-
-    @property
     def lengthens(self) -> bool:
         """Whether the mean of updates is made as long as the ranks' steps; after several that overshoots."""
         one_step = self.compress == "updates" and self.local_steps == 1 and not self.overlap_steps

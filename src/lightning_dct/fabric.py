@@ -24,7 +24,7 @@ from lightning_dct.checkpoint import format as saved
 from lightning_dct.checkpoint import reading
 from lightning_dct.checkpoint.files import AtomicCheckpointIO, cleans_own_disk, lock, unlock
 from lightning_dct.checkpoint.merging import checksum_of_groups, with_edited_groups
-from lightning_dct.compress.awaited import clock_of
+from lightning_dct.compress.awaited import clock_of, recorded
 from lightning_dct.config import DCTConfig, check_density, check_keywords
 from lightning_dct.embedding.sharded import ShardedEmbeddingBags
 from lightning_dct.failures.course import EXCHANGE
@@ -32,7 +32,6 @@ from lightning_dct.failures.lifeline import Lifeline, check_lifelines, lifeline_
 from lightning_dct.failures.process_group import group_is_made
 from lightning_dct.law import Given, RunSettings
 from lightning_dct.lightning_private import BackwardSyncControl
-from lightning_dct.profiling import recorded
 from lightning_dct.registration import ENDINGS
 from lightning_dct.sync import setup
 from lightning_dct.sync.optimizer_trial import refuse

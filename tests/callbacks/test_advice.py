@@ -41,11 +41,6 @@ def without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_dct.kernels._numba_error", lambda: ModuleNotFoundError("No module named 'numba'"))
 
 
-def test_delay() -> None:
-    assert GRADIENTS.steps_of_delay == pytest.approx(1 / 0.03)
-    assert UPDATES.steps_of_delay == pytest.approx(40)
-
-
 def notes(
     config: DCTConfig | Given, ranks: int, steps: float, device_type: str = "cuda", unknown: str = ""
 ) -> list[str]:

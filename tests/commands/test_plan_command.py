@@ -190,7 +190,7 @@ def test_speed_is_measured() -> None:
 
 def test_speed_of_many_tensors_is_measured_with_the_small_ones_whole() -> None:
     speed = measure_speed(DCTConfig(density=0.2, min_tensor_size=128), [300, 10, 5000], 0.0, torch.device("cpu"))
-    assert min(speed.compress, speed.move) > 0
+    assert speed.compress > 0
     assert "5,310 entries" in speed.how
 
 

@@ -121,9 +121,18 @@ class BucketPlan:
         return PayloadLayout(sizes, tuple(filter(None, self.targets)), self.value_format, dense_bytes)
 
     @cached_property
+    def flag_bytes(self) -> list[int]:
+        """Bytes of the flags of each payload."""
+        return [part.layout.flags_num_bytes for part in self.parts or (self,)]
+
+    @cached_property
     def first(self) -> tuple[int, ...]:
-        """The number of the first flag of each compressed tensor in the payload."""
-        return (0, *accumulate(self.layout.tensor_sizes))[:-1]
+        """The number of the first flag of each compressed tensor, if those of one payload follow another's."""
+        begins = accumulate(self.flag_bytes, initial=0)
+        parts = zip(self.parts or (self,), begins, strict=False)
+        return tuple(
+            start for part, begin in parts for start in [*accumulate(part.layout.tensor_sizes, initial=8 * begin)][:-1]
+        )
 
     @cached_property
     def beyond(self) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
@@ -276,11 +285,10 @@ class Compressed(NamedTuple):
 
 
 class SentPayload(NamedTuple):
-    """A payload, how it was sent, and whose it is; all of a bucket have the same compressed tensors."""
+    """A payload, and how it was sent; all of a bucket have the same compressed tensors."""
 
     payload: Tensor
     plan: BucketPlan
-    sender: str = "This rank's own payload"
 
 
 class Received(NamedTuple):

@@ -16,6 +16,7 @@ Triton. All give the same bits.
 """
 
 from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,11 +26,7 @@ from lightning_dct.compress.awaited import must_not_wait
 from lightning_dct.compress.bucket_plan import PLAIN, Bucket, BucketPlan, Compressed, Received, Sending, SentPayload
 from lightning_dct.compress.memory import Memory
 from lightning_dct.compress.threshold import sample_of, threshold_from
-from lightning_dct.kernels import weights_by_senders
 from lightning_dct.wire.positions import PayloadError
-
-# Imported where it is used: Triton is there only with torch for CUDA.
-ON_GPU = "lightning_dct.compress.on_gpu"
 
 
 def compress(memory: Memory, bucket: Bucket, plan: BucketPlan, deferred: set[int], how: Sending = PLAIN) -> Compressed:
@@ -54,14 +51,13 @@ def compress(memory: Memory, bucket: Bucket, plan: BucketPlan, deferred: set[int
         sampled = bucket.entries(bounds, sample_of(size, target))
         memory.thresholds.set(names[number], target, threshold_from(sampled, size, target))
     memory.selected |= bool(missing)
-    if must_not_wait(bucket.bases[0].device):
-        return import_module(ON_GPU).pack(memory, bucket, plan, used, deferred, how)
-    sent, before = [], 0
-    for part in plan.parts or (plan,):
-        sent.append(on_cpu.pack(memory, bucket, part, {index - before for index in deferred}, how))
-        before += len(part.names)
-    payloads, entries, dense = zip(*sent, strict=True)
-    return Compressed(torch.cat(payloads) if plan.parts else payloads[0], sum(entries), sum(dense))
+    payload, entries = _way_of(bucket.bases[0].device).pack(memory, bucket, plan, used, deferred, how)
+    return Compressed(payload, entries, sum(plan.sizes[index] for index in plan.dense if index not in deferred))
+
+
+def _way_of(device: torch.device) -> Any:
+    # Triton is there only with torch for CUDA.
+    return import_module("lightning_dct.compress.on_gpu") if must_not_wait(device) else on_cpu
 
 
 def decompress(memory: Memory, received: Received, buffer: Tensor) -> Tensor:
@@ -93,7 +89,7 @@ def decompress_own(memory: Memory, received: Received, mean: Tensor) -> Tensor:
     """What this rank has sent of a bucket, as far as it counts: shape ``[n]``, like the ``mean``."""
     own = received.own
     assert own is not None
-    payload, plan, _ = own if isinstance(own, SentPayload) else SentPayload(received.payloads[own], received.plan)
+    payload, plan = own if isinstance(own, SentPayload) else SentPayload(received.payloads[own], received.plan)
     what = received.what or "This rank's own updates"
     alone = received._replace(payloads=payload.unsqueeze(0), plan=plan, factor=1.0, own=None, what=what)
     sent = decompress(memory, alone, torch.empty_like(mean))
@@ -114,25 +110,10 @@ def apply(memory: Memory, received: Received, bucket: Bucket) -> None:
     Own weights, if the bucket has any, change by as much, less what this rank has sent, if it has. :func:`decompress`
     describes the arguments and errors.
     """
-    payloads, plan, factor, own, what, how = received
-    said = what or memory.what
+    payloads, plan, said = received.payloads, received.plan, received.what or memory.what
     if payloads.shape[1] != plan.num_bytes:
         raise PayloadError(
             f"{said} from rank 0 of the process group: a payload has {payloads.shape[1]} bytes where its layout has"
             f" {plan.num_bytes}: use the same model, settings and version of lightning_dct on every rank."
         )
-    if must_not_wait(payloads.device):
-        import_module(ON_GPU).add(memory, received, bucket, said)
-        return
-    parts = len(plan.parts) or 1
-    weights = weights_by_senders(len(payloads), factor, how.lengthening, plan.residual_dtype)
-    owns = own.plan.divide(own.payload) if isinstance(own, SentPayload) else []
-    for number, (part, rows) in enumerate(plan.divide(payloads)):
-        # One rank's payload after the other in each row.
-        ranks = range(number, len(rows) * parts, parts)
-        arrived = [SentPayload(row, part, f"{said} from rank {rank}") for row, rank in zip(rows, ranks, strict=True)]
-        mine = own if bucket.news and isinstance(own, int) else -1
-        if bucket.news and owns:
-            mine = len(rows)
-            arrived.append(SentPayload(owns[number][1], owns[number][0]))
-        on_cpu.add(part, bucket, arrived, weights, mine, how.tag, memory.kernel)
+    _way_of(payloads.device).add(memory, received, bucket, said)

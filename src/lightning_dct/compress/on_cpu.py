@@ -3,12 +3,13 @@
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate, pairwise
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Compressed, Sending, SentPayload
+from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Received, Sending, SentPayload
 from lightning_dct.compress.memory import Memory
 from lightning_dct.compress.threshold import GUARD_RESELECT, limit_of, nudge
 from lightning_dct.kernels import cpu_kernel, weights_by_senders
@@ -17,21 +18,25 @@ from lightning_dct.wire import payload as wire
 from lightning_dct.wire.positions import PayloadError, reading
 
 
-def pack(memory: Memory, bucket: Bucket, plan: BucketPlan, deferred: set[int], how: Sending) -> Compressed:
-    """Pack one payload; see :func:`~lightning_dct.compress.codec.compress`."""
-    used = [(number, index) for number, index in enumerate(plan.compressed) if index not in deferred]
+def pack(
+    memory: Memory, bucket: Bucket, plan: BucketPlan, used: tuple[int, ...], deferred: set[int], how: Sending
+) -> tuple[Tensor, int]:
+    """Pack the payloads of a bucket, and count the entries; see :func:`~lightning_dct.compress.codec.compress`.
+
+    ``used`` are the indices of the compressed tensors that send something.
+    """
     thresholds, kernel = memory.thresholds, cpu_kernel(memory.kernel)
-    dense = take_dense(bucket, plan, deferred)
-    first = [plan.first[number] for number, _ in used]
-    news, bases = bucket.parts([plan.bounds[index] for _, index in used])
-    taus = [thresholds.get(plan.names[index], plan.targets[index]) or 0.0 for _, index in used]
-    flags = torch.zeros(plan.layout.flags_num_bytes, dtype=torch.uint8)
+    numbers = [plan.compressed.index(index) for index in used] if deferred else range(len(used))
+    first = [plan.first[number] for number in numbers]
+    news, bases = bucket.parts([plan.bounds[index] for index in used])
+    taus = [thresholds.get(plan.names[index], plan.targets[index]) or 0.0 for index in used]
+    flags = torch.zeros(sum(plan.flag_bytes), dtype=torch.uint8)
     before = [base.clone() for base in bases if bucket.others_keep]
     values, reached = kernel.select(news, bases, first, taus, bucket.scale, flags)
     kept = list(values.split(reached))
     broken = [] if is_finite(values) else [number for number, part in enumerate(kept) if not part.isfinite().all()]
     counts = [0] * len(plan.compressed)
-    for place, ((number, index), tau, count) in enumerate(zip(used, taus, reached, strict=True)):
+    for place, (number, index, tau, count) in enumerate(zip(numbers, used, taus, reached, strict=True)):
         size, target, where = plan.sizes[index], plan.targets[index], (flags, first[place], plan.sizes[index])
         if place in broken:
             # Only the infinite and NaN entries are sent, because the step is lost anyway.
@@ -46,21 +51,30 @@ def pack(memory: Memory, bucket: Bucket, plan: BucketPlan, deferred: set[int], h
             thresholds.set(plan.names[index], target, limit if far else nudge(tau, count, target, size))
     if sum(counts) < values.numel():
         values = torch.cat(kept) if len(kept) > 1 else kept[0]
-    payload = wire.pack(plan.layout, flags, values, counts, dense, how.tag)
-    if bucket.scale is not None or how.lost:
-        # In the memory of the values, which are not needed any more.
-        out = values if values.dtype == torch.float32 else None
-        as_read = Sent(flags[None], wire.unpack_values(plan.layout, payload, counts, out), [values.numel()])
-        if bucket.scale is not None:
-            kernel.subtract(bases, first, as_read)
-            if before:
-                counted = [torch.zeros_like(old) for old in before]
-                kernel.add_sums(counted, None, first, as_read, weights_by_senders(1, 1.0, 1.0, plan.residual_dtype))
-                for base, old, one in zip(bases, before, counted, strict=True):
-                    base.copy_(torch.where(one != 0, base, old))
-        else:
-            kernel.decay(news, bases, first, as_read, how.lost)
-    return Compressed(payload, values.numel(), dense.numel() // plan.dtype.itemsize)
+    parts, is_read = plan.parts or (plan,), bucket.scale is not None or how.lost > 0
+    edges = accumulate((len(part.compressed) for part in parts), initial=0)
+    of_parts = [counts[start:stop] for start, stop in pairwise(edges)]
+    sums, tensors, sent = [*map(sum, of_parts)], 0, []
+    # In the memory of the values, which are not needed any more.
+    read = values if values.dtype == torch.float32 else torch.empty(values.numel(), dtype=torch.float32)
+    split = flags.split(plan.flag_bytes), values.split(sums), read.split(sums)
+    for part, of_part, own_flags, own, out in zip(parts, of_parts, *split, strict=True):
+        dense = take_dense(bucket, part, {index - tensors for index in deferred})
+        sent.append(wire.pack(part.layout, own_flags, own, of_part, dense, how.tag))
+        if is_read:
+            wire.unpack_values(part.layout, sent[-1], of_part, out)
+        tensors += len(part.names)
+    as_read = Sent(flags[None], read, [values.numel()])
+    if bucket.scale is not None:
+        kernel.subtract(bases, first, as_read)
+    elif how.lost:
+        kernel.decay(news, bases, first, as_read, how.lost)
+    if before:
+        counted = [torch.zeros_like(old) for old in before]
+        kernel.add_sums(counted, None, first, as_read, weights_by_senders(1, 1.0, 1.0, plan.residual_dtype))
+        for base, old, one in zip(bases, before, counted, strict=True):
+            base.copy_(torch.where(one != 0, base, old))
+    return torch.cat(sent) if plan.parts else sent[0], values.numel()
 
 
 def take_dense(bucket: Bucket, plan: BucketPlan, deferred: set[int]) -> Tensor:
@@ -78,55 +92,53 @@ def take_dense(bucket: Bucket, plan: BucketPlan, deferred: set[int]) -> Tensor:
         sent = accumulated.to(plan.dtype)
         left = accumulated - sent
         torch._foreach_copy_(residuals, torch.where(left.abs() < math.inf, left, before).split(sizes))
-    if len(bounds) == len(plan.dense):
-        return sent.view(torch.uint8)
     parts = iter(sent.split(sizes))
     zero = sent.new_zeros(1)
     dense = [zero.expand(plan.sizes[index]) if index in deferred else next(parts) for index in plan.dense]
     return torch.cat(dense).view(torch.uint8)
 
 
-def add(
-    plan: BucketPlan,
-    bucket: Bucket,
-    arrived: Sequence[SentPayload],
-    weights: Tensor,
-    mine: int,
-    tag: int,
-    kernel: str,
-) -> None:
-    """Add the weighted sum of what senders have sent; see :func:`~lightning_dct.compress.codec.apply`.
-
-    ``arrived`` are payloads of one part of a bucket. ``mine`` is the number of this rank's own one, or -1. For the
-    weights see :func:`~lightning_dct.kernels.plain.add_sums`.
-    """
-    flags = arrived[0].payload.new_zeros(len(arrived), plan.layout.flags_num_bytes)
+def add(memory: Memory, received: Received, bucket: Bucket, said: str) -> None:
+    """Add payloads; see :func:`~lightning_dct.compress.codec.apply`."""
+    payloads, plan, factor, own, _, how = received
+    parts, sources, mine = plan.parts or (plan,), [SentPayload(row, plan) for row in payloads], -1
+    if bucket.news and own is not None:
+        mine = own if isinstance(own, int) else len(payloads)
+        sources += [own] if isinstance(own, SentPayload) else []
+    flags = payloads.new_zeros(len(sources), sum(plan.flag_bytes))
+    # One rank's payload after the other in each row.
+    senders = [f"{said} from rank {rank}" for rank in range(len(payloads) * len(parts))]
+    senders += ["This rank's own payload"] * (len(sources) * len(parts) - len(senders))
+    arrived = [(part, payload) for source in sources for part, payload in source.plan.divide(source.payload)]
     counts = []
-    for one, row in zip(arrived, flags, strict=True):
-        with reading(f"{one.sender} of the process group"):
-            counts.append(wire.unpack_flags(one.plan.layout, one.payload, row, tag))
-            words, beyond = plan.beyond
-            if (row.numpy().view("uint32")[words] & beyond).any():
+    rooms = [room for row in flags for room in row.split(plan.flag_bytes)]
+    for sender, (part, payload), room in zip(senders, arrived, rooms, strict=True):
+        with reading(f"{sender} of the process group"):
+            counts.append(wire.unpack_flags(part.layout, payload, room, how.tag))
+            words, beyond = part.beyond
+            if (room.numpy().view("uint32")[words] & beyond).any():
                 raise PayloadError("the positions are corrupt: some are beyond the end of their tensor")
-    sums = [sum(of_sender) for of_sender in counts]
+    sums = [sum(of_payload) for of_payload in counts]
     values = torch.empty(sum(sums), dtype=torch.float32)
-    for one, own_counts, own in zip(arrived, counts, values.split_with_sizes(sums), strict=True):
-        layout = one.plan.layout
-        wire.unpack_values(layout, one.payload, own_counts, own)
+    for sender, (part, payload), own_counts, out in zip(senders, arrived, counts, values.split(sums), strict=True):
+        wire.unpack_values(part.layout, payload, own_counts, out)
         # One value that is infinite or NaN makes the scale so.
-        if not is_finite(wire.read_scales(layout, one.payload) if layout.num_scales else own):
-            name_broken_sender(one.sender)
+        if not is_finite(wire.read_scales(part.layout, payload) if part.layout.num_scales else out):
+            name_broken_sender(sender)
     owns, totals = bucket.parts([plan.bounds[index] for index in plan.compressed])
-    sent = Sent(flags, values, sums)
-    cpu_kernel(kernel).add_sums(totals, owns or None, plan.first, sent, weights, mine)
-    if plan.dense:
-        dense = []
-        for one in arrived:
-            # In memory of its own, because a view as another dtype has to be aligned.
-            dense.append(wire.read_dense(one.plan.layout, one.payload).clone().view(plan.dtype))
-            if not is_finite(dense[-1]):
-                name_broken_sender(one.sender)
-        add_dense(plan, bucket, dense, weights, mine)
+    weights = weights_by_senders(len(payloads), factor, how.lengthening, plan.residual_dtype)
+    sent = Sent(flags, values, [sum(sums[start : start + len(parts)]) for start in range(0, len(sums), len(parts))])
+    cpu_kernel(memory.kernel).add_sums(totals, owns or None, plan.first, sent, weights, mine)
+    for number, part in enumerate(parts):
+        # In memory of its own, because a view as another dtype has to be aligned.
+        dense = [
+            wire.read_dense(one.layout, row).clone().view(plan.dtype) for one, row in arrived[number :: len(parts)]
+        ]
+        for sender, one in zip(senders[number :: len(parts)], dense, strict=True):
+            if not is_finite(one):
+                name_broken_sender(sender)
+        if part.dense:
+            add_dense(part, bucket, dense, weights, mine)
 
 
 def add_dense(plan: BucketPlan, bucket: Bucket, sent: Sequence[Tensor], weights: Tensor, mine: int) -> None:

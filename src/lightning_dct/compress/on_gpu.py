@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_dct.compress.awaited import to_device
-from lightning_dct.compress.bucket_plan import WORD, Bucket, BucketPlan, Compressed, Received, Sending, SentPayload
+from lightning_dct.compress.bucket_plan import WORD, Bucket, BucketPlan, Received, Sending, SentPayload
 from lightning_dct.compress.memory import Memory
 from lightning_dct.compress.on_cpu import add_dense, name_broken_sender, take_dense
 from lightning_dct.compress.threshold import (
@@ -163,8 +163,8 @@ def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: An
 
 def pack(
     memory: Memory, bucket: Bucket, plan: BucketPlan, used: tuple[int, ...], deferred: set[int], how: Sending
-) -> Compressed:
-    """Pack the payloads of a bucket; see :func:`~lightning_dct.compress.codec.compress`.
+) -> tuple[Tensor, Tensor]:
+    """Pack the payloads of a bucket, and count the entries; see :func:`~lightning_dct.compress.codec.compress`.
 
     ``used`` are the indices of the compressed tensors that send something; all have thresholds.
     """
@@ -185,7 +185,7 @@ class _Packing:
         self.payload = torch.zeros(self.plan.num_bytes, dtype=torch.uint8, device=table.device)
         self.words = self.payload.view(torch.uint32)
 
-    def pack(self, memory: Memory, used: tuple[int, ...], deferred: set[int], how: Sending) -> Compressed:
+    def pack(self, memory: Memory, used: tuple[int, ...], deferred: set[int], how: Sending) -> tuple[Tensor, Tensor]:
         table, plan = self.table, self.plan
         if not table.count:
             ends = table.ends(self.counts)
@@ -200,14 +200,13 @@ class _Packing:
                 self.launch(triton_pack.settle, *rest, FORMAT=plan.value_format, OTHERS_KEEP=others_keep)
         entries = table.room(table.num_parts, torch.int64)
         _launch(triton_pack.seal, (table.num_parts,), table.parts, ends, self.words, table.header, how.tag, entries)
-        dense = first = 0
+        first = 0
         for part, payload in plan.divide(self.payload):
             if part.dense:
-                of_part = {index - first for index in deferred}
-                read_dense(part.layout, payload).copy_(take_dense(self.bucket, part, of_part))
-                dense += sum(part.sizes[index] for index in part.dense if index not in of_part)
+                dense = take_dense(self.bucket, part, {index - first for index in deferred})
+                read_dense(part.layout, payload).copy_(dense)
             first += len(part.names)
-        return Compressed(self.payload, entries, dense)
+        return self.payload, entries
 
     def launch(self, kernel: Any, *rest: Any, **constants: Any) -> None:
         """Launch a kernel that reads the entries of each block."""

@@ -142,8 +142,6 @@ class Forecast:
                 ratio = dense.sent[0].total / max(1, *(sent.total for sent in step.sent))  # all gradients may be sparse
             busy = link_seconds(step, layout, self.link)
             compressing = self.speed.seconds(name, step.entries, len(layout.places), layout.ranks_per_node)
-            if config.compress == "updates":
-                compressing += self.speed.move * sum(self.workload.sizes_under(config))
             rows.append(Row(name, step, every, ratio * every, busy / every, compressing / every))
         return tuple(rows)
 

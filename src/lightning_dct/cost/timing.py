@@ -15,7 +15,6 @@ from lightning_dct.compress.codec import compress, decompress
 from lightning_dct.compress.memory import Memory
 from lightning_dct.config import DCTConfig
 from lightning_dct.kernels import fastest_kernel
-from lightning_dct.sync.shared_weights import SharedWeights
 from lightning_dct.traffic import FP32_BYTES, all_reduce_bytes
 
 # Larger than most caches, and still fast enough for a time slice of a shared machine.
@@ -38,14 +37,12 @@ class Speed:
         clear: Seconds an entry for a result to be added to.
         add: Seconds an entry and sender: unpack and add.
         how: The measurement in words.
-        move: Seconds an entry to compute its movement, and to move it; for updates on a GPU only.
     """
 
     compress: float
     clear: float
     add: float
     how: str
-    move: float = 0.0
 
     def seconds(self, exchange: str, entries: int, world_size: int, ranks_per_node: int) -> float:
         """The seconds that a rank compresses and decompresses in a step of so many compressed entries."""
@@ -85,15 +82,6 @@ def measure_speed(config: DCTConfig, sizes: Sequence[int], seconds: float, devic
     def read(payloads: Tensor) -> None:
         decompress(memory, Received(payloads, plan, 0.5, own=0), total)
 
-    weights, mean = SharedWeights(), torch.zeros(size, device=device)
-    for name, part in zip(names, start.clone().split(sizes), strict=True):
-        weights.adopt(name, part)
-
-    def move() -> None:
-        # A CPU reads and writes weights in place.
-        if weights.bucket(names) is None:
-            weights.move(names, mean, weights.movement(names, plan.residual_dtype).zero_())
-
     one = pack()[None]
     several = one.repeat(SENDERS, 1)
     # Restore the residual each time, or ever more of it would reach the threshold.
@@ -101,7 +89,6 @@ def measure_speed(config: DCTConfig, sizes: Sequence[int], seconds: float, devic
         (lambda: residual.copy_(start), pack),
         (lambda: None, lambda: read(one)),
         (lambda: None, lambda: read(several)),
-        (lambda: None, move),
     ]
     times: list[list[float]] = [[] for _ in actions]
     # The first time compiles kernels and allocates memory.
@@ -111,7 +98,7 @@ def measure_speed(config: DCTConfig, sizes: Sequence[int], seconds: float, devic
     while len(times[0]) < LEAST_ROUNDS or perf_counter() < stop:
         for found, (prepare, action) in zip(times, actions, strict=True):
             found.append(_timed(prepare, action, device))
-    packing, reading, reading_several, moving = (min(found) / size for found in times)
+    packing, reading, reading_several = (min(found) / size for found in times)
     add = max(0.0, reading_several - reading) / (SENDERS - 1)
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU thread(s)"
     how = (
@@ -121,7 +108,7 @@ def measure_speed(config: DCTConfig, sizes: Sequence[int], seconds: float, devic
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if load > cores:
         how += f", while the machine was busy (load {load:.0f} on {cores} cores): an idle one is faster"
-    return Speed(packing, max(0.0, reading - add), add, how, moving)
+    return Speed(packing, max(0.0, reading - add), add, how)
 
 
 @dataclass(frozen=True)

@@ -51,58 +51,38 @@ def select(
     product and sum each rounded once, and takes the place of ``base``, except where it is infinite or NaN. Infinite and
     NaN entries are always flagged. ``flags`` are zero before.
     """
-    if flags.device.type != "cpu":
-        return _select_at_once(news, bases, first, thresholds, scale, flags)
-    marks, found, counts = np.zeros(8 * flags.numel(), np.bool_), [bases[0][:0] if bases else torch.empty(0)], []
+    marks = torch.zeros(8 * flags.numel(), dtype=torch.bool, device=flags.device)
+    found, counts = [bases[0][:0] if bases else torch.empty(0, device=flags.device)], []
     for new, base, begin, threshold in zip(news, bases, first, thresholds, strict=True):
-        count = 0
-        for start in range(0, base.numel(), CHUNK):
-            ours, theirs = new[start : start + CHUNK], base[start : start + CHUNK]
+        count, chunk = 0, CHUNK if base.is_cpu else max(base.numel(), 1)
+        for start in range(0, base.numel(), chunk):
+            ours, theirs = new[start : start + chunk], base[start : start + chunk]
             a = _entries(ours, theirs, scale)
-            # "Not below" instead of "at or above", because it is true for NaN. numpy is several times faster here.
-            array = a.numpy()
-            reached = np.logical_not(np.abs(array) < array.dtype.type(threshold))
-            values = torch.from_numpy(array[reached])
+            reached, values = _reach(a, threshold)
             if scale is not None:
                 theirs.copy_(a if bool(values.isfinite().all()) else torch.where(a.isfinite(), a, theirs))
-            marks[begin + start : begin + start + reached.size] = reached
+            marks[begin + start : begin + start + a.numel()] = reached
             found.append(values)
             count += values.numel()
         counts.append(count)
-    flags.copy_(pack_bits(torch.from_numpy(marks)))
+    flags.copy_(pack_bits(marks))
     return Selection(torch.cat(found), counts)
+
+
+def _reach(a: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
+    """Which entries reach a threshold, and their values; "not below" instead of "at or above" is true for NaN."""
+    if not a.is_cpu:
+        reached = (a.abs() < threshold).logical_not_()
+        return reached, a[reached]
+    array = a.numpy()  # several times faster than torch
+    mask = np.logical_not(np.abs(array) < array.dtype.type(threshold))
+    return torch.from_numpy(mask), torch.from_numpy(array[mask])
 
 
 def _entries(new: Tensor, base: Tensor, scale: float | None) -> Tensor:
     if scale is None:
         return new - base
     return base + (new.to(base.dtype) if scale == 1.0 else new.to(base.dtype) * scale)
-
-
-def _select_at_once(
-    news: Sequence[Tensor],
-    bases: Sequence[Tensor],
-    first: Sequence[int],
-    thresholds: Sequence[float],
-    scale: float | None,
-    flags: Tensor,
-) -> Selection:
-    """Select from all tensors together, because a GPU's host waits once for each number of entries that it reads."""
-    if not bases:
-        return Selection(torch.empty(0, device=flags.device), [])
-    sizes = torch.tensor([base.numel() for base in bases])
-    old = torch.cat(list(bases))
-    a = _entries(torch.cat(list(news)), old, scale)
-    limits = torch.tensor(thresholds, dtype=a.dtype).repeat_interleave(sizes).to(a.device)
-    reached = (a.abs() < limits).logical_not_()
-    if scale is not None:
-        torch._foreach_copy_(list(bases), torch.where(a.isfinite(), a, old).split(sizes.tolist()))
-    marks = torch.zeros(8 * flags.numel(), dtype=torch.bool, device=a.device)
-    counts = torch.stack([part.sum() for part in reached.split(sizes.tolist())]).tolist()
-    for begin, part in zip(first, reached.split(sizes.tolist()), strict=True):
-        marks[begin : begin + part.numel()] = part
-    flags.copy_(pack_bits(marks))
-    return Selection(a[reached], counts)
 
 
 def thin(flags: Tensor, begin: int, size: int, values: Tensor, target: int, limit: float) -> Tensor:

@@ -28,11 +28,10 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_dct.agreement import check_agreement, describe_optimizers
-from lightning_dct.compress.awaited import clock_of
+from lightning_dct.compress.awaited import clock_of, recorded
 from lightning_dct.config import DCTConfig
 from lightning_dct.failures.lifeline import lifeline_of_process
 from lightning_dct.law import Given, RunSettings
-from lightning_dct.profiling import recorded
 from lightning_dct.sync.optimizer_trial import refuse
 from lightning_dct.sync.setup import check_settings, make_gradient_synchronizer, make_update_synchronizer
 from lightning_dct.traffic import Traffic

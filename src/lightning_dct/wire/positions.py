@@ -86,14 +86,6 @@ class PositionCode:
         """Size of every message, in bytes."""
         return num_bytes(self.num_bits)
 
-    @cached_property
-    def low_dtype(self) -> torch.dtype:
-        """The narrowest dtype for the low bits, which are read once for each bit."""
-        for dtype in (torch.uint8, torch.int16, torch.int32):
-            if self.low_bits <= torch.iinfo(dtype).max.bit_length():
-                return dtype
-        return torch.int64
-
     def _num_flags(self, low_bits: int) -> int:
         return self.capacity + (max(self.universe - 1, 0) >> low_bits) + 1
 
@@ -109,9 +101,8 @@ class PositionCode:
         if not self.low_bits:
             return bits
         planes = bits[self.num_flags :].view(self.low_bits, self.capacity)
-        low = (positions & ((1 << self.low_bits) - 1)).to(self.low_dtype)
         for number, plane in enumerate(planes):
-            plane[:count] = (low >> number) & 1
+            plane[:count] = (positions >> number) & 1
         return bits
 
     def decode_bits(self, bits: Tensor, count: int) -> Tensor:
@@ -127,11 +118,10 @@ class PositionCode:
             )
         if self.is_bitmap:
             return flags
-        planes = bits[self.num_flags :].view(self.low_bits, self.capacity)[:, :count].to(self.low_dtype)
-        low = torch.zeros(count, dtype=self.low_dtype, device=bits.device)
-        for plane in range(self.low_bits):
-            low |= planes[plane] << plane
-        positions = ((flags - torch.arange(count, device=bits.device)) << self.low_bits) | low
+        planes = bits[self.num_flags :].view(self.low_bits, self.capacity)[:, :count]
+        positions = (flags - torch.arange(count, device=bits.device)) << self.low_bits
+        for number, plane in enumerate(planes):
+            positions |= plane.long() << number
         if count and (int(positions[-1]) >= self.universe or not bool((positions[1:] > positions[:-1]).all())):
             raise PayloadError(f"the positions are corrupt: they are not ascending below {self.universe}")
         return positions

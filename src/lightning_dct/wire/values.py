@@ -119,20 +119,16 @@ def _two_levels(
 
 def decode_values(data: Tensor, count: int, tensor_index: Tensor, scales: Tensor, value_format: str) -> Tensor:
     """Decode ``count`` values (fp32) from their bytes, with the index and scales of :func:`encode_values`."""
-    values = decode_units(data, count, value_format)
-    return values.mul_(scales.index_select(0, tensor_index)) if value_format in SCALED_FORMATS else values
-
-
-def decode_units(data: Tensor, count: int, value_format: str) -> Tensor:
-    """The values before they are multiplied by their tensor's scale: fp32, in memory of their own."""
-    if value_format == "fp32":
-        return _viewed(data[: 4 * count], torch.float32)
-    if value_format == "bf16":
-        return _viewed(data[: 2 * count], torch.bfloat16).to(torch.float32)
+    if value_format in ("fp32", "bf16"):
+        # A view as a wider dtype needs aligned storage, which a part of a payload lacks.
+        dtype = torch.float32 if value_format == "fp32" else torch.bfloat16
+        return data[: dtype.itemsize * count].clone().view(dtype).to(torch.float32)
     if value_format == "2bit":
         codes = unpack_codes(data, 2)[:count].view(torch.int8)
-        return torch.where(codes > 1, 2.0, 1.0).copysign_((codes & 1) - 0.5).to(torch.float32)
-    return torch.where(unpack_bits(data[: num_bytes(count)], count).view(torch.bool), 1.0, -1.0).to(torch.float32)
+        values = torch.where(codes > 1, 2.0, 1.0).copysign_((codes & 1) - 0.5)
+    else:
+        values = torch.where(unpack_bits(data[: num_bytes(count)], count).view(torch.bool), 1.0, -1.0)
+    return values.to(torch.float32).mul_(scales.index_select(0, tensor_index))
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
@@ -148,8 +144,3 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 def unpack_codes(packed: Tensor, bits: int) -> Tensor:
     """Undo :func:`pack_codes`; zeros follow where the last byte was padded."""
     return (packed.unsqueeze(1) >> places_in_byte(bits, packed.device)).bitwise_and_((1 << bits) - 1).flatten()
-
-
-def _viewed(data: Tensor, dtype: torch.dtype) -> Tensor:
-    # A view as a wider dtype needs aligned storage, which a part of a payload lacks.
-    return data.clone().view(dtype)
