@@ -25,6 +25,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from time import monotonic, perf_counter
@@ -76,12 +77,14 @@ SETTINGS = {
 SIZES = {"cuda": (50_000, 30, 9_000), "cpu": (2500, 30, 900)}
 ROUNDS = {"cuda": 4, "cpu": 2}
 AT_ONCE: dict[str, Any] = {"local_steps": 1, "density": 0.1, "warmup_steps": 0}
-RESUMED: dict[str, dict[str, Any]] = {
+ON_CARD: dict[str, dict[str, Any]] = {
     "updates, 1bit": AT_ONCE,
     "updates, bf16, two_phase": {**AT_ONCE, "value_format": "bf16", "exchange": "two_phase"},
     "updates, 2bit, on their way": {**AT_ONCE, "local_steps": 3, "overlap_steps": 2, "value_format": "2bit"},
     "gradients, 1bit": {"compress": "gradients", "density": 0.1},
 }
+# Other tests resume on a CPU, in all ways.
+RESUMED = {"cuda": ON_CARD, "cpu": {"updates, 1bit": AT_ONCE}}
 # After how many steps a run is saved, and how many it has; thresholds are selected again between.
 BREAKS = {"cuda": (31, 64), "cpu": (4, 6)}
 # Seconds after which ranks are killed.
@@ -129,6 +132,32 @@ def cuda_tests(device: torch.device) -> list[Row]:
     if done.returncode:
         raise RuntimeError(done.stdout[-2000:])
     return [("the suite's CUDA tests", done.stdout.strip().splitlines()[-1])]
+
+
+def graphs_of_replicas(device: torch.device) -> list[Row]:
+    """Trainings of ``experiments/replicas.py`` as CUDA graphs, against the same ones without."""
+    if device.type == "cpu" or find_spec("hydra") is None:
+        return [("replicas as graphs", "not on a CPU" if device.type == "cpu" else "hydra is not installed")]
+    sys.path.append(str(TESTS.parent / "experiments"))
+    from replicated import side_by_side
+    from replicated.training import Job
+
+    words = ("experiment=lm", "data=documentation", "data.context_length=32", "model.width=64", "model.num_layers=1")
+    words += ("strategy=dct", "strategy.warmup_steps=12", "strategy.refresh_every=20", "strategy.density=0.1")
+    rows = []
+    for ranks, own in ((2, "strategy.local_steps=2"), (3, "strategy.exchange=two_phase")):
+        found = []
+        for eager in (10**9, 3):  # steps without a graph
+            side_by_side.EAGER = eager
+            together = side_by_side.SideBySide([Job((*words, own), ranks, 200, device="cuda")])
+            for _ in range(70):
+                together.step()
+            torch.cuda.synchronize()
+            (one,) = together.trainings
+            one.look()
+            found.append(hashed(*one.shared_weights().values(), together.banks[0].losses))
+        rows.append((f"replicas as graphs, {own}: bitwise as without", "yes" if found[0] == found[1] else "NO"))
+    return rows
 
 
 def exchange_profile(device: torch.device) -> list[Row]:
@@ -335,7 +364,7 @@ def resumed_run(device: torch.device) -> list[Row]:
     with tempfile.TemporaryDirectory() as saved:
         on_ranks(resuming_main, LIMITS["gloo"], device.type, saved, False)
         ranks = on_ranks(resuming_main, LIMITS["gloo"], device.type, saved, True)
-    for name in RESUMED:
+    for name in RESUMED[device.type]:
         same, whole = all(rank[name]["same"] for rank in ranks), [rank[name]["held"] for rank in ranks]
         if whole[0] == whole[1]:
             raise RuntimeError(f"{name}: both ranks hold the same, so nothing can be lost")
@@ -349,7 +378,7 @@ def resuming_main(rank: int, folder: str, kind: str, saved: str, resumes: bool) 
     found: dict[str, Any] = {}
     # On a CPU the interpreter would take minutes.
     with way_of("triton" if kind == "cuda" else "numba"):
-        for number, (name, settings) in enumerate(RESUMED.items()):
+        for number, (name, settings) in enumerate(RESUMED[kind].items()):
             half, whole = (Path(saved) / f"{what}-{number}-{rank}.pt" for what in ("half", "whole"))
             if not resumes:
                 torch.save(train(settings, device, rank, None, half), half)
@@ -540,7 +569,7 @@ def main() -> int:
     where = torch.cuda.get_device_name(device) if DEVICE.type == "cuda" else "a CPU"
     rows, failed = [("device, torch", f"{where}, {torch.__version__}")], list[str]()
     given.output.parent.mkdir(parents=True, exist_ok=True)
-    for part in (exchange_profile, two_ranks, resumed_run, two_ranks_over_nccl, cuda_tests):
+    for part in (exchange_profile, graphs_of_replicas, two_ranks, resumed_run, two_ranks_over_nccl, cuda_tests):
         if given.only and part.__name__ not in given.only:
             continue
         print(f"{part.__name__} ...", flush=True)
