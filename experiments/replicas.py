@@ -78,7 +78,7 @@ class Runs:
 
     def __call__(self, jobs: Sequence[Job]) -> list[dict[str, Any] | None]:
         """The result of each job; None for one that failed, which ``problems`` names."""
-        missing = [job for job in dict.fromkeys(jobs) if not self._file(job).exists()]
+        missing = [job for job in dict.fromkeys(jobs) if not self.file_of(job).exists()]
         if missing:
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             with Progress(*columns, console=Console(stderr=True)) as progress:
@@ -88,7 +88,7 @@ class Runs:
                     progress.update(bars[number], completed=step, description=f"{_title(missing[number])} {loss:.4f}")
 
                 self._do(missing, report)
-        return [json.loads(self._file(job).read_text()) if self._file(job).exists() else None for job in jobs]
+        return [json.loads(self.file_of(job).read_text()) if self.file_of(job).exists() else None for job in jobs]
 
     def _do(self, jobs: Sequence[Job], report: Callable[[int, int, float], None]) -> None:
         if jobs[0].device == "cuda":
@@ -97,7 +97,7 @@ class Runs:
         if self._jobs == 1:
             for number, job in enumerate(jobs):
                 try:
-                    _work(job, self._file(job), self._threads, partial(report, number))
+                    _work(job, self.file_of(job), self._threads, partial(report, number))
                 except Exception as error:
                     self._note(job, error)
             return
@@ -106,7 +106,7 @@ class Runs:
             steps, running = manager.Queue(), list[Future[None]]()
             for number, job in enumerate(jobs):
                 put = partial(_put, steps, number)
-                running.append(pool.submit(_work, job, self._file(job), self._threads, put))
+                running.append(pool.submit(_work, job, self.file_of(job), self._threads, put))
             while not all(task.done() for task in running) or not steps.empty():
                 with contextlib.suppress(queue.Empty):
                     report(*steps.get(timeout=_POLL_S))
@@ -126,12 +126,13 @@ class Runs:
                 )
 
         for job, figures in zip(jobs, train_side_by_side(jobs, report_all), strict=True):
-            write_result(self._file(job), {"job": asdict(job), **figures})
+            write_result(self.file_of(job), {"job": asdict(job), **figures})
 
     def _note(self, job: Job, error: BaseException) -> None:
         self.problems.append(f"{_title(job)}: {type(error).__name__}: {error}")
 
-    def _file(self, job: Job) -> Path:
+    def file_of(self, job: Job) -> Path:
+        """Where the result of a job is."""
         digest = hashlib.sha256(json.dumps(asdict(job)).encode()).hexdigest()[:10]
         return self.folder / f"{job.ranks}-ranks-{job.steps}-steps-{digest}.json"
 

@@ -1,0 +1,95 @@
+"""Long runs of many replicas on one card, of as many steps as fit: ``compile RANKS SETTINGS``, ``time``, ``train S``.
+
+``compile`` compiles the kernels of one training, so that several of these at once fill the cache. ``time`` writes how
+many milliseconds a step of all trainings takes, and ``train`` makes so many steps. Its files are those of
+``experiments/replicas.py``, whose command (docs/evidence/run_length.md) makes the table from them, without training.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+sys.path.append(str(Path(__file__).parents[2] / "experiments"))
+import replicas
+from lightning_dct.compress.bucket_plan import Sending
+from replicated.side_by_side import SideBySide, train_side_by_side
+from replicated.training import Job
+
+SHARED = ("experiment=lm", "data.context_length=64", "data.batch_size=4")
+SETTINGS = [
+    f"strategy.local_steps={steps} strategy.density={d}" for steps, d in ((4, 0.1), (8, 0.3), (8, 0.1), (16, 0.1))
+]
+DENSE_RATES, RATE, MOST_STEPS = (0.001, 0.002), 0.002, 60_000
+SEEDS = {4: 2, 8: 2, 16: 1}
+MEASURED = Path("/tmp/milliseconds")
+
+
+def job(ranks: int, strategy: str, seed: int, rate: float, steps: int, more: Sequence[str] = ()) -> Job:
+    words = (*SHARED, *strategy.split(), f"seed={seed}", f"model.learning_rate={rate}")
+    return Job((*words, *more), ranks, steps, device="cuda")
+
+
+def jobs(steps: int, more: Sequence[str] = ()) -> Iterator[Job]:
+    for ranks, seeds in SEEDS.items():
+        for seed in range(seeds):
+            yield from (job(ranks, "strategy=ddp", seed, rate, steps) for rate in DENSE_RATES)
+            yield from (job(ranks, f"strategy=dct {one}", seed, RATE, steps, more) for one in SETTINGS)
+
+
+def compile_kernels(ranks: int, settings: str) -> None:
+    (one,) = SideBySide([job(ranks, f"strategy=dct {settings}", 0, RATE, MOST_STEPS, ["data=documentation"])]).trainings
+    exchanges = one.exchanges
+    assert exchanges is not None
+    config = exchanges.config
+    lengthening = 1.5 if config.lengthens else None
+    for _ in range(2):
+        exchanges.exchange(1, Sending(1, lost=1 - config.residual_decay, lengthening=lengthening), False)
+    exchanges.exchange(config.local_steps, Sending(1, lengthening=lengthening), True)
+    one.look()
+
+
+def measure() -> None:
+    together = SideBySide(list(jobs(MOST_STEPS, ["strategy.warmup_steps=20"])))
+    started = 0.0
+    for step in range(1, 321):  # in the first ones graphs are recorded
+        together.step()
+        if step in (192, 320):
+            torch.cuda.synchronize()
+            started, spent = time.perf_counter(), time.perf_counter() - started
+    milliseconds = 1e3 * spent / 128
+    MEASURED.write_text(str(milliseconds))
+    memory = torch.cuda.max_memory_allocated() / 1e9
+    print(f"{milliseconds:.2f} ms a step of {len(together.trainings)} trainings, {memory:.1f} GB", flush=True)
+
+
+def train(seconds: float) -> None:
+    steps = min(MOST_STEPS, int(1e3 * seconds / float(MEASURED.read_text())) // 2500 * 2500)
+    all_jobs, folder = list(jobs(steps)), Path(os.environ.get("OUT", "outputs")) / "long"
+    runs, started = replicas.Runs(folder, 1, 1), time.perf_counter()
+    print(f"{steps:,} steps of {len(all_jobs)} trainings", flush=True)
+    told: set[int] = set()
+
+    def report(step: int, losses: Sequence[float]) -> None:
+        if losses and step not in told:
+            told.add(step)
+            print(step, f"{time.perf_counter() - started:.0f} s", *(f"{loss:.4f}" for loss in losses), flush=True)
+
+    for one, figures in zip(all_jobs, train_side_by_side(all_jobs, report), strict=True):
+        (folder / runs.file_of(one).name).write_text(json.dumps({"job": asdict(one), **figures}))
+
+
+if __name__ == "__main__":
+    torch.set_float32_matmul_precision("high")
+    mode, *rest = sys.argv[1:]
+    if mode == "compile":
+        compile_kernels(int(rest[0]), rest[1])
+    elif mode == "time":
+        measure()
+    else:
+        train(float(rest[0]))
