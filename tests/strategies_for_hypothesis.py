@@ -53,6 +53,6 @@ def filled_layouts(draw: st.DrawFn) -> tuple[PayloadLayout, Tensor, Tensor, Tens
 def pack_entries(layout: PayloadLayout, positions: Tensor, values: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
     """A payload of the entries at some positions, and what is read of them."""
     flags = pack_flags(torch.zeros(sum(layout.tensor_sizes), dtype=torch.uint8).index_fill_(0, positions, 1))
-    counts = count_flags(flags, layout.tensor_sizes)
+    counts = count_flags(flags, layout.tensor_sizes, "auto")
     payload = pack(layout, flags, values, counts, whole)
     return payload, unpack_values(layout, payload, counts)

@@ -88,8 +88,8 @@ class Rank:
         codes = [plan.layout.position_code for plan in self.plans]
         counts = [[one.values.numel()] for one in sent]
         kernel = cpu_kernel()
-        found["  code signs"] = partial(self._each, lambda n: encode_tensors(sent[n].values, counts[n], "1bit"))
-        found["  code positions"] = partial(self._each, lambda n: codes[n].encode_flags(sent[n].flags))
+        found["  code signs"] = partial(self._each, lambda n: encode_tensors(sent[n].values, counts[n], "1bit", "auto"))
+        found["  code positions"] = partial(self._each, lambda n: codes[n].encode_flags(sent[n].flags, "auto"))
         found["read one payload"] = partial(self._each, lambda n: unpack(self.plans[n].layout, self.payloads[n]))
         weights = torch.tensor([1.0, 0.7, 0.5])
         both = [Sent(one.flags.expand(2, -1).clone(), one.values.repeat(2), 2 * [one.values.numel()]) for one in sent]

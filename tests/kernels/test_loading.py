@@ -1,13 +1,17 @@
 """Which kernel there is if numba is installed and cannot be used."""
 
 import re
+from functools import partial
 from importlib import import_module
+from types import FunctionType
 from typing import Any
 
 import numba
 import pytest
 
+from emulated_ranks import EmulatedRanks, heavy_tailed
 from lightning_dct import kernels
+from lightning_dct.kernels import numba_cpu
 
 
 def load(monkeypatch: pytest.MonkeyPatch, errors: list[Exception]) -> Exception | None:
@@ -44,6 +48,21 @@ def test_numba_that_cannot_be_loaded_is_not_used(monkeypatch: pytest.MonkeyPatch
     assert kernels.fastest_kernel("cpu") == "torch"
     assert str(last) in str(kernels.faster_kernel_missing("cpu"))
     kernels.fastest_kernel.cache_clear()
+
+
+@pytest.mark.parametrize("kernel", ["torch", "numba"])
+def test_the_torch_kernel_calls_no_loop_of_numba(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither to select and add, nor to code positions and values of both formats: `kernel=` holds everywhere."""
+    called = set()
+    for name, function in list(vars(numba_cpu).items()):
+        if isinstance(function, FunctionType) and function.__module__ == numba_cpu.__name__ and name[0] != "_":
+            counted = partial(lambda name, function, *args: called.add(name) or function(*args), name, function)
+            monkeypatch.setattr(numba_cpu, name, counted)
+    sizes = {"weight": 4000, "bias": 300}
+    ranks = EmulatedRanks(sizes, exchange="two_phase", kernel=kernel, density=0.05)
+    ranks.step(heavy_tailed(0, sizes=sizes))
+    coded = {"encode_signs", "decode_signs", "encode_levels", "decode_levels", "encode_elias_fano", "decode_elias_fano"}
+    assert called == (set() if kernel == "torch" else coded | {"select", "add_sums", "subtract", "count_flags"})
 
 
 @pytest.mark.parametrize(

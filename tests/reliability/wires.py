@@ -116,7 +116,7 @@ def _positions() -> list[Message]:
                 _check_positions(positions, universe, count)
                 assert positions.numel() == count
                 flags = data.new_zeros(flags_num_bytes(universe))
-                code.decode_flags(data, count, flags, [universe])
+                code.decode_flags(data, count, flags, [universe], "auto")
                 assert unpack_bits(flags, universe).nonzero().squeeze(1).equal(positions)
 
             found.append(Message(f"positions, {name}", _bytes(code.encode(_some(count, universe))), decode))

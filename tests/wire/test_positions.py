@@ -1,16 +1,12 @@
 import math
 import random
-from functools import partial
-from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_dct.kernels import cpu_kernel
 from lightning_dct.kernels.bits import flags_num_bytes, num_bytes, pack_flags, unpack_bits
-from lightning_dct.wire import positions as positions_module
 from lightning_dct.wire.positions import PayloadError, PositionCode
 from strategies_for_hypothesis import examples
 
@@ -137,15 +133,14 @@ def test_flags_give_the_same_message(kernel: str, data: st.DataObject, universe:
     chosen = sorted(data.draw(st.sets(st.integers(0, universe - 1), max_size=200)))
     code = PositionCode(universe, data.draw(st.integers(len(chosen), universe)))
     flags = pack_flags(torch.zeros(universe, dtype=torch.uint8).index_fill_(0, torch.tensor(chosen).long(), 1))
-    with mock.patch.multiple(positions_module, cpu_kernel=partial(cpu_kernel, kernel), fastest_kernel=lambda _: kernel):
-        message = code.encode_flags(flags)
-        assert message.tolist() == code.encode(torch.tensor(chosen).long()).tolist()
-        read = torch.zeros_like(flags)
-        assert code.decode_flags(message, len(chosen), read, [universe]) == [len(chosen)]
-        assert read.tolist() == flags.tolist()
-        for count in (len(chosen) + 1, len(chosen) - 1):
-            with pytest.raises(PayloadError, match="the positions are corrupt"):
-                code.decode_flags(message, count, torch.zeros_like(flags), [universe])
+    message = code.encode_flags(flags, kernel)
+    assert message.tolist() == code.encode(torch.tensor(chosen).long()).tolist()
+    read = torch.zeros_like(flags)
+    assert code.decode_flags(message, len(chosen), read, [universe], kernel) == [len(chosen)]
+    assert read.tolist() == flags.tolist()
+    for count in (len(chosen) + 1, len(chosen) - 1):
+        with pytest.raises(PayloadError, match="the positions are corrupt"):
+            code.decode_flags(message, count, torch.zeros_like(flags), [universe], kernel)
 
 
 def test_a_bitmap_has_nothing_behind_its_end() -> None:
@@ -153,7 +148,7 @@ def test_a_bitmap_has_nothing_behind_its_end() -> None:
     message = code.encode(torch.tensor([2, 9]))
     message[1] ^= 0b1000_0010  # instead of 9 the flag of 15
     with pytest.raises(PayloadError, match="1 positions are marked, but the header says 2"):
-        code.decode_flags(message, 2, torch.zeros(8, dtype=torch.uint8), [13])
+        code.decode_flags(message, 2, torch.zeros(8, dtype=torch.uint8), [13], "auto")
 
 
 @pytest.mark.parametrize("kernel", ["torch", "numba"])
@@ -164,17 +159,16 @@ def test_any_message_is_read_alike_or_refused(kernel: str, data: st.DataObject, 
     message = torch.tensor(list(data.draw(st.binary(min_size=code.num_bytes, max_size=code.num_bytes)))).byte()
     count = data.draw(st.integers(0, code.capacity))
     flags = message.new_zeros(flags_num_bytes(universe))
-    with mock.patch.multiple(positions_module, cpu_kernel=partial(cpu_kernel, kernel), fastest_kernel=lambda _: kernel):
-        try:
-            expected = code.decode(message, count)
-        except PayloadError:
-            with pytest.raises(PayloadError):
-                code.decode_flags(message, count, flags, [universe])
-        else:
-            code.decode_flags(message, count, flags, [universe])
-            assert unpack_bits(flags, universe).nonzero().squeeze(1).tolist() == expected.tolist()
+    try:
+        expected = code.decode(message, count)
+    except PayloadError:
+        with pytest.raises(PayloadError):
+            code.decode_flags(message, count, flags, [universe], kernel)
+    else:
+        code.decode_flags(message, count, flags, [universe], kernel)
+        assert unpack_bits(flags, universe).nonzero().squeeze(1).tolist() == expected.tolist()
 
 
 def test_more_positions_than_the_capacity_are_refused() -> None:
     with pytest.raises(ValueError, match="More than 3 positions"):
-        PositionCode(1000, 3).encode_flags(pack_flags(torch.ones(1000, dtype=torch.uint8)))
+        PositionCode(1000, 3).encode_flags(pack_flags(torch.ones(1000, dtype=torch.uint8)), "auto")

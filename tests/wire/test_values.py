@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_dct.wire.values import BITS_PER_VALUE, decode_values, encode_tensors, encode_values, values_num_bytes
+from lightning_dct.wire.values import BITS_PER_VALUE, decode_values, encode_tensors, encode_values
 from strategies_for_hypothesis import FORMATS, examples, floats
 
 LARGEST = torch.finfo(torch.float32).max
@@ -23,7 +23,7 @@ def round_trip(
 ) -> tuple[Tensor, Tensor]:
     data, scales = encode_values(values, index, num_tensors, value_format)
     assert data.dtype == torch.uint8
-    assert data.numel() == values_num_bytes(value_format, values.numel())
+    assert data.numel() == math.ceil(BITS_PER_VALUE[value_format] * values.numel() / 8)
     assert scales.shape == (num_tensors if value_format in SCALED else 0,)
     decoded = decode_values(data, values.numel(), index, scales, value_format)
     assert decoded.dtype == torch.float32
@@ -42,7 +42,8 @@ def as_tensors(case: list[tuple[int, float]]) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize(("value_format", "num_bytes"), [("fp32", 52), ("bf16", 26), ("2bit", 4), ("1bit", 2)])
 def test_size(value_format: str, num_bytes: int) -> None:
-    assert values_num_bytes(value_format, 13) == num_bytes == math.ceil(13 * BITS_PER_VALUE[value_format] / 8)
+    values = torch.linspace(-1.0, 1.0, 13)
+    assert encode_tensors(values, [13], value_format, "auto")[0].numel() == num_bytes
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -52,7 +53,7 @@ def test_values_of_any_dtype_whatever_the_default(value_format: str, dtype: torc
     values = torch.tensor([1.5, -0.25, 3.0, -2.0, 0.5])
     torch.set_default_dtype(dtype)
     try:
-        data, scales = encode_tensors(values.to(dtype), [2, 3], value_format)
+        data, scales = encode_tensors(values.to(dtype), [2, 3], value_format, "auto")
     finally:
         torch.set_default_dtype(torch.float32)
     expected, of_each = encode_values(values, torch.tensor([0, 0, 1, 1, 1]), 2, value_format)

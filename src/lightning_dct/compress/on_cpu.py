@@ -60,9 +60,9 @@ def pack(
     split = flags.split(plan.flag_bytes), values.split(sums), read.split(sums)
     for part, of_part, own_flags, own, out in zip(parts, of_parts, *split, strict=True):
         dense = take_dense(bucket, part, {index - tensors for index in deferred})
-        sent.append(wire.pack(part.layout, own_flags, own, of_part, dense, how.tag))
+        sent.append(wire.pack(part.layout, own_flags, own, of_part, dense, how.tag, memory.kernel))
         if is_read:
-            wire.unpack_values(part.layout, sent[-1], of_part, out)
+            wire.unpack_values(part.layout, sent[-1], of_part, out, memory.kernel)
         tensors += len(part.names)
     as_read = Sent(flags[None], read, [values.numel()])
     if bucket.scale is not None:
@@ -114,14 +114,14 @@ def add(memory: Memory, received: Received, bucket: Bucket, said: str) -> None:
     rooms = [room for row in flags for room in row.split(plan.flag_bytes)]
     for sender, (part, payload), room in zip(senders, arrived, rooms, strict=True):
         with reading(f"{sender} of the process group"):
-            counts.append(wire.unpack_flags(part.layout, payload, room, how.tag))
+            counts.append(wire.unpack_flags(part.layout, payload, room, how.tag, memory.kernel))
             words, beyond = part.beyond
             if (room.numpy().view("uint32")[words] & beyond).any():
                 raise PayloadError("the positions are corrupt: some are beyond the end of their tensor")
     sums = [sum(of_payload) for of_payload in counts]
     values = torch.empty(sum(sums), dtype=torch.float32)
     for sender, (part, payload), own_counts, out in zip(senders, arrived, counts, values.split(sums), strict=True):
-        wire.unpack_values(part.layout, payload, own_counts, out)
+        wire.unpack_values(part.layout, payload, own_counts, out, memory.kernel)
         # One value that is infinite or NaN makes the scale so.
         if not is_finite(wire.read_scales(part.layout, payload) if part.layout.num_scales else out):
             name_broken_sender(sender)

@@ -84,20 +84,15 @@ def measure_speed(config: DCTConfig, sizes: Sequence[int], seconds: float, devic
 
     one = pack()[None]
     several = one.repeat(SENDERS, 1)
-    # Restore the residual each time, or ever more of it would reach the threshold.
-    actions: list[tuple[Callable[[], object], Callable[[], object]]] = [
-        (lambda: residual.copy_(start), pack),
-        (lambda: None, lambda: read(one)),
-        (lambda: None, lambda: read(several)),
-    ]
+    actions: tuple[Callable[[], object], ...] = pack, lambda: read(one), lambda: read(several)
     times: list[list[float]] = [[] for _ in actions]
-    # The first time compiles kernels and allocates memory.
-    for prepare, action in actions:
-        _timed(prepare, action, device)
     stop = perf_counter() + seconds
-    while len(times[0]) < LEAST_ROUNDS or perf_counter() < stop:
-        for found, (prepare, action) in zip(times, actions, strict=True):
-            found.append(_timed(prepare, action, device))
+    # The first round compiles kernels and allocates memory.
+    while len(times[0]) <= LEAST_ROUNDS or perf_counter() < stop:
+        for found, action in zip(times, actions, strict=True):
+            residual.copy_(start)  # or ever more of it would reach the threshold
+            found.append(_timed(action, device))
+    times = [found[1:] for found in times]
     packing, reading, reading_several = (min(found) / size for found in times)
     add = max(0.0, reading_several - reading) / (SENDERS - 1)
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU thread(s)"
@@ -152,11 +147,10 @@ def measure_link(group: dist.ProcessGroup, device: torch.device) -> MeasuredLink
 
 
 def _timed_all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> float:
-    return _timed(lambda: None, lambda: dist.all_reduce(tensor, group=group), tensor.device)
+    return _timed(lambda: dist.all_reduce(tensor, group=group), tensor.device)
 
 
-def _timed(prepare: Callable[[], object], action: Callable[[], object], device: torch.device) -> float:
-    prepare()
+def _timed(action: Callable[[], object], device: torch.device) -> float:
     wait_for(device)
     started = perf_counter()
     action()

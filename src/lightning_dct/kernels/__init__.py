@@ -34,6 +34,11 @@ def cpu_kernel(kernel: str = "auto") -> Any:
     return import_module(f"lightning_dct.kernels.{'numba_cpu' if name == 'numba' else 'plain'}")
 
 
+def compiled(device_type: str, kernel: str = "auto") -> Any:
+    """The loops of numba; None on a GPU, without numba, and with another kernel."""
+    return cpu_kernel("numba") if kernel != "torch" and fastest_kernel(device_type) == "numba" else None
+
+
 @lru_cache(maxsize=64)
 def weights_by_senders(ranks: int, factor: float, lengthening: float | None, dtype: torch.dtype) -> Tensor:
     """The weight of a sum by the number of ranks that have sent a part of it: shape ``[ranks + 1]``, read-only.
@@ -51,8 +56,8 @@ def add_rows(total: Tensor, indices: Tensor, rows: Tensor) -> None:
     ``total`` has shape ``[n, dim]`` and is contiguous, ``indices`` shape ``[k]``, int64, with repetitions, and ``rows``
     shape ``[k, dim]`` or ``[i, k / i, dim]`` in the same dtype.
     """
-    if fastest_kernel(total.device.type) == "numba":
-        cpu_kernel("numba").add_rows(total, indices, rows)
+    if (loops := compiled(total.device.type)) is not None:
+        loops.add_rows(total, indices, rows)
     else:
         add_in_order(total, indices, rows.reshape(-1, rows.shape[-1]))
 
@@ -67,8 +72,8 @@ def add_in_order(total: Tensor, indices: Tensor, rows: Tensor) -> None:
 
 def positions_of(flags: Tensor, count: int) -> Tensor:
     """The numbers of the ``count`` flags that are set: shape ``[count]``, int64, ascending."""
-    if fastest_kernel(flags.device.type) == "numba":
-        return cpu_kernel("numba").positions_of(flags, count)
+    if (loops := compiled(flags.device.type)) is not None:
+        return loops.positions_of(flags, count)
     return nonzero_indices(unpack_bits(flags, 8 * flags.numel()))
 
 

@@ -29,9 +29,9 @@ import torch
 from torch import Tensor
 
 from lightning_dct.kernels import positions_of
-from lightning_dct.kernels.bits import flags_num_bytes
+from lightning_dct.kernels.bits import flags_num_bytes, num_bytes
 from lightning_dct.wire.positions import PayloadError, PositionCode
-from lightning_dct.wire.values import SCALED_FORMATS, decode_tensors, encode_tensors, values_num_bytes
+from lightning_dct.wire.values import BITS_PER_VALUE, SCALED_FORMATS, decode_tensors, encode_tensors
 
 MAGIC = 0xDC
 VERSION = 3
@@ -81,7 +81,7 @@ class PayloadLayout:
         """Bytes of header, scales, positions, values and dense tensors, each with the zeros that follow it."""
         positions = _whole(self.position_code.num_bytes, 4)
         before = HEADER.size + 4 * self.num_scales + positions
-        values = _whole(before + values_num_bytes(self.value_format, self.capacity), 8) - before
+        values = _whole(before + num_bytes(BITS_PER_VALUE[self.value_format] * self.capacity), 8) - before
         return HEADER.size, 4 * self.num_scales, positions, values, _whole(self.dense_bytes, 8)
 
     @cached_property
@@ -109,18 +109,24 @@ class Unpacked(NamedTuple):
 
 
 def pack(
-    layout: PayloadLayout, flags: Tensor, values: Tensor, counts: Sequence[int], dense: Tensor, tag: int = 0
+    layout: PayloadLayout,
+    flags: Tensor,
+    values: Tensor,
+    counts: Sequence[int],
+    dense: Tensor,
+    tag: int = 0,
+    kernel: str = "auto",
 ) -> Tensor:
     """Pack one payload: uint8, shape ``[layout.num_bytes]``.
 
     ``flags`` mark the sent entries of the flattened bucket, ``counts`` of each tensor and at most ``layout.capacity``,
     and ``values`` are the entries there. ``dense`` (``[layout.dense_bytes]``, uint8) holds the tensors sent dense.
     """
-    data, scales = encode_tensors(values, counts, layout.value_format)
+    data, scales = encode_tensors(values, counts, layout.value_format, kernel)
     header = write_header(MAGIC, FORMAT_CODES[layout.value_format], values.numel(), layout.fingerprint ^ tag)
     first = torch.frombuffer(bytearray(header), dtype=torch.uint8).to(flags.device)
     payload = flags.new_zeros(layout.num_bytes)
-    parts = first, scales.view(torch.uint8), layout.position_code.encode_flags(flags), data, dense
+    parts = first, scales.view(torch.uint8), layout.position_code.encode_flags(flags, kernel), data, dense
     for room, part in zip(payload.split_with_sizes(layout.part_sizes), parts, strict=True):
         room[: part.numel()] = part
     return payload
@@ -133,7 +139,9 @@ def unpack(layout: PayloadLayout, payload: Tensor) -> Unpacked:
     return Unpacked(flags, unpack_values(layout, payload, counts), read_dense(layout, payload))
 
 
-def unpack_flags(layout: PayloadLayout, payload: Tensor, flags: Tensor, tag: int = 0) -> list[int]:
+def unpack_flags(
+    layout: PayloadLayout, payload: Tensor, flags: Tensor, tag: int = 0, kernel: str = "auto"
+) -> list[int]:
     """Check a payload and read its flags, which are zero before.
 
     Returns:
@@ -147,14 +155,16 @@ def unpack_flags(layout: PayloadLayout, payload: Tensor, flags: Tensor, tag: int
     header, _, positions, _, _ = payload.split_with_sizes(layout.part_sizes)
     count = read_header(header, MAGIC, FORMAT_CODES[layout.value_format], layout.fingerprint ^ tag, layout.capacity)
     positions = positions[: layout.position_code.num_bytes]
-    return layout.position_code.decode_flags(positions, count, flags, layout.tensor_sizes)
+    return layout.position_code.decode_flags(positions, count, flags, layout.tensor_sizes, kernel)
 
 
-def unpack_values(layout: PayloadLayout, payload: Tensor, counts: Sequence[int], out: Tensor | None = None) -> Tensor:
+def unpack_values(
+    layout: PayloadLayout, payload: Tensor, counts: Sequence[int], out: Tensor | None = None, kernel: str = "auto"
+) -> Tensor:
     """The entries of a payload, ``counts`` of each tensor, in ``out`` if it is given: shape ``[sum(counts)]``, fp32."""
     values = payload.new_empty(sum(counts), dtype=torch.float32) if out is None else out
     data = payload.split_with_sizes(layout.part_sizes)[3]
-    decode_tensors(data, counts, read_scales(layout, payload), layout.value_format, values)
+    decode_tensors(data, counts, read_scales(layout, payload), layout.value_format, values, kernel)
     return values
 
 

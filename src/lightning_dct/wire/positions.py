@@ -24,7 +24,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lightning_dct.kernels import cpu_kernel, fastest_kernel
+from lightning_dct.kernels import compiled
 from lightning_dct.kernels.bits import nonzero_indices, num_bytes, pack_bits, pack_flags, unpack_bits
 
 
@@ -136,15 +136,15 @@ class PositionCode:
             raise PayloadError(f"the positions take {self.num_bytes} bytes, but {message.numel()} have arrived")
         return self.decode_bits(unpack_bits(message, self.num_bits), count)
 
-    def encode_flags(self, flags: Tensor) -> Tensor:
+    def encode_flags(self, flags: Tensor, kernel: str) -> Tensor:
         """The message, shape ``[num_bytes]``, uint8, of the positions whose flags (packed) are set."""
         if self.is_bitmap:
             return flags[: self.num_bytes]
-        if fastest_kernel(flags.device.type) == "numba":
-            return cpu_kernel().encode_elias_fano(flags, self.num_bits, self.num_flags, self.low_bits, self.capacity)
+        if (loops := compiled(flags.device.type, kernel)) is not None:
+            return loops.encode_elias_fano(flags, self.num_bits, self.num_flags, self.low_bits, self.capacity)
         return self.encode(nonzero_indices(unpack_bits(flags, self.universe)))
 
-    def decode_flags(self, message: Tensor, count: int, flags: Tensor, sizes: Sequence[int]) -> list[int]:
+    def decode_flags(self, message: Tensor, count: int, flags: Tensor, sizes: Sequence[int], kernel: str) -> list[int]:
         """Read a message, shape ``[num_bytes]``, uint8, into flags, which are zero before.
 
         Returns:
@@ -157,13 +157,13 @@ class PositionCode:
             flags[: self.num_bytes] = message
             if self.universe % 8:  # flags behind the end are no positions
                 flags[self.num_bytes - 1] &= (1 << self.universe % 8) - 1
-        elif fastest_kernel(message.device.type) == "numba":
+        elif (loops := compiled(message.device.type, kernel)) is not None:
             lengths = self.universe, self.num_flags, self.low_bits, self.capacity
-            if cpu_kernel().decode_elias_fano(message, *lengths, flags) < 0:
+            if loops.decode_elias_fano(message, *lengths, flags) < 0:
                 raise PayloadError(f"the positions are corrupt: they are not ascending below {self.universe}")
         else:
             flags.copy_(pack_flags(message.new_zeros(self.universe).index_fill_(0, self.decode(message, count), 1)))
-        counts = count_flags(flags, sizes)
+        counts = count_flags(flags, sizes, kernel)
         if sum(counts) != count:
             raise PayloadError(
                 f"the positions are corrupt: {sum(counts)} positions are marked, but the header says {count}"
@@ -171,9 +171,9 @@ class PositionCode:
         return counts
 
 
-def count_flags(flags: Tensor, sizes: Sequence[int]) -> list[int]:
+def count_flags(flags: Tensor, sizes: Sequence[int], kernel: str) -> list[int]:
     """How many of packed flags are set in each of the tensors of these sizes, one after the other."""
-    if fastest_kernel(flags.device.type) == "numba":
-        return cpu_kernel().count_flags(flags, sizes)
+    if (loops := compiled(flags.device.type, kernel)) is not None:
+        return loops.count_flags(flags, sizes)
     marks = unpack_bits(flags, sum(sizes))
     return torch.stack([part.count_nonzero() for part in marks.split(list(sizes))]).tolist() if sizes else []

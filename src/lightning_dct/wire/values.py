@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_dct.kernels import cpu_kernel, fastest_kernel
+from lightning_dct.kernels import compiled
 from lightning_dct.kernels.bits import as_bytes, num_bytes, pack_bits, places_in_byte, unpack_bits
 
 BITS_PER_VALUE: dict[str, int] = {"fp32": 32, "bf16": 16, "2bit": 2, "1bit": 1}
@@ -31,25 +31,20 @@ INTEGERS = {4: torch.int16, 2: torch.int32}
 LARGEST_HALF = torch.finfo(torch.float32).max / 2
 
 
-def values_num_bytes(value_format: str, capacity: int) -> int:
-    """Bytes that ``capacity`` values take."""
-    return num_bytes(BITS_PER_VALUE[value_format] * capacity)
-
-
-def encode_tensors(values: Tensor, counts: Sequence[int], value_format: str) -> tuple[Tensor, Tensor]:
+def encode_tensors(values: Tensor, counts: Sequence[int], value_format: str, kernel: str) -> tuple[Tensor, Tensor]:
     """:func:`encode_values` of ``counts`` values of each tensor."""
-    if value_format in SCALED_FORMATS and fastest_kernel(values.device.type) == "numba":
-        kernel = cpu_kernel()
+    if value_format in SCALED_FORMATS and (loops := compiled(values.device.type, kernel)) is not None:
         values = values if values.dtype == torch.float64 else values.float()  # numba has no other dtypes
-        return (kernel.encode_signs if value_format == "1bit" else kernel.encode_levels)(values, counts)
+        return (loops.encode_signs if value_format == "1bit" else loops.encode_levels)(values, counts)
     return encode_values(values, _tensor_index(counts, values.device), len(counts), value_format)
 
 
-def decode_tensors(data: Tensor, counts: Sequence[int], scales: Tensor, value_format: str, values: Tensor) -> None:
+def decode_tensors(
+    data: Tensor, counts: Sequence[int], scales: Tensor, value_format: str, values: Tensor, kernel: str
+) -> None:
     """Decode the bytes of :func:`encode_tensors` into ``values``: shape ``[sum(counts)]``, fp32."""
-    if value_format in SCALED_FORMATS and fastest_kernel(data.device.type) == "numba":
-        kernel = cpu_kernel()
-        (kernel.decode_signs if value_format == "1bit" else kernel.decode_levels)(data, counts, scales, values)
+    if value_format in SCALED_FORMATS and (loops := compiled(data.device.type, kernel)) is not None:
+        (loops.decode_signs if value_format == "1bit" else loops.decode_levels)(data, counts, scales, values)
     else:
         index = _tensor_index(counts, data.device)
         values.copy_(decode_values(data, values.numel(), index, scales, value_format))
