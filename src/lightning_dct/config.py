@@ -165,6 +165,9 @@ SET_BY_STRATEGIES = {"self", "config", "given", "module", "device_ids"} | {
 }  # fmt: skip
 
 
+OF_TRAINER = {"accelerator", "devices", "num_nodes", "precision", "max_steps", "max_epochs", "accumulate_grad_batches"}
+
+
 class UsageError(ValueError):
     """A command cannot do what its user asks for; the message says why. Any other error of it is a bug."""
 
@@ -187,6 +190,8 @@ def check_keywords(kind: type, given: Iterable[str], *more: type) -> None:
     for name in sorted(set(given) - taken):
         nearest = get_close_matches(name, sorted(taken), n=3)
         meant = f" Did you mean {' or '.join(f'`{other}`' for other in nearest)}?" if nearest else ""
+        if name in OF_TRAINER:
+            meant = f" Give `{name}` to the `Trainer`."
         *first, last = (f"`{cls.__name__}`" for cls in more)
         those = f"{', '.join(first)} and {last}" if first else last
         raise TypeError(f"`{kind.__name__}` has no setting `{name}`.{meant} It takes its own and those of {those}.")

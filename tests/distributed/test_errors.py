@@ -51,6 +51,8 @@ def test_other_strategies_name_an_unknown_setting_too() -> None:
         lightning_dct.fabric.DCTStrategy(densty=0.1)
     with pytest.raises(TypeError, match=r"`DCTPipelineStrategy` has no setting `stage`. Did you mean `stages`"):
         DCTPipelineStrategy(stage=2)
+    with pytest.raises(TypeError, match=r"has no setting `devices`. Give `devices` to the `Trainer`."):
+        DCTStrategy(devices=2)  # type: ignore[call-arg]
 
 
 def test_what_ddp_takes_is_taken() -> None:

@@ -181,6 +181,7 @@ def misuse_of_gradients(settings: dict[str, Any]) -> Any:
         (partial(misuse, {"compress": "gradients"}), "Use `Gradients`"),
         (partial(misuse_of_gradients, {"compress": "updates"}), "Use `Updates`"),
         (partial(misuse_of_gradients, {"local_steps": 3}), "`compress='gradients'`"),
+        (partial(misuse, {"project": 3}), "`project` must be a function of the module, or None; got 3."),
         (partial(misuse, {}, optim.LBFGS), "`LBFGS`"),
         (partial(misuse, {}, differ=True), "lr of optimizer 0"),
     ],

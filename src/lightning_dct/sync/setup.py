@@ -96,6 +96,8 @@ def make_update_synchronizer(
     Raises:
         ValueError: The exchange or the kernel does not work here.
     """
+    if host.project is not None and not callable(host.project):
+        raise TypeError(f"`project` must be a function of the module, or None; got {host.project!r}.")
     group = group or dist.distributed_c10d._get_default_group()
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     names = _synchronised_names(module, ignored)
