@@ -127,17 +127,16 @@ def add(memory: Memory, received: Received, bucket: Bucket, said: str) -> None:
             name_broken_sender(sender)
     owns, totals = bucket.parts([plan.bounds[index] for index in plan.compressed])
     weights = weights_by_senders(len(payloads), factor, how.lengthening, plan.residual_dtype)
-    sent = Sent(flags, values, [sum(sums[start : start + len(parts)]) for start in range(0, len(sums), len(parts))])
+    by = len(parts)
+    sent = Sent(flags, values, [sum(sums[start : start + by]) for start in range(0, len(sums), by)])
     cpu_kernel(memory.kernel).add_sums(totals, owns or None, plan.first, sent, weights, mine)
     for number, part in enumerate(parts):
-        # In memory of its own, because a view as another dtype has to be aligned.
-        dense = [
-            wire.read_dense(one.layout, row).clone().view(plan.dtype) for one, row in arrived[number :: len(parts)]
-        ]
-        for sender, one in zip(senders[number :: len(parts)], dense, strict=True):
-            if not is_finite(one):
-                name_broken_sender(sender)
         if part.dense:
+            # In memory of its own, because a view as another dtype has to be aligned.
+            dense = [wire.read_dense(one.layout, row).clone().view(plan.dtype) for one, row in arrived[number::by]]
+            for sender, own_dense in zip(senders[number::by], dense, strict=True):
+                if not is_finite(own_dense):
+                    name_broken_sender(sender)
             add_dense(part, bucket, dense, weights, mine)
 
 
