@@ -45,7 +45,7 @@ class Training:
     Args:
         prepared: What is trained.
         weights: Views of the bank's stacks, ``[replicas, ...]`` each, by name.
-        gradients: The same of the gradients' stacks.
+        device: Where they are.
     """
 
     def __init__(self, prepared: Prepared, weights: dict[str, Tensor], device: torch.device) -> None:
