@@ -225,6 +225,7 @@ class Bucket:
     ) -> None:
         self.news, self.bases, self.scale, self.others_keep = news, bases, scale, others_keep
         self.starts = [0, *accumulate(map(Tensor.numel, bases))]
+        self._parts: dict[tuple[tuple[int, int], ...], tuple[list[Tensor], list[Tensor]]] = {}
 
     def place(self, entry: int) -> tuple[int, int]:
         """The number of the tensor that has an entry, and the entry's number there."""
@@ -233,14 +234,16 @@ class Bucket:
 
     def parts(self, bounds: Sequence[tuple[int, int]]) -> tuple[list[Tensor], list[Tensor]]:
         """The views of ``news`` (none if there are none) and of ``bases`` within bounds, each of which lies in one."""
-        found: tuple[list[Tensor], list[Tensor]] = [], []
-        for start, stop in bounds:
-            index, first = self.place(start)
-            for tensors, views in zip((self.news, self.bases), found, strict=True):
-                if tensors:
-                    whole, size = tensors[index], stop - start
-                    views.append(whole if size == whole.numel() else whole[first : first + size])
-        return found
+        if (key := tuple(bounds)) not in self._parts:
+            found: tuple[list[Tensor], list[Tensor]] = [], []
+            for start, stop in bounds:
+                index, first = self.place(start)
+                for tensors, views in zip((self.news, self.bases), found, strict=True):
+                    if tensors:
+                        whole, size = tensors[index], stop - start
+                        views.append(whole if size == whole.numel() else whole[first : first + size])
+            self._parts[key] = found
+        return self._parts[key]
 
     def entries(self, bounds: tuple[int, int], indices: Tensor | None) -> Tensor:
         """``a`` within bounds, or some of its entries."""
