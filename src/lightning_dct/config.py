@@ -163,8 +163,7 @@ class DCTConfig:
 SET_BY_STRATEGIES = {"self", "config", "given", "module", "device_ids"} | {
     "data_parallel_size", "tensor_parallel_size", "wrap_unit", "shard_settings",
 }  # fmt: skip
-
-
+# What users give to a strategy and is the Trainer's.
 OF_TRAINER = {"accelerator", "devices", "num_nodes", "precision", "max_steps", "max_epochs", "accumulate_grad_batches"}
 
 
