@@ -215,6 +215,14 @@ def _destroy_groups() -> None:
         gc.collect()
 
 
+def _end_lifelines() -> None:
+    """End those of plain loops, which last as long as a process: the next task finds none, whatever ran before."""
+    if (loaded := sys.modules.get("lightning_dct.failures.lifeline")) is not None:
+        for lifeline in filter(None, loaded._of_processes.values()):
+            lifeline.close()
+        loaded._of_processes.clear()
+
+
 def _serve(rank: int, world_size: int, port: int, pipe: Connection, log_path: Path) -> None:
     log = begin_rank(log_path.open("w"), rank, world_size, port)
     torch.set_num_threads(1)
@@ -226,6 +234,7 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection, log_path: Pa
     with contextlib.suppress(EOFError):  # the tests are over
         while True:
             module, name, arguments = pickle.loads(pipe.recv_bytes())
+            _end_lifelines()
             _destroy_groups()
             seed()
             try:
