@@ -53,7 +53,7 @@ if DEVICE.type == "cpu":
     # One program looks at all samples.
     on_gpu.LANES = on_gpu.LIMIT_SAMPLE
     # Even small plans are read in several pieces.
-    on_gpu.CODED, on_gpu.OPENED_AT_ONCE, on_gpu.DECODED_AT_ONCE = 128, 2, 4
+    on_gpu.CODED, on_gpu.OPENED_AT_ONCE, on_gpu.DECODED_AT_ONCE = 512, 2, 4
     interpreter.InterpretedFunction.__call__ = _call  # type: ignore[method-assign]
     on_gpu._launch = _launch_alone
 
