@@ -74,6 +74,7 @@ WORLD_SIZES = ("world_size", "saved", "loaded", "resumed", "world")
 # These begin first: begun last, one of them would leave all workers but one with nothing to do.
 LONGEST = (
     "compress/test_contract.py",
+    "compress/test_contract_of_exchanges.py",
     "elastic/test_lost_ranks.py",
     "reliability/",
     "experiments/",

@@ -51,7 +51,7 @@ from lightning_dct.traffic import Traffic, plain_table
 from one_card import DEVICE
 
 TESTS = Path(__file__).parent
-ON_A_CARD = ("compress/test_contract.py",)
+ON_A_CARD = ("compress/test_contract.py", "compress/test_contract_of_exchanges.py")
 # GPT-2's 148 tensors.
 LAYER = (768, 768, 768 * 2304, 2304, 768 * 768, 768, 768, 768, 768 * 3072, 3072, 3072 * 768, 768)
 GPT2 = (50257 * 768, 1024 * 768, *12 * LAYER, 768, 768)

@@ -12,6 +12,9 @@ from threading import Lock
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from one_card import DEVICE
 
@@ -23,6 +26,7 @@ from triton.runtime import interpreter
 from lightning_dct.compress import awaited, on_gpu
 
 WAYS = ("torch", "numba", "triton")
+CPU = torch.device("cpu")
 
 if DEVICE.type == "cpu":
     # The interpreter prepares the language anew for every call of a function, which takes most of its time. Once is
@@ -64,3 +68,15 @@ def way_of(way: str) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(awaited, "WITHOUT_WAITING", {DEVICE.type} if way == "triton" else set())
         yield "auto" if way == "triton" else way
+
+
+def device_of(way: str) -> torch.device:
+    return DEVICE if way == "triton" else CPU
+
+
+def on(device: torch.device, tensors: Any) -> Any:
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device), tensors)
+
+
+def bits(numbers: Tensor) -> Tensor:
+    return numbers.view({8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[numbers.itemsize])

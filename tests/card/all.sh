@@ -13,7 +13,7 @@ for ranks in 4 8 16; do for one in "4 0.1" "8 0.3" "8 0.1" "16 0.1"; do
 done; done
 (LIMIT_S=110 OUT= bash tests/card/check.sh resumed > $L/resumed-rows 2>&1) & pids="$pids $!"
 (LIMIT_S=80 OUT= bash tests/card/check.sh nccl > $L/nccl-rows 2>&1) & pids="$pids $!"
-(TESTS_ON=cuda timeout 130 python3 -m pytest -p no:warnings -p no:cacheprovider -o addopts= -q tests/compress/test_contract.py > $L/contract 2>&1) & pids="$pids $!"
+(TESTS_ON=cuda timeout 130 python3 -m pytest -p no:warnings -p no:cacheprovider -o addopts= -q tests/compress/test_contract*.py > $L/contract 2>&1) & pids="$pids $!"
 wait $pids
 tail -n 5 $L/compile; cat $L/resumed-rows $L/nccl-rows; tail -n 4 $L/contract; echo "== compiled, resumed, NCCL, contract: $SECONDS s"
 LIMIT_S=60 OUT= bash tests/card/check.sh graphs
