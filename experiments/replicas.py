@@ -3,14 +3,14 @@
     python experiments/replicas.py experiment=lm --ranks 2 4 8 --steps 1000 --rates 0.005 0.01 --seeds 0 1
         --strategy ddp --strategy dct --strategy "dct strategy.local_steps=4 strategy.density=0.1"
 
-Each replica trains as a rank of ``strategy=dct`` would, on the same batches, with ``lightning_dct.Updates``: threads
-take the place of ranks. So losses and bytes are those of real ranks, and times are not. A row is a number of ranks, a
-number of steps, a strategy and a rate. Dense training, ``ddp``, comes first and tries all rates; the others take the
-rate that is best for it. A loss is the mean of 10 validations in the last twentieth of a run. A run that is in
-``--output`` is not done again, so the same command continues a stopped one. The results are ``table.txt`` and
-``replicas.json``.
+Each replica trains as a rank of ``strategy=dct`` would, on the same batches. One thread takes the place of all ranks,
+with the package's plans, thresholds and payloads. So losses and bytes are those of real ranks, and times are not. A row
+is a number of ranks, a number of steps, a strategy and a rate. Dense training, ``ddp``, comes first and tries all
+rates; the others take the rate that is best for it. A loss is the mean of 10 validations in the last twentieth of a
+run. A run that is in ``--output`` is not done again, so the same command continues a stopped one. The results are
+``table.txt`` and ``replicas.json``.
 
-On a GPU (``--device cuda``) all trainings of one length run side by side, as CUDA graphs and without threads.
+On a GPU (``--device cuda``) all trainings of one length run side by side, as CUDA graphs.
 """
 
 import argparse
@@ -120,10 +120,6 @@ class Runs:
         def report_all(step: int, losses: Sequence[float]) -> None:
             for number, loss in enumerate(losses or len(jobs) * [math.nan]):
                 report(number, step, loss)
-            if losses:
-                write_result(
-                    self.folder / "latest.json", {"step": step, "losses": losses, "jobs": list(map(_title, jobs))}
-                )
 
         for job, figures in zip(jobs, train_side_by_side(jobs, report_all), strict=True):
             write_result(self.file_of(job), {"job": asdict(job), **figures})

@@ -1,1 +1,1 @@
-"""Many replicas of one training in one process: threads as ranks, gradients of all replicas, the command's table."""
+"""Many replicas of one training in one process: exchanges in step, one by one on a CPU, stacked on a GPU."""

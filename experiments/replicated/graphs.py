@@ -76,10 +76,9 @@ class ExchangeGraph:
         device = next(iter(self._own[0].values())).device
         room, later, used = torch.zeros(ROOM, dtype=torch.uint8, device=device), list[tuple[Tensor, Tensor]](), 0
 
-        def copied(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+        def to_device(host: Tensor, device: torch.device) -> Tensor:
             nonlocal used
-            host = torch.tensor(numbers, dtype=dtype).flatten()
-            place = room[used : used + host.nbytes].view(dtype)
+            place = room[used : used + host.nbytes].view(host.dtype)
             used += -(-host.nbytes // 256) * 256
             later.append((place, host))
             return place
@@ -87,13 +86,10 @@ class ExchangeGraph:
         def weights(ranks: int, factor: float, lengthening: float | None, dtype: torch.dtype, device: Any) -> Tensor:
             if (ranks, factor, dtype) not in self._weights:
                 numbers = weights_by_senders(ranks, factor, lengthening, dtype)
-                self._weights[ranks, factor, dtype] = copied(numbers.tolist(), dtype, device)
+                self._weights[ranks, factor, dtype] = to_device(numbers, device)
             return self._weights[ranks, factor, dtype]
 
-        def to_device(numbers: Tensor, device: torch.device) -> Tensor:
-            return copied(numbers.tolist(), numbers.dtype, device)
-
-        patched = mock.patch.multiple(self._on_gpu, _copied=copied, _weights=weights)
+        patched = mock.patch.multiple(self._on_gpu, to_device=to_device, _weights=weights)
         samples = mock.patch.object(bucket_plan, "to_device", to_device)
         with patched, samples, torch.cuda.graph(self._graph, capture_error_mode="relaxed"):
             yield

@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -63,6 +64,8 @@ class Group:
 
 class Collectives:
     """Those of ``torch.distributed`` that exchanges of updates call."""
+
+    ReduceOp = dist.ReduceOp
 
     @staticmethod
     def get_backend(group: Group) -> str:

@@ -102,15 +102,13 @@ class Training:
                 torch._foreach_mul_(shared, numbers[2 * place + 1])
 
     def _exchange(self, length: int, how: Sending, refreshes: bool) -> None:
-        """Exchange as a graph, once exchanges of this kind have been made without one."""
-        if self._beside is None:
-            self._exchange_here(length, how, refreshes)
-            return
-        self._beside.wait_stream(torch.cuda.current_stream())
+        if self._beside is not None:
+            self._beside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._beside):
             self._exchange_here(length, how, refreshes)
 
     def _exchange_here(self, length: int, how: Sending, refreshes: bool) -> None:
+        """Exchange as a graph, once exchanges of this kind have been made without one."""
         exchanges, kind = self.exchanges, (length, how.lost, refreshes)
         assert exchanges is not None
         if (graph := self._graphs.get(kind)) is not None:

@@ -118,11 +118,9 @@ class DCTStrategyBase(CheckpointedStrategy):
             clock = clock_of(self.root_device)
             # Without a Trainer's profiler a callback may run torch's.
             profiler: Any = trainer.profiler  # type: ignore[attr-defined]
-            if isinstance(profiler, PassThroughProfiler):
-                named = recorded
-            else:
-                named = lambda work: profiler.profile(SPAN.format(work))  # noqa: E731
-            self.traffic, self.split_traffic = Traffic(named, clock), Traffic(clock=clock)
+            of_torch = isinstance(profiler, PassThroughProfiler)
+            span = recorded if of_torch else lambda work: profiler.profile(SPAN.format(work))
+            self.traffic, self.split_traffic = Traffic(span, clock), Traffic(clock=clock)
             self.synchronizer, self.config = None, self.given.config
         # Again, because `configure_model` may have made modules.
         check_agreement(module_settings(self._module), Module(), None)

@@ -1,5 +1,5 @@
 #!/bin/bash
-# What needs a card, part by part, with a limit on each:  bash tests/card/check.sh setup|resumed|ranks|lm|graphs|replicas|suite|nccl ...
+# What needs a card, part by part, with a limit on each:  bash tests/card/check.sh setup|resumed|ranks|lm|graphs|suite|nccl ...
 # Run it in the repository's root; whole logs come back in $OUT/out.tgz. Each part is tried even if one before it fails.
 back=${OUT:-}  # few files come back, so all are packed into one after each part
 export OUT=${WORK:-/tmp/out} SITE=/tmp/site PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 GLOO_SOCKET_IFNAME=lo
@@ -83,13 +83,6 @@ graphs() {  # replicas as CUDA graphs
 suite() {  # those of the tests that run on a card
     TESTS_ON=cuda timeout -k 5 ${LIMIT_S:-200} python3 tests/gpu_check.py --only cuda_tests --output "$OUT/suite.json" > "$OUT/log/suite" 2>&1 || echo "suite: exit status $?"
     rows "$OUT/log/suite"
-}
-
-replicas() {
-    site
-    timeout -k 5 ${LIMIT_S:-150} python3 experiments/replicas.py experiment=lm data.context_length=64 data.batch_size=4 --ranks 8 --steps ${STEPS:-500} --rates 0.002 --device ${ON:-cuda} --output "$OUT/replicas" \
-        --strategy ddp --strategy 'dct strategy.local_steps=4 strategy.density=0.1' > "$OUT/log/replicas" 2>&1 || echo "replicas: exit status $?"
-    cat "$OUT/replicas/table.txt" 2> /dev/null || tail -n 15 "$OUT/log/replicas"
 }
 
 for part in "$@"; do

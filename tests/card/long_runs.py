@@ -1,7 +1,7 @@
-"""Long runs of many replicas on one card, of as many steps as fit: ``compile RANKS SETTINGS``, ``time``, ``train S``.
+"""Long runs of many replicas on one card, of as many steps as fit: ``compile RANKS NUMBER``, ``time``, ``train S``.
 
-``compile`` compiles the kernels of one training, so that several of these at once fill the cache. ``time`` writes how
-many milliseconds a step of all trainings takes, and ``train`` makes so many steps. Its files are those of
+``compile`` compiles the kernels of one training, by the number of its settings, so that several at once fill the cache.
+``time`` writes how many milliseconds a step of all trainings takes, and ``train`` makes so many steps. Its files are of
 ``experiments/replicas.py``, whose command (docs/evidence/run_length.md) makes the table from them, without training.
 """
 
@@ -88,7 +88,7 @@ if __name__ == "__main__":
     torch.set_float32_matmul_precision("high")
     mode, *rest = sys.argv[1:]
     if mode == "compile":
-        compile_kernels(int(rest[0]), rest[1])
+        compile_kernels(int(rest[0]), SETTINGS[int(rest[1])])
     elif mode == "time":
         measure()
     else:

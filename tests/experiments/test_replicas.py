@@ -49,9 +49,10 @@ def in_one_process(job: Job) -> tuple[list[Tensor], dict[str, Tensor]]:
         (*TINY, *DCT, "strategy.exchange=two_phase"),
         (*TINY, "strategy=dct", "strategy.local_steps=1", "strategy.density=0.1", "model.momentum=0.9"),
         (*TINY, "strategy=dct"),  # as the length of the run allows
+        (*TINY, "strategy=dct", "strategy.local_steps=4", "strategy.warmup_steps=2", "strategy.density=1.0"),
         (*DIGITS, "strategy=dct", "model.optimizer=Muon"),
     ],
-    ids=["all_gather", "two_phase", "sgd", "defaults", "perceptron"],
+    ids=["all_gather", "two_phase", "sgd", "defaults", "dense", "perceptron"],
 )
 def test_replicas_have_the_bits_of_real_ranks(ranks: Any, tmp_path: Path, own: tuple[str, ...]) -> None:
     """Two gloo ranks under the Trainer, and two threads: the same losses and weights, bit for bit."""

@@ -319,8 +319,8 @@ def add(memory: Memory, received: Received, bucket: Bucket, said: str) -> None:
     # Some blocks at a time, because decoded flags and what a thread needs of each word take memory by sender.
     blocks, most = len(table.blocks), max(OPENED_AT_ONCE // rows, 1)
     span = max(DECODED_AT_ONCE // rows, 1) if len(table.coded) else blocks
-    sources = {arrived: rows, apart: 1} if own_format is not None else {arrived: rows}
-    opened = [table.room(count * min(most, blocks) * OPENED, torch.uint32) for count in sources.values()]
+    sources = [arrived] if own_format is None else [arrived, apart]
+    opened = [table.room(source.rows * min(most, blocks) * OPENED, torch.uint32) for source in sources]
     for begin in range(0, max(blocks, 1), max(span, 1)):
         end = min(begin + span, blocks)
         for source in sources:
