@@ -1,12 +1,12 @@
 #!/bin/bash
-# What needs a card, part by part, with a limit on each:  bash tests/card/check.sh setup|resumed|ranks|lm|graphs|suite|nccl ...
+# What needs a card, part by part, with a limit on each:  bash tests/card/check.sh setup|resumed|profile|ranks|lm|graphs|suite|nccl ...
 # Run it in the repository's root; whole logs come back in $OUT/out.tgz. Each part is tried even if one before it fails.
 back=${OUT:-}  # few files come back, so all are packed into one after each part
 export OUT=${WORK:-/tmp/out} SITE=/tmp/site PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 GLOO_SOCKET_IFNAME=lo
 export PYTHONPATH=$SITE:$PWD/src
 mkdir -p "$OUT/log"
 here=.gpu  # carried: see prepare.sh
-rows() { grep -aE "^(device, torch|NCCL|gloo, |nccl, |two ranks|resumed|replicas as graphs|[a-z_]+ took|the suite)" "$1" || tail -n 15 "$1"; }
+rows() { grep -aE "^(device, torch|NCCL|gloo, |nccl, |two ranks|resumed|replicas as graphs|100 M|GPT-2|1,000 M|[a-z_]+ took|the suite)" "$1" || tail -n 15 "$1"; }
 
 site() { [ -d $SITE/hydra ] || python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target $SITE $here/wheels/*.whl 2>&1 | grep -v WARNING; }
 
@@ -18,15 +18,16 @@ import lightning_dct
 print("torch", torch.__version__, "lightning", lightning.__version__, "sympy", sympy.__version__, "numba", numba.__version__, torch.cuda.get_device_name(0))'
 }
 
-resumed() {
-    TESTS_ON=cuda timeout -k 5 ${LIMIT_S:-200} python3 tests/gpu_check.py --only resumed_run --output "$OUT/resumed.json" > "$OUT/log/resumed" 2>&1 || echo "resumed: exit status $?"
-    rows "$OUT/log/resumed"
+part_of() {  # PART NAME: of tests/gpu_check.py, as make gpu
+    TESTS_ON=cuda timeout -k 5 ${LIMIT_S:-200} python3 tests/gpu_check.py --only $1 --output "$OUT/$2.json" > "$OUT/log/$2" 2>&1 || echo "$2: exit status $?"
+    rows "$OUT/log/$2"
 }
 
-ranks() {  # over gloo, as make gpu
-    TESTS_ON=cuda timeout -k 5 ${LIMIT_S:-200} python3 tests/gpu_check.py --only two_ranks --output "$OUT/ranks.json" > "$OUT/log/ranks" 2>&1 || echo "ranks: exit status $?"
-    rows "$OUT/log/ranks"
-}
+resumed() { part_of resumed_run resumed; }
+
+profile() { part_of exchange_profile profile; }
+
+ranks() { part_of two_ranks ranks; }  # over gloo
 
 quit_mps() {
     [ -n "$CUDA_MPS_PIPE_DIRECTORY" ] || return
@@ -76,14 +77,10 @@ lm() { site; LIMIT_S=${LIMIT_S:-120} bash tests/card/lm.sh ${STEPS:-1000} ${ON:-
 
 graphs() {  # replicas as CUDA graphs
     site
-    TESTS_ON=cuda timeout -k 5 ${LIMIT_S:-90} python3 tests/gpu_check.py --only graphs_of_replicas --output "$OUT/graphs.json" > "$OUT/log/graphs" 2>&1 || echo "graphs: exit status $?"
-    rows "$OUT/log/graphs"
+    part_of graphs_of_replicas graphs
 }
 
-suite() {  # those of the tests that run on a card
-    TESTS_ON=cuda timeout -k 5 ${LIMIT_S:-200} python3 tests/gpu_check.py --only cuda_tests --output "$OUT/suite.json" > "$OUT/log/suite" 2>&1 || echo "suite: exit status $?"
-    rows "$OUT/log/suite"
-}
+suite() { part_of cuda_tests suite; }  # those of the tests that run on a card
 
 for part in "$@"; do
     begun=$SECONDS; echo "== $part"

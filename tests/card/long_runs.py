@@ -22,10 +22,8 @@ from replicated.side_by_side import SideBySide, train_side_by_side
 from replicated.training import Job
 
 SHARED = ("experiment=lm", "data.context_length=64", "data.batch_size=4")
-SETTINGS = [
-    f"strategy.local_steps={steps} strategy.density={d}" for steps, d in ((4, 0.1), (8, 0.3), (8, 0.1), (16, 0.1))
-]
-DENSE_RATES, RATE, MOST_STEPS = (0.001, 0.002), 0.002, 60_000
+SETTINGS = [f"strategy.local_steps={steps} strategy.density=0.1" for steps in (4, 8)]
+DENSE_RATES, RATE, MOST_STEPS = (0.002, 0.004), 0.002, 60_000
 SEEDS = {4: 2, 8: 2, 16: 1}
 MEASURED = Path("/tmp/milliseconds")
 
