@@ -28,11 +28,11 @@ NOTHING = Given.of({})
 
 
 def test_the_loss_by_hand() -> None:
-    """2 ranks, 8 steps at 30%, 1,000 steps: 2 * 0.035 / 0.3 + 0.25 * 2 * 7^0.8 = 0.2333 + 2.3718."""
+    """2 ranks, 8 steps at 30%, 1,000 steps: 2 * 0.035 / 0.3 + 0.65 * 7^0.8 = 0.2333 + 3.0833."""
     default = DCTConfig()
-    assert expected_loss(default, 2, 1000) == pytest.approx(2.6051, abs=0.001)
+    assert expected_loss(default, 2, 1000) == pytest.approx(3.3166, abs=0.001)
     # With ten times the steps entries that wait cost a tenth, and steps apart a 10^0.8-th: 6.31.
-    assert expected_loss(default, 2, 10_000) == pytest.approx(0.02333 + 2.3718 / 6.3096, abs=0.001)
+    assert expected_loss(default, 2, 10_000) == pytest.approx(0.02333 + 3.0833 / 6.3096, abs=0.001)
     # One step apart, with a mean as long as the steps: 0.035 * 3 / 0.1 on four ranks, 4 times that on 8, 8^0.45 on 64.
     assert expected_loss(DCTConfig(local_steps=1, density=0.1), 4, 1000) == pytest.approx(1.05)
     assert expected_loss(DCTConfig(local_steps=1, density=0.1), 8, 1000) == pytest.approx(4.2)
@@ -47,7 +47,8 @@ LEVEL = ((2, 1, 0.1, 1000), (2, 1, 0.03, 3000), (4, 1, 0.3, 1000), (4, 1, 0.1, 3
 LEVEL += ((4, 4, 0.1, 60_000), (4, 8, 0.3, 60_000), (4, 16, 0.1, 60_000))
 LEVEL += ((8, 1, 0.03, 60_000), (8, 4, 0.1, 60_000), (8, 8, 0.3, 60_000))
 LOSING = ((2, 1, 0.01, 1000), (2, 16, 0.1, 3000), (4, 4, 0.15, 1000), (4, 16, 0.1, 3000), (4, 16, 0.1, 10_000))
-LOSING += ((4, 8, 0.1, 10_000), (8, 1, 0.3, 1000), (8, 1, 0.1, 1000), (8, 16, 0.1, 60_000))
+LOSING += ((4, 8, 0.1, 10_000), (8, 1, 0.3, 1000), (8, 1, 0.1, 1000), (8, 16, 0.1, 60_000), (2, 2, 0.1, 3000))
+LOSING += ((4, 8, 0.1, 25_000), (4, 8, 0.3, 25_000), (4, 16, 0.1, 25_000), (8, 8, 0.3, 25_000), (16, 8, 0.1, 25_000))
 
 
 @pytest.mark.parametrize("run", LEVEL)

@@ -1,6 +1,6 @@
 """Predicts how much loss a run of updates gives up, and chooses the settings with the fewest bytes within a bound.
 
-    loss in %  =  0.035 k (m / d) g / (S / 1000)  +  0.25 W ((H - 1) / (S / 1000))^0.8
+    loss in %  =  0.035 k (m / d) g / (S / 1000)  +  0.65 (W - 1)^0.65 ((H - 1) / (S / 1000))^0.8
 
 ``W`` ranks exchange every ``H`` local steps at density ``d``, and make ``S`` optimizer steps; ``m = min(W - 1, 3)``,
 and ``g = max(1, min(W, 8) / 4)^2 max(1, W / 8)^0.45``. The first term is for entries that wait to be sent: ``k`` is 1
@@ -52,7 +52,8 @@ def expected_loss(config: DCTConfig, ranks: int, steps: float) -> float:
     waiting = 35 * min(ranks - 1, 3) * growth / config.density / steps
     if config.lengthens:
         return waiting
-    return 2 * waiting + 0.25 * ranks * (1000 * (config.local_steps - 1) / steps) ** 0.8
+    apart = 0.65 * (ranks - 1) ** 0.65 * (1000 * (config.local_steps - 1) / steps) ** 0.8
+    return 2 * waiting + apart
 
 
 def steps_needed(config: DCTConfig, ranks: int) -> int:
