@@ -12,7 +12,7 @@ from torch.futures import Future
 
 from lightning_dct.compress.memory import Residuals
 from lightning_dct.compress.threshold import entries_at
-from lightning_dct.exchange.base import Flow, Pending, complete
+from lightning_dct.exchange.base import Flow, Message, finish
 from lightning_dct.sync.setup import parameter_names
 from lightning_dct.traffic import FP32_BYTES, Traffic, all_gather_bytes, all_reduce_bytes
 
@@ -29,7 +29,7 @@ class TopKSynchronizer:
         self._group = group
         self._traffic = traffic
         self.residuals = Residuals()
-        self._pending: list[Pending] = []
+        self._messages: list[Message] = []
 
     def hook(self, state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:
         """Send the largest entries of a bucket; with the last bucket, wait for all and average the received entries."""
@@ -43,15 +43,15 @@ class TopKSynchronizer:
             positions = _largest(residual, sizes, self._density)
             values = residual[positions]
             residual[positions] = 0
-            self._pending.append(Pending(self._send(positions.to(torch.int32), values, buffer), 2, buffer.device))
+            self._messages.append(Message(self._send(positions.to(torch.int32), values, buffer), 2, buffer.device))
         sent = all_gather_bytes((torch.int32.itemsize + FP32_BYTES) * positions.numel(), self._group.size())
         dense = all_reduce_bytes(FP32_BYTES * buffer.numel(), self._group.size())
         self._traffic.add(bytes_sent=sent, bytes_dense=dense, entries_sent=positions.numel(), entries=buffer.numel())
-        future = self._pending[-1].future
+        future = self._messages[-1].future
         if bucket.is_last():  # here and not in callbacks, as DCT does it
-            complete(self._pending, self._traffic)
+            finish(self._messages, self._traffic)
             self._traffic.add(steps=1)
-            self._pending = []
+            self._messages = []
         return future
 
     def _send(self, positions: torch.Tensor, values: torch.Tensor, buffer: torch.Tensor) -> Flow:

@@ -4,7 +4,7 @@ Buckets without compressed tensors, and sparse gradients, are all-reduced in eve
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,6 +63,28 @@ class Exchange(ABC):
             how: The tag, and factors.
         """
 
+    def start(
+        self,
+        bucket: Bucket,
+        plan: BucketPlan,
+        deferred: set[int],
+        memory: Memory,
+        how: Sending,
+        read: Callable[[Received], Tensor] | None = None,
+        dense_dtype: torch.dtype | None = None,
+    ) -> "Message":
+        """Start exchanging a bucket, or averaging one without compressed tensors; for the arguments see :meth:`send`.
+
+        ``read`` makes the result of received payloads. ``dense_dtype`` is that in which a mean is taken, by default
+        the bucket's.
+        """
+        device = bucket.news[0].device
+        if plan.is_dense:
+            (buffer,) = bucket.news
+            flow = send_dense(buffer, plan, deferred, memory, self.everyone, dense_dtype or buffer.dtype, how)
+            return Message(flow, 1, device)
+        return Message(self.send(bucket, plan, deferred, memory, how), self.num_collectives, device, read)
+
     def close(self) -> None:
         """Destroy the process groups that were made for this exchange."""
         for group in self.made:
@@ -70,21 +92,17 @@ class Exchange(ABC):
         self.made = ()
 
 
-class Pending:
-    """A bucket whose exchange has started; the first collective starts here.
+class Message:
+    """A bucket on its way: the handle that :meth:`Exchange.start` returns. Its first collective starts here.
 
     Attributes:
-        result: What ``read`` makes of what is received; None before.
+        result: What ``read`` makes of received payloads, or a mean; None before the message has arrived.
         collectives_left: Collectives that have not been waited for.
         finite: Whether the mean is finite, if :meth:`advance` has checked it.
     """
 
     def __init__(
-        self,
-        flow: Flow,
-        num_collectives: int,
-        device: torch.device,
-        read: Callable[[Received | Tensor], Any] | None = None,
+        self, flow: Flow, num_collectives: int, device: torch.device, read: Callable[[Received], Any] | None = None
     ) -> None:
         self.collectives_left = num_collectives
         self.result: Any = None
@@ -92,6 +110,13 @@ class Pending:
         self._read, self._flow, self._device = read, flow, device
         self._future: Future[Any] | None = None
         self._work = next(flow)
+
+    @classmethod
+    def arrived(cls, mean: Tensor) -> "Message":
+        """One that had arrived before a run was resumed."""
+        message = cls.__new__(cls)
+        message.collectives_left, message.result = 0, mean
+        return message
 
     @property
     def future(self) -> Future[Any]:
@@ -114,7 +139,8 @@ class Pending:
             try:
                 self._work = next(self._flow)
             except StopIteration as finished:
-                mean = finished.value if self._read is None else self._read(finished.value)
+                received = finished.value
+                mean = received if self._read is None or isinstance(received, Tensor) else self._read(received)
                 if check_finite:
                     self.finite = bool((mean._values() if mean.is_sparse else mean).isfinite().all())
                 self.result = mean
@@ -122,11 +148,11 @@ class Pending:
                     self._future.set_result(mean)
 
 
-def complete(pendings: Sequence[Pending], traffic: Traffic, check_finite: bool = False) -> None:
-    """Complete buckets in the order of sending, collective by collective, and read one while the next is in flight."""
-    while under_way := [pending for pending in pendings if pending.collectives_left]:
-        for pending in under_way:
-            pending.advance(traffic, check_finite)
+def finish(messages: Iterable[Message], traffic: Traffic, check_finite: bool = False) -> None:
+    """Finish messages in the order of sending, collective by collective, and read one while the next is in flight."""
+    while under_way := [message for message in messages if message.collectives_left]:
+        for message in under_way:
+            message.advance(traffic, check_finite)
 
 
 def send_sparse(gradient: Tensor, everyone: Link) -> Flow:

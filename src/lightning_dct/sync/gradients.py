@@ -13,7 +13,7 @@ from torch.futures import Future
 from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Sending, real_numel
 from lightning_dct.compress.codec import decompress
 from lightning_dct.config import DCTConfig
-from lightning_dct.exchange.base import Exchange, Pending, complete, send_dense, send_sparse, unused_tensors
+from lightning_dct.exchange.base import Exchange, Message, finish, send_sparse, unused_tensors
 from lightning_dct.failures.course import EXCHANGE
 from lightning_dct.sync.synchronizer import Synchronizer
 from lightning_dct.traffic import FP32_BYTES, Clock, all_reduce_bytes
@@ -45,7 +45,7 @@ class GradientSynchronizer(Synchronizer):
         self._defer_unused = defer_unused
         self._loss_scale = loss_scale
         # Of the current synchronisation.
-        self._pending: list[Pending] = []
+        self._messages: list[Message] = []
         self._refreshing = False
         self._how = Sending()
         # A second stream of each GPU.
@@ -93,16 +93,16 @@ class GradientSynchronizer(Synchronizer):
         return future
 
     def _take(self, bucket: GradBucket) -> Future[Tensor]:
-        if not self._pending:
+        if not self._messages:
             self._begin()
-        earlier = [pending for pending in self._pending if pending.collectives_left > 1]
+        earlier = [message for message in self._messages if message.collectives_left > 1]
         with self.traffic.timed("compress"):
-            self._pending.append(self._send(bucket))
-        future = self._pending[-1].future
+            self._messages.append(self._send(bucket))
+        future = self._messages[-1].future
         # The buckets before this one start their next collective now. This must not depend on what has arrived: every
         # rank has to start the same collectives in the same order.
-        for pending in earlier:
-            pending.advance(self.traffic, self._loss_scale is not None)
+        for message in earlier:
+            message.advance(self.traffic, self._loss_scale is not None)
         if bucket.is_last():
             self._finish()
         return future
@@ -119,10 +119,10 @@ class GradientSynchronizer(Synchronizer):
         """Complete all buckets and count the synchronisation."""
         # In backward's thread and not in callbacks of the futures: gloo would run those in its own threads, which
         # compete with backward for the interpreter and can abort the process when it ends.
-        complete(self._pending, self.traffic, self._loss_scale is not None)
+        finish(self._messages, self.traffic, self._loss_scale is not None)
         self.memory.awaited.poll()
         # The scaler checks the same. The means are the same on all ranks, and so is the result.
-        nonfinite = self._loss_scale is not None and not all(pending.finite for pending in self._pending)
+        nonfinite = self._loss_scale is not None and not all(message.finite for message in self._messages)
         self.traffic.add(steps=1)
         if nonfinite:
             # The scaler skips this optimizer step. A requested refresh stays requested.
@@ -133,12 +133,12 @@ class GradientSynchronizer(Synchronizer):
             self.traffic.add(refreshes=int(self.memory.selected))
             self.refresh_requested = False
             self.memory.commit()
-        self._pending = []
+        self._messages = []
 
-    def _send(self, bucket: GradBucket) -> Pending:
+    def _send(self, bucket: GradBucket) -> Message:
         buffer = bucket.buffer()
         if buffer.is_sparse:
-            return Pending(send_sparse(buffer, self.exchange.everyone), 1, buffer.device)
+            return Message(send_sparse(buffer, self.exchange.everyone), 1, buffer.device)
         # DDP passes complex parameters as real numbers of twice their size, and `bucket.gradients()` does not.
         sizes = [real_numel(parameter) for parameter in bucket.parameters()]
         plan = self._plan_of(bucket.parameters(), sizes, buffer.dtype)
@@ -155,15 +155,11 @@ class GradientSynchronizer(Synchronizer):
         parameters = enumerate(bucket.parameters())
         return unused_tensors(bucket.buffer(), plan) | {index for index, p in parameters if not p.requires_grad}
 
-    def _start(self, buffer: Tensor, plan: BucketPlan, deferred: set[int]) -> Pending:
+    def _start(self, buffer: Tensor, plan: BucketPlan, deferred: set[int]) -> Message:
         """Start sending a flattened bucket, which takes the mean."""
-        if plan.is_dense:
-            dtype = torch.bfloat16 if self.config.averages_in_bf16 and buffer.dtype == torch.float32 else buffer.dtype
-            dense = send_dense(buffer, plan, deferred, self.memory, self.exchange.everyone, dtype, self._how)
-            return Pending(dense, 1, buffer.device)
-        residuals = [] if self.exchange.sums_first else [self.memory.residual_of(plan, buffer.device)]
-        bucket = Bucket([buffer], residuals, self._how.scale)
-        flow = self.exchange.send(bucket, plan, deferred, self.memory, self._how)
-        return Pending(
-            flow, self.exchange.num_collectives, buffer.device, partial(decompress, self.memory, buffer=buffer)
-        )
+        in_bf16 = self.config.averages_in_bf16 and buffer.dtype == torch.float32
+        has_none = plan.is_dense or self.exchange.sums_first
+        residuals = [] if has_none else [self.memory.residual_of(plan, buffer.device)]
+        bucket, read = Bucket([buffer], residuals, self._how.scale), partial(decompress, self.memory, buffer=buffer)
+        dtype = torch.bfloat16 if in_bf16 else None
+        return self.exchange.start(bucket, plan, deferred, self.memory, self._how, read, dtype)

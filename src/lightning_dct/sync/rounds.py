@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dct.compress.awaited import must_not_wait
-from lightning_dct.compress.bucket_plan import Bucket, Received, real_dtype, real_numel
-from lightning_dct.exchange.base import Pending
+from lightning_dct.compress.bucket_plan import Bucket, real_dtype, real_numel
+from lightning_dct.exchange.base import Message
 from lightning_dct.sync.optimizer_trial import Trial
 from lightning_dct.sync.shared_decay import SharedDecay
 from lightning_dct.sync.step_cosine import WHOLE, StepCosine
@@ -35,8 +35,7 @@ class InFlight:
         names: The parameters.
         entries: Their entries.
         due: The optimizer's step after which the mean is applied.
-        pending: The exchange; None once it is complete.
-        arrived: What it has brought, once it is complete: payloads, or the mean, shape ``[n]``.
+        message: What has been sent. Its result are payloads, or the mean, shape ``[n]``.
         own: Shape ``[n]``: what this rank has sent, or has given to its node; None if that is among the payloads.
         bucket: Both sets of weights, if they cannot have moved since.
     """
@@ -44,8 +43,7 @@ class InFlight:
     names: Sequence[str]
     entries: int
     due: int
-    pending: Pending | None
-    arrived: Received | Tensor | None
+    message: Message
     own: Tensor | None
     bucket: Bucket | None = None
 
@@ -209,6 +207,6 @@ def load_rounds(
                 device = parameters[name].device
                 mean, own = (in_flight[f"{part} of {name}"].to(device) for part in ("mean", "own"))
                 rounds.setdefault(int(number), Rounds()).in_flight.append(
-                    InFlight([name], mean.numel(), value, None, mean, own)
+                    InFlight([name], mean.numel(), value, Message.arrived(mean), own)
                 )
     return rounds, to_refresh

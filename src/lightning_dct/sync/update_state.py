@@ -73,7 +73,7 @@ class UpdateState(Synchronizer):
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: plain numbers, dicts and CPU tensors. Waits for updates in flight, but keeps them."""
         for rounds in self._rounds.values():
-            self.flow.complete(rounds.in_flight)
+            self.flow.finish(rounds.in_flight)
         state = super().state_dict()
         clocks, in_flight = save_rounds(self._rounds, self.weights.parameters, self._to_refresh, self.flow.read)
         # Weight averaging swaps weights in temporarily. Save what is there after it swaps them back.
