@@ -57,6 +57,8 @@ GUARD_AIM = 1.05
 REGROUP_EVERY = 64
 # Requests between two halvings of the counts.
 HALVE_EVERY = 1024
+# The formats of whole rows by that of changes.
+WHOLE_FORMATS = {"fp32": "fp32", "bf16": "bf16", "2bit": "int8", "1bit": "int8"}
 Float64Array = npt.NDArray[np.float64]
 
 
@@ -65,16 +67,19 @@ class RequestCode:
 
     def __init__(self, universe: int) -> None:
         self.universe = universe
-        self._rows = np.empty(0, dtype=np.int64)
-        self._groups = np.empty(0, dtype=np.int64)
-        self._split_groups()
+        self._group(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
 
     def learn(self, rows: Int64Array, counts: Int64Array) -> None:
         """Group ascending rows, ``[n]``, by their counts of requests, ``[n]``; ignore rows with count 0."""
         seen = counts > 0
-        self._rows = rows[seen]
-        self._groups = np.frexp(counts[seen])[1].astype(np.int64) - 1
-        self._split_groups()
+        self._group(rows[seen], np.frexp(counts[seen])[1].astype(np.int64) - 1)
+
+    def _group(self, rows: Int64Array, groups: Int64Array) -> None:
+        self._rows, self._groups = rows, groups
+        number = int(groups.max()) + 1 if groups.size else 0
+        self._members = [rows[groups == group] for group in range(number)]
+        # The last group is "all rows".
+        self._sizes = [*(members.size for members in self._members), self.universe]
 
     def encode(self, places: Int64Array) -> Tensor:
         """Encode places, shape ``[k]``, ascending and distinct, as uint8 on the CPU."""
@@ -89,9 +94,11 @@ class RequestCode:
             torch.tensor([part.size >> place & 1 for place in range(size.bit_length())], dtype=torch.uint8)
             for part, size in zip(parts, self._sizes, strict=True)
         ]
-        for part, size in zip(parts, self._sizes, strict=True):
-            if 0 < part.size < size:
-                bits.append(PositionCode(size, part.size).encode_bits(torch.from_numpy(part)))
+        bits += [
+            PositionCode(size, part.size).encode_bits(torch.from_numpy(part))
+            for part, size in zip(parts, self._sizes, strict=True)
+            if 0 < part.size < size
+        ]
         return pack_bits(torch.cat(bits))
 
     def decode(self, data: Tensor, most: int) -> Int64Array:
@@ -113,7 +120,7 @@ class RequestCode:
         if sum(counts) > most:
             raise PayloadError(f"a request for rows claims {sum(counts)} of them, for {most} look-ups")
         found = []
-        for group, (count, size) in enumerate(zip(counts, self._sizes, strict=True)):
+        for members, count, size in zip([*self._members, None], counts, self._sizes, strict=True):
             places = np.arange(count, dtype=np.int64)
             if 0 < count < size:
                 code = PositionCode(size, count)
@@ -122,7 +129,7 @@ class RequestCode:
                 if part.numel() < code.num_bits:
                     raise PayloadError("a request for rows ends too early")
                 places = code.decode_bits(part, count).numpy()
-            found.append(places if group == len(self._members) else self._members[group][places])
+            found.append(places if members is None else members[places])
         if num_bytes(start) != data.numel():
             raise PayloadError(f"a request for rows has {data.numel()} bytes, but its content takes {num_bytes(start)}")
         wanted = np.sort(np.concatenate(found))
@@ -136,13 +143,7 @@ class RequestCode:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore saved groups."""
-        self._rows, self._groups = state["rows"].numpy().copy(), state["groups"].numpy().copy()
-        self._split_groups()
-
-    def _split_groups(self) -> None:
-        number = int(self._groups.max()) + 1 if self._groups.size else 0
-        self._members = [self._rows[self._groups == group] for group in range(number)]
-        self._sizes = [*(members.size for members in self._members), self.universe]
+        self._group(state["rows"].numpy().copy(), state["groups"].numpy().copy())
 
 
 class Message(NamedTuple):
@@ -150,6 +151,15 @@ class Message(NamedTuple):
 
     layout: PayloadLayout  # with one tensor for each table with rows in the message
     tables: list[int]  # these tables, ascending
+    num_rows: int
+    dim: int
+
+    def some_num_bytes(self, count: int) -> int:
+        """Bytes of :func:`encode_some` for ``count`` of the rows (PayloadError: there are not so many)."""
+        if count > self.num_rows:
+            raise PayloadError(f"An owner announces {count} rows where {self.num_rows} were requested.")
+        whole = whole_num_bytes(count, self.dim, self.layout.value_format)
+        return PositionCode(self.num_rows, count).num_bytes + whole
 
 
 class SentRows(NamedTuple):
@@ -167,7 +177,7 @@ def message_about(row_tables: Int64Array, dim: int, density: float, value_format
     tables = np.flatnonzero(counts)
     sizes = tuple((counts[tables] * dim).tolist())
     capacities = tuple(entries_at(density, size) for size in sizes)
-    return Message(PayloadLayout(sizes, capacities, value_format), tables.tolist())
+    return Message(PayloadLayout(sizes, capacities, value_format), tables.tolist(), row_tables.size, dim)
 
 
 def compress_changes(
@@ -228,45 +238,34 @@ def compress_changes(
 
 def encode_whole(rows: Tensor, value_format: str) -> Tensor:
     """Whole rows, ``[n, dim]``, as bytes; ``value_format`` is that of changes."""
-    return torch.cat(encode_rows(rows.reshape(-1), None, len(rows), _format_of_whole(value_format)))
+    return torch.cat(encode_rows(rows.reshape(-1), None, len(rows), WHOLE_FORMATS[value_format]))
 
 
 def whole_num_bytes(num_rows: int, dim: int, value_format: str) -> int:
     """Bytes of :func:`encode_whole`."""
-    row_format = _format_of_whole(value_format)
+    row_format = WHOLE_FORMATS[value_format]
     return row_values_num_bytes(row_format, num_rows * dim) + row_scales_num_bytes(row_format, num_rows)
 
 
 def decode_whole(data: Tensor, num_rows: int, dim: int, value_format: str) -> Tensor:
     """Undo :func:`encode_whole`: shape ``[num_rows, dim]``, fp32."""
-    row_format = _format_of_whole(value_format)
+    row_format = WHOLE_FORMATS[value_format]
     values, scales = data.tensor_split([row_values_num_bytes(row_format, num_rows * dim)])
     return decode_rows(values, num_rows * dim, None, scales, row_format).view(num_rows, dim)
 
 
-def encode_some(rows: Tensor, chosen: Tensor, value_format: str) -> tuple[Tensor, int]:
+def encode_some(rows: Tensor, chosen: Tensor, message: Message) -> tuple[Tensor, int]:
     """Which of the rows, ``[k, dim]``, are chosen (bool, ``[k]``), then these, whole; and their number."""
     some = nonzero_indices(chosen)
-    places = PositionCode(len(rows), len(some)).encode(some)
-    return torch.cat([places, encode_whole(rows[some], value_format)]), len(some)
+    places = PositionCode(message.num_rows, len(some)).encode(some)
+    return torch.cat([places, encode_whole(rows[some], message.layout.value_format)]), len(some)
 
 
-def some_num_bytes(count: int, num_rows: int, dim: int, value_format: str) -> int:
-    """Bytes of :func:`encode_some` for ``count`` of ``num_rows`` rows (PayloadError: there are not so many)."""
-    if count > num_rows:
-        raise PayloadError(f"An owner announces {count} rows where {num_rows} were requested.")
-    return PositionCode(num_rows, count).num_bytes + whole_num_bytes(count, dim, value_format)
-
-
-def decode_some(data: Tensor, count: int, num_rows: int, dim: int, value_format: str) -> tuple[Tensor, Tensor]:
+def decode_some(data: Tensor, count: int, message: Message) -> tuple[Tensor, Tensor]:
     """Undo :func:`encode_some`: the chosen rows' places among all, ``[count]``, and they, ``[count, dim]``, fp32."""
-    code = PositionCode(num_rows, count)
+    code = PositionCode(message.num_rows, count)
     places, rows = data.tensor_split([code.num_bytes])
-    return code.decode(places, count), decode_whole(rows, count, dim, value_format)
-
-
-def _format_of_whole(value_format: str) -> str:
-    return value_format if value_format in ("fp32", "bf16") else "int8"
+    return code.decode(places, count), decode_whole(rows, count, message.dim, message.layout.value_format)
 
 
 def _guard(
