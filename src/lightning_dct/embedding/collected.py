@@ -147,12 +147,6 @@ class CollectedGradients:
         self.ended_by = -1  # the backward that will end with them, of autograd's numbers
         self._expected: list[Iterator[tuple[Tensor, Tensor]]] = []
 
-    @property
-    def parts(self) -> list[tuple[Tensor, Tensor]]:
-        """Places among this rank's rows (int64 ``[k]``) and gradients (``[k, dim]``), in the order of :meth:`add`."""
-        self.wait()
-        return self._parts
-
     def add(self, places: Tensor, gradient: Tensor) -> None:
         """Add the gradient of a rank's mean loss at ``places``; a row may occur more than once."""
         self._parts.append((places, gradient))
@@ -163,11 +157,12 @@ class CollectedGradients:
             self.wait()
         self._expected.append(arriving)
 
-    def wait(self) -> None:
-        """Wait for all expected parts."""
+    def wait(self) -> list[tuple[Tensor, Tensor]]:
+        """Wait for all parts: places among this rank's rows (int64 ``[k]``) and gradients (``[k, dim]``), in order."""
         for arriving in self._expected:
             self._parts += arriving
         self._expected = []
+        return self._parts
 
     def deliver(
         self, weight: Tensor, world_size: int, resolve: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -176,7 +171,7 @@ class CollectedGradients:
 
         ``resolve`` maps distinct places and their gradients to ascending rows of ``weight`` and their gradients.
         """
-        parts, self._parts = self.parts, []
+        parts, self._parts = self.wait(), []
         distinct, inverse = torch.unique(torch.cat([places for places, _ in parts]), return_inverse=True)
         summed = parts[0][1].new_zeros(distinct.numel(), parts[0][1].shape[1])
         for part, (_, gradient) in zip(inverse.split([len(p) for p, _ in parts]), parts, strict=True):

@@ -94,12 +94,14 @@ class RequestCode:
             torch.tensor([part.size >> place & 1 for place in range(size.bit_length())], dtype=torch.uint8)
             for part, size in zip(parts, self._sizes, strict=True)
         ]
-        bits += [
-            PositionCode(size, part.size).encode_bits(torch.from_numpy(part))
-            for part, size in zip(parts, self._sizes, strict=True)
-            if 0 < part.size < size
-        ]
+        codes = zip(self._codes([part.size for part in parts]), parts, strict=True)
+        bits += [code.encode_bits(torch.from_numpy(part)) for code, part in codes if code is not None]
         return pack_bits(torch.cat(bits))
+
+    def _codes(self, counts: list[int]) -> list[PositionCode | None]:
+        """The code of each group's places; None if none or all of them are requested."""
+        both = zip(self._sizes, counts, strict=True)
+        return [PositionCode(size, count) if 0 < count < size else None for size, count in both]
 
     def decode(self, data: Tensor, most: int) -> Int64Array:
         """Undo :meth:`encode`. More than ``most`` places are refused: corrupt bits could claim all of a large table.
@@ -111,27 +113,24 @@ class RequestCode:
         bits = unpack_bits(data.cpu(), 8 * data.numel())
         if bits.numel() < sum(widths):
             raise PayloadError("a request for rows ends too early")
-        start, counts = 0, []
-        for width in widths:
-            counts.append(sum(bit << place for place, bit in enumerate(bits[start : start + width].tolist())))
-            start += width
+        *written, rest = bits.split([*widths, bits.numel() - sum(widths)])
+        counts = [sum(bit << place for place, bit in enumerate(part.tolist())) for part in written]
         if any(count > size for count, size in zip(counts, self._sizes, strict=True)):
             raise PayloadError("a request for rows claims more of them than there are")
         if sum(counts) > most:
             raise PayloadError(f"a request for rows claims {sum(counts)} of them, for {most} look-ups")
-        found = []
-        for members, count, size in zip([*self._members, None], counts, self._sizes, strict=True):
-            places = np.arange(count, dtype=np.int64)
-            if 0 < count < size:
-                code = PositionCode(size, count)
-                part = bits[start : start + code.num_bits]
-                start += code.num_bits
-                if part.numel() < code.num_bits:
-                    raise PayloadError("a request for rows ends too early")
-                places = code.decode_bits(part, count).numpy()
-            found.append(places if members is None else members[places])
-        if num_bytes(start) != data.numel():
-            raise PayloadError(f"a request for rows has {data.numel()} bytes, but its content takes {num_bytes(start)}")
+        codes = self._codes(counts)
+        lengths = [0 if code is None else code.num_bits for code in codes]
+        if rest.numel() < sum(lengths):
+            raise PayloadError("a request for rows ends too early")
+        if data.numel() != (needed := num_bytes(sum(widths) + sum(lengths))):
+            raise PayloadError(f"a request for rows has {data.numel()} bytes, but its content takes {needed}")
+        *parts, _ = rest.split([*lengths, rest.numel() - sum(lengths)])
+        found = [
+            np.arange(count) if code is None else code.decode_bits(part, count).numpy()
+            for count, code, part in zip(counts, codes, parts, strict=True)
+        ]
+        found[:-1] = [members[places] for members, places in zip(self._members, found, strict=False)]
         wanted = np.sort(np.concatenate(found))
         if (wanted[1:] == wanted[:-1]).any():
             raise PayloadError("a request has a row twice")

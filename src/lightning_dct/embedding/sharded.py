@@ -302,7 +302,7 @@ class ShardedEmbeddingBags(CompressedModule):
             "placement": asdict(self.placement),
             "held": {peer: rows.state_dict() for peer, rows in self.held.items()},
             "mirrors": {peer: rows.state_dict() for peer, rows in self.mirrors.items()},
-            "collected": [(places.cpu(), gradient.cpu()) for places, gradient in self.collected.parts],
+            "collected": [(places.cpu(), gradient.cpu()) for places, gradient in self.collected.wait()],
         }
 
     def load_compression_state(self, states: Sequence[Mapping[str, Any]]) -> None:
@@ -345,7 +345,7 @@ class ShardedEmbeddingBags(CompressedModule):
             self.exchange_group.device = device
             for rows in self.remembered:
                 rows.move(device)
-            self.collected = CollectedGradients((p.to(device), part.to(device)) for p, part in self.collected.parts)
+            self.collected = CollectedGradients((p.to(device), part.to(device)) for p, part in self.collected.wait())
         return self
 
     def get_extra_state(self) -> dict[str, Any]:
