@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_dct import ShardedEmbeddingBags
+from lightning_dct import CheckpointError, ShardedEmbeddingBags
 from lightning_dct.embedding.collected import RowCollectives
 from lightning_dct.traffic import Traffic, TrafficTotals
 
@@ -41,6 +41,15 @@ def test_tables_of_a_single_process_send_nothing(grad: bool) -> None:
     tables.finish_evaluation()
     for traffic in (tables.traffic, tables.evaluation_traffic):
         assert (traffic.totals.bytes_sent, traffic.totals.bytes_dense, traffic.totals.entries) == (0, 0, 0)
+
+
+def test_a_damaged_number_of_ranks_is_refused_and_not_counted_up_to() -> None:
+    tables = ShardedEmbeddingBags([7, 2], 4)
+    tables.materialize()
+    state = tables.compression_state()
+    state["placement"]["world_size"] = 1 << 62
+    with pytest.raises(CheckpointError, match="the number of ranks"):
+        tables.load_compression_state([state])
 
 
 def exchanged() -> tuple[list[list[int]], int, list[list[int]], int]:

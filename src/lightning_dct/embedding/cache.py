@@ -315,7 +315,9 @@ def _soundness(state: Mapping[str, Any], saved: RowOwners, dim: int) -> Iterator
     """Each part of a rank's state, and whether it is sound, if those before it are."""
     num_tables, ranks = len(saved.table_rows), range(saved.world_size)
     lengths = len(saved.block_rows), len(saved.first_rank)
-    is_placement = saved.world_size >= 1 and lengths == (num_tables, num_tables) and min(saved.block_rows) >= 1
+    is_placement = lengths == (num_tables, num_tables) and min(saved.block_rows) >= 1
+    # A number of ranks that is damaged would otherwise be counted up to.
+    yield "the number of ranks", saved.world_size == len(state["held"]) + 1
     yield "the placement of its rows", is_placement and all(first in ranks for first in saved.first_rank)
     largest = max(saved.owned_rows)
     for end in ("held", "mirrors"):

@@ -171,9 +171,7 @@ class GrowingEmbeddingBags(ShardedEmbeddingBags):
         this = weakref.ref(self)
 
         def before_step(optimizer: Optimizer, *_: Any) -> None:
-            module = this()
-            if module is not None and group_of(module.weight, optimizer) is not None:
-                module._optimizers.add(optimizer)
+            if (module := this()) is not None:
                 module.reset_states([optimizer])
 
         weakref.finalize(self, register_optimizer_step_pre_hook(before_step).remove)
@@ -221,21 +219,18 @@ class GrowingEmbeddingBags(ShardedEmbeddingBags):
 
     def reset_states(self, optimizers: Iterable[Optimizer]) -> None:
         """Reset the optimizer state of new rows: to zero, or to the ``initial_accumulator_value`` of ``Adagrad``."""
-        if not self._renewed:
+        found = [(one, group) for one in optimizers if (group := group_of(self.weight, one)) is not None]
+        self._optimizers.update(one for one, _ in found)
+        if not (found and self._renewed):
             return
-        slots, was_found = torch.cat([part.to(self.weight.device) for part in self._renewed]), False
-        for optimizer in optimizers:
-            group = group_of(self.weight, optimizer)
-            if group is None:
-                continue
-            was_found, state = True, optimizer.state.get(self.weight, {})
+        slots, self._renewed = torch.cat([part.to(self.weight.device) for part in self._renewed]), []
+        for optimizer, group in found:
+            state = optimizer.state.get(self.weight, {})
             for name, value in state.items():
                 if is_row_state(value, self.weight) and value.is_sparse:
                     state[name] = _without(value, slots)
                 elif is_row_state(value, self.weight):
                     value[slots] = group.get("initial_accumulator_value", 0.0) if name == "sum" else 0.0
-        if was_found:
-            self._renewed = []
 
     def get_extra_state(self) -> dict[str, Any]:
         """The clock, and the directory if the ``state_dict`` has the rows."""

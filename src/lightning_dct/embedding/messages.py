@@ -28,7 +28,8 @@ that leave a cache, which no end remembers any longer, and changes of rows whose
 """
 
 import math
-from itertools import accumulate, pairwise
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -126,12 +127,12 @@ class RequestCode:
         if data.numel() != (needed := num_bytes(sum(widths) + sum(lengths))):
             raise PayloadError(f"a request for rows has {data.numel()} bytes, but its content takes {needed}")
         *parts, _ = rest.split([*lengths, rest.numel() - sum(lengths)])
-        found = [
+        *grouped, others = [
             np.arange(count) if code is None else code.decode_bits(part, count).numpy()
             for count, code, part in zip(counts, codes, parts, strict=True)
         ]
-        found[:-1] = [members[places] for members, places in zip(self._members, found, strict=False)]
-        wanted = np.sort(np.concatenate(found))
+        found = [members[places] for members, places in zip(self._members, grouped, strict=True)]
+        wanted = np.sort(np.concatenate([*found, others]))
         if (wanted[1:] == wanted[:-1]).any():
             raise PayloadError("a request has a row twice")
         return wanted
@@ -197,19 +198,18 @@ def compress_changes(
     """
     layout, flat, added = message.layout, rows.view(-1), addend.reshape(-1)
     edges = list(accumulate(layout.tensor_sizes, initial=0))
-    segments = list(pairwise(edges))
-    for (start, stop), table, target in zip(segments, message.tables, layout.capacities, strict=True):
-        if target == stop - start:
+    news, bases = (tensor.split(layout.tensor_sizes) for tensor in (added, flat))
+    for new, base, table, target in zip(news, bases, message.tables, layout.capacities, strict=True):
+        if target == base.numel():
             thresholds[table] = 0  # everything is sent
         elif thresholds[table] == 0:
-            thresholds[table] = kth_magnitude(flat[start:stop] + scale * added[start:stop], target)
+            thresholds[table] = kth_magnitude(base + scale * new, target)
     limits = np.maximum(thresholds[message.tables], SMALLEST_THRESHOLD)
     flags = torch.zeros(layout.flags_num_bytes, dtype=torch.uint8, device=flat.device)
-    news, bases = (tensor.split(layout.tensor_sizes) for tensor in (added, flat))
     kernel = cpu_kernel("auto" if flat.is_cpu else "torch")  # that of torch works on any device
     values, reached = kernel.select(news, bases, edges[:-1], limits.tolist(), scale, flags)
     counts, positions = reached, positions_of(flags, len(values))
-    finite = np.ones(len(segments), dtype=np.bool_)
+    finite = np.ones(len(bases), dtype=np.bool_)
     broken = values.isfinite().logical_not_()
     some_broken = bool(broken.any())
     if some_broken or positions.numel() > layout.capacity:
@@ -218,7 +218,7 @@ def compress_changes(
         finite[table_of[broken].cpu().numpy()] = False
         keep = broken | torch.from_numpy(finite).to(flat.device)[table_of]
         positions, values, table_of = positions[keep], values[keep], table_of[keep]
-        reached = torch.bincount(table_of, minlength=len(segments)).tolist()
+        reached = torch.bincount(table_of, minlength=len(bases)).tolist()
     if positions.numel() > layout.capacity:
         # Those that exceed their table's threshold by the largest factors are sent.
         over = torch.from_numpy(np.where(finite, limits, np.inf)).to(flat.device, flat.dtype).index_select(0, table_of)
@@ -227,9 +227,9 @@ def compress_changes(
         kept = nonzero_indices(keep_largest(excess, layout.capacity)[0])
         positions, values, table_of = (one.index_select(0, kept) for one in (positions, values, table_of))
     if len(values) < sum(counts):
-        counts = torch.bincount(table_of, minlength=len(segments)).tolist()
+        counts = torch.bincount(table_of, minlength=len(bases)).tolist()
         flags = torch.zeros_like(flags).index_add_(0, positions >> 3, (1 << (positions & 7)).to(torch.uint8))
-    _guard(message, thresholds, reached, finite, flat)
+    _guard(message, thresholds, reached, finite.tolist(), bases)
     payload = pack(layout, flags, values, counts, flat.new_empty(0, dtype=torch.uint8))
     received = unpack_values(layout, payload, counts)
     return SentRows(payload, positions, received, values - received.to(values.dtype))
@@ -268,14 +268,13 @@ def decode_some(data: Tensor, count: int, message: Message) -> tuple[Tensor, Ten
 
 
 def _guard(
-    message: Message, thresholds: Float64Array, reached: list[int], finite: npt.NDArray[np.bool_], flat: Tensor
+    message: Message, thresholds: Float64Array, reached: list[int], finite: list[bool], sums: Sequence[Tensor]
 ) -> None:
-    sizes, targets = message.layout.tensor_sizes, message.layout.capacities
-    numbers = zip(sizes, message.tables, reached, targets, finite.tolist(), strict=True)
-    for place, (size, table, count, target, is_finite) in enumerate(numbers):
-        if target == size:
+    parts = zip(sums, message.tables, reached, message.layout.capacities, finite, strict=True)
+    for part, table, count, target, is_finite in parts:
+        if target == part.numel():
             continue
         if count > GUARD_RESELECT * target and is_finite:
-            thresholds[table] = kth_magnitude(flat.split(sizes)[place], target)
+            thresholds[table] = kth_magnitude(part, target)
         else:
-            thresholds[table] = nudge(float(thresholds[table]), count, target, size, GUARD_AIM)
+            thresholds[table] = nudge(float(thresholds[table]), count, target, part.numel(), GUARD_AIM)

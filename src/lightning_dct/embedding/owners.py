@@ -126,20 +126,19 @@ def place_tables(table_rows: Sequence[int], world_size: int) -> RowOwners:
 
     All tables of a module have the same dimension, so rows measure their bytes.
     """
-    total_rows, tables = sum(table_rows), range(len(table_rows))
-    block_rows, first_rank = list(table_rows), [0 for _ in tables]
+    total_rows = sum(table_rows)
+    block_rows, first_rank = list(table_rows), [0] * len(table_rows)
     # Shares of all rows and of all look-ups: of each table, and of each rank.
     shares = np.array([[rows / total_rows, 1 / len(table_rows)] for rows in table_rows])
     loads = np.zeros((world_size, 2))
-    cut = [
-        table for table in tables if table_rows[table] * world_size > total_rows and table_rows[table] >= world_size > 1
-    ]
+    cut = [table for table, rows in enumerate(table_rows) if rows * world_size > total_rows and rows >= world_size > 1]
     for turn, table in enumerate(cut):
         # Each cut table starts on another rank, because its first block has the most frequent rows.
         first_rank[table] = turn % world_size
         block_rows[table] = -(-table_rows[table] // (world_size * BLOCKS_PER_RANK))
         loads += shares[table] / world_size
-    for table in sorted(set(tables) - set(cut), key=lambda table: (-shares[table].max(), table)):
+    whole = set(range(len(table_rows))) - set(cut)
+    for table in sorted(whole, key=lambda table: (-shares[table].max(), table)):
         # The least load with it, of ranks with the same the fewest rows.
         first_rank[table] = int(np.lexsort((loads[:, 0], (loads + shares[table]).max(axis=1)))[0])
         loads[first_rank[table]] += shares[table]
