@@ -23,8 +23,7 @@ from lightning_dct.checkpoint import format as saved
 from lightning_dct.checkpoint.merging import checksum_of_groups, with_edited_groups
 from lightning_dct.config import DCTConfig
 from lightning_dct.embedding.sharded import ShardedEmbeddingBags
-from lightning_dct.embedding.state import saved_in_shards
-from lightning_dct.embedding.table_files import load_row_states, load_rows, save_rows, without_rows
+from lightning_dct.embedding.table_files import load_row_states, load_rows, save_rows, saved_in_shards, without_rows
 from lightning_dct.failures.lifeline import Lifeline
 from lightning_dct.sync.setup import parameter_names
 from lightning_dct.sync.synchronizer import Synchronizer

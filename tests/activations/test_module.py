@@ -55,7 +55,7 @@ def test_a_refresh_waits_for_a_training_forward() -> None:
     compressed.refreshed()
     assert compressed.refreshed_at == 6
     assert not compressed.refresh_requested
-    compressed.request_refresh()
+    compressed.refresh_requested = True
     assert selected_at(compressed, [7, 8]) == [7]
 
 
@@ -83,7 +83,7 @@ def test_a_model_saved_after_its_first_step_goes_on_with_its_thresholds() -> Non
 def test_a_refresh_that_was_asked_for_outlives_a_checkpoint() -> None:
     saved = module(10)
     selected_at(saved, [0, 1, 2, 3])
-    saved.request_refresh()
+    saved.refresh_requested = True
     resumed = module(10)
     resumed.load_state_dict(saved.state_dict())
     assert selected_at(resumed, [4, 5]) == [4]

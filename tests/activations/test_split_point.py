@@ -172,7 +172,7 @@ def test_refresh_selects_anew_on_its_steps() -> None:
     assert exact == [0, 5, 10]
     assert split.traffic.totals.refreshes == 3
     old = split.threshold
-    split.request_refresh()
+    split.refresh_requested = True
     split(normal(20, 20, seed=99) * 2)
     assert split.threshold > 1.5 * old
 
@@ -330,7 +330,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped() -> None:
 def test_a_refresh_that_was_asked_for_is_not_forgotten() -> None:
     first = SplitPoint(density=0.2)
     first(normal(20, 20))
-    first.request_refresh()
+    first.refresh_requested = True
     second = SplitPoint(density=0.2)
     second.load_state_dict(first.state_dict())
     second(normal(20, 20, seed=1) * 9)

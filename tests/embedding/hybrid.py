@@ -178,7 +178,7 @@ def collected_after(make: Callable[..., Hybrid], exchange: dict[str, Any], path:
 
     def look(*_: Any) -> None:
         tables, rank = module.tables, module.tables.exchange_group.rank
-        for places, gradient in tables.collected.parts:
+        for places, gradient in tables.collected.wait():
             assert tables.resolve(places, gradient)[0].numel() == places.numel()  # all of them have rows
             for table, row, values in zip(*tables.placement.rows_of(rank, places.cpu().numpy()), gradient, strict=True):
                 seen[int(table), int(row)] = seen.get((int(table), int(row)), 0) + values.double()

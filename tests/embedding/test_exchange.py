@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_dct import ShardedEmbeddingBags
-from lightning_dct.embedding.collected import Incoming, RowCollectives
+from lightning_dct import CheckpointError, ShardedEmbeddingBags
+from lightning_dct.embedding.collected import RowCollectives
 from lightning_dct.traffic import Traffic, TrafficTotals
 
 CPU = torch.device("cpu")
@@ -26,7 +26,7 @@ def test_a_single_process_hears_itself_and_sends_nothing() -> None:
     told = np.array([[3, 2**31 - 1]])
     assert exchange.announce(told, traffic).tolist() == told.tolist()
     sent = {0: torch.arange(5, dtype=torch.uint8)}
-    assert torch.equal(exchange.start(sent, {0: 5}, traffic).wait()[0], sent[0])
+    assert torch.equal(exchange.start(sent, {0: 5}, traffic)()[0], sent[0])
     assert traffic.totals == TrafficTotals()
 
 
@@ -43,6 +43,15 @@ def test_tables_of_a_single_process_send_nothing(grad: bool) -> None:
         assert (traffic.totals.bytes_sent, traffic.totals.bytes_dense, traffic.totals.entries) == (0, 0, 0)
 
 
+def test_a_damaged_number_of_ranks_is_refused_and_not_counted_up_to() -> None:
+    tables = ShardedEmbeddingBags([7, 2], 4)
+    tables.materialize()
+    state = tables.compression_state()
+    state["placement"]["world_size"] = 1 << 62
+    with pytest.raises(CheckpointError, match="the number of ranks"):
+        tables.load_compression_state([state])
+
+
 def exchanged() -> tuple[list[list[int]], int, list[list[int]], int]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     exchange = RowCollectives(dist.group.WORLD, CPU)
@@ -50,7 +59,7 @@ def exchanged() -> tuple[list[list[int]], int, list[list[int]], int]:
     told = np.array([[100 * rank + peer, -1, 2**31 - 1] for peer in range(world_size)])
     heard = exchange.announce(told, announcing, least=-1)
     sizes = {peer: payload(peer, rank).numel() for peer in range(world_size)}
-    parts = exchange.start({peer: payload(rank, peer) for peer in range(world_size)}, sizes, sending).wait()
+    parts = exchange.start({peer: payload(rank, peer) for peer in range(world_size)}, sizes, sending)()
     return heard.tolist(), announcing.totals.bytes_sent, [p.tolist() for p in parts], sending.totals.bytes_sent
 
 
@@ -123,17 +132,6 @@ def test_tables_are_copied_and_not_pickled(ranks: Any) -> None:
         assert "state_dict()" in refusal
 
 
-class WatchedWork:
-    """A message under way that notes when it is waited for."""
-
-    def __init__(self, work: dist.Work, wait: str, events: list[str]) -> None:
-        self._work, self._wait, self._events = work, wait, events
-
-    def wait(self) -> None:
-        self._events.append(self._wait)
-        self._work.wait()
-
-
 def events_of_a_step() -> tuple[list[str], int]:
     tables = ShardedEmbeddingBags([400], 4, cache_rows=8)
     tables.materialize()
@@ -141,13 +139,18 @@ def events_of_a_step() -> tuple[list[str], int]:
     for step in range(3):  # the third request finds caches that are full
         names, events = iter(["ids", "rows", "evicted", "gradients"]), []
 
-        def watched(payloads: Any, sizes: Any, traffic: Traffic, names: Any = names, events: Any = events) -> Incoming:
+        def watched(payloads: Any, sizes: Any, traffic: Traffic, names: Any = names, events: Any = events) -> Any:
             nonlocal evicted
             name = next(names)
             events.append(f"send {name}")
             evicted = sum(payload.numel() for payload in payloads.values()) if name == "evicted" else evicted
-            work, parts = start(payloads, sizes, traffic)
-            return Incoming(WatchedWork(work, f"wait for {name}", events), parts)  # type: ignore[arg-type]
+            wait = start(payloads, sizes, traffic)
+
+            def watched_wait() -> list[torch.Tensor]:
+                events.append(f"wait for {name}")
+                return wait()
+
+            return watched_wait
 
         exchange.start = watched  # type: ignore[method-assign]
         pooled = tables(torch.arange(40).view(-1, 1) * 10 + step)

@@ -118,20 +118,15 @@ class ActivationLayout:
 def encode_forward(
     layout: ActivationLayout, activations: Tensor, positions: Tensor | None, seed: int | None = None
 ) -> Tensor:
-    """Encode activations.
+    """Encode activations, floating point of shape ``layout.shape``: uint8, ``[layout.forward_bytes]``.
 
-    Args:
-        layout: The payload's layout.
-        activations: Shape ``layout.shape``, floating point.
-        positions: Shape ``[count]``, int64: ascending positions in the flattened tensor, at most ``layout.capacity``.
-            None sends everything.
-        seed: For stochastic rounding; None rounds to nearest.
-
-    Returns:
-        Shape ``[layout.forward_bytes]``, uint8.
+    ``positions`` (``[count]``, int64) are ascending in the flattened tensor and at most ``layout.capacity``; None sends
+    everything. ``seed`` is for stochastic rounding; None rounds to nearest.
     """
     count = layout.numel if positions is None else positions.numel()
-    return _encode(layout, activations, positions, seed, write_header(MAGIC, 0, count, layout.fingerprint))
+    header = write_header(MAGIC, 0, count, layout.fingerprint)
+    key = None if seed is None else salt(seed, FORWARD_ROUNDING)
+    return _encode(layout, layout.forward_format, activations, positions, key, header)
 
 
 def decode_forward(
@@ -143,8 +138,7 @@ def decode_forward(
     waits for the number of entries.
 
     Returns:
-        The activations, shape ``layout.shape``, zero where nothing was sent, and the positions for
-        :func:`encode_backward` (shape ``[count]``, int64, or None when everything was sent).
+        The activations, zero where nothing was sent, and the positions for :func:`encode_backward`.
 
     Raises:
         PayloadError: The bytes are not a payload of this layout.
@@ -155,23 +149,24 @@ def decode_forward(
     if layout.sends_everything and awaited is not None and must_not_wait(payload.device):
         expected = write_header(MAGIC, 0, layout.numel, layout.fingerprint)
         awaited.on_ready((header == _on_device(expected, header.device)).all().view(1), _check_header)
-        return _decode_values(layout, layout.forward_format, values, None, dtype), None
-    count = read_header(header, MAGIC, 0, layout.fingerprint, layout.capacity)
-    if layout.position_code is not None:
-        positions = layout.position_code.decode(positions_data, count)
-    elif count != layout.numel:
-        raise PayloadError(f"the activations' payload claims {count} entries where all {layout.numel} are sent")
+    else:
+        count = read_header(header, MAGIC, 0, layout.fingerprint, layout.capacity)
+        if layout.position_code is not None:
+            positions = layout.position_code.decode(positions_data, count)
+        elif count != layout.numel:
+            raise PayloadError(f"the activations' payload claims {count} entries where all {layout.numel} are sent")
     return _decode_values(layout, layout.forward_format, values, positions, dtype), positions
 
 
 def encode_backward(
     layout: ActivationLayout, gradient: Tensor, positions: Tensor | None, seed: int | None = None
 ) -> Tensor:
-    """Encode the gradient of the received activations, at the positions that :func:`decode_forward` returned.
+    """Encode the gradient of received activations at the same positions: uint8, ``[layout.backward_bytes]``.
 
-    ``seed`` is for stochastic rounding; None rounds to nearest. The payload is uint8, ``[layout.backward_bytes]``.
+    ``seed`` is for stochastic rounding; None rounds to nearest.
     """
-    return _encode(layout, gradient, positions, seed)
+    key = None if seed is None else salt(seed, BACKWARD_ROUNDING)
+    return _encode(layout, layout.backward_format, gradient, positions, key)
 
 
 def decode_backward(
@@ -187,20 +182,19 @@ def decode_backward(
 
 
 def _encode(
-    layout: ActivationLayout, dense: Tensor, positions: Tensor | None, seed: int | None, header: bytes = b""
+    layout: ActivationLayout,
+    value_format: str,
+    dense: Tensor,
+    positions: Tensor | None,
+    key: int | None,
+    header: bytes = b"",
 ) -> Tensor:
     """Forward the header and the positions; then, both ways, scales, values, and zeros up to the payload's size."""
-    value_format, stream = layout.backward_format, BACKWARD_ROUNDING
-    if header:
-        value_format, stream = layout.forward_format, FORWARD_ROUNDING
     if kernel := _compiled(layout, value_format, positions, dense):
-        key = None if seed is None else salt(seed, stream)
         return kernel.encode(dense, layout.scales_capacity, LEVELS[value_format], SHARES, key, header)
     flat = dense.detach().reshape(-1)
     values = (flat if positions is None else flat[positions]).to(torch.float32)
-    noise = None
-    if seed is not None and value_format in LEVELS:
-        noise = uniform(values.numel(), seed, stream, values)
+    noise = uniform(values.numel(), key, values) if key is not None and value_format in LEVELS else None
     rows = _rows_of(layout, value_format, positions)
     data, scale_data = encode_rows(values, rows, layout.scales_capacity, value_format, noise)
     filling = layout.values_bytes(value_format) - scale_data.numel() - data.numel()
@@ -275,20 +269,16 @@ def mixed_seed(seed: int, step: int) -> int:
     return (mixed ^ (mixed >> 31)) & ((1 << 63) - 1)
 
 
-def uniform(count: int, seed: int, stream: int, content: Tensor) -> Tensor:
+def uniform(count: int, key: int, content: Tensor) -> Tensor:
     """Random numbers in [0, 1), multiples of ``2 ** -24``: fp32 ``[count]`` on the device of ``content``.
 
-    Args:
-        count: Number of random numbers.
-        seed: Non-negative, below ``2 ** 63``.
-        stream: The purpose; different streams are independent.
-        content: The data, floating point, any shape: each micro-batch has its own numbers.
+    ``key`` is a :func:`salt`. With ``content``, floating point of any shape, each micro-batch has its own numbers.
     """
     bits = content.detach().to(torch.float32).reshape(-1).view(torch.int32)
     # Zeros at the end of the data do not change its numbers.
-    key = bits.sum(0, keepdim=True, dtype=torch.int64) + salt(seed, stream)
-    low = _hashed(_fast((key & 0x7FFFFFFF).to(torch.int32)))
-    high = _hashed(_fast((key >> 31 & 0x7FFFFFFF).to(torch.int32)) ^ low)
+    total = bits.sum(0, keepdim=True, dtype=torch.int64) + key
+    low = _hashed(_fast((total & 0x7FFFFFFF).to(torch.int32)))
+    high = _hashed(_fast((total >> 31 & 0x7FFFFFFF).to(torch.int32)) ^ low)
     numbers = torch.empty(count, device=content.device)
     chunk = CHUNK if content.device.type == "cpu" else max(count, 1)
     for start in range(0, count, chunk):
@@ -299,7 +289,7 @@ def uniform(count: int, seed: int, stream: int, content: Tensor) -> Tensor:
 
 
 def salt(seed: int, stream: int) -> int:
-    """The number, below ``2 ** 62``, that a seed and a stream add to the sum of the data's bits."""
+    """The number, below ``2 ** 62``, that a seed and a purpose add to the sum of the data's bits."""
     return (seed * 0x9E3779B97F4A7C15 + (stream + 1) * 0xBF58476D1CE4E5B9) & ((1 << 62) - 1)
 
 

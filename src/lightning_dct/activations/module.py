@@ -1,7 +1,7 @@
 """The interface between modules that compress what ranks exchange, and strategies and callbacks."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import nn
 
@@ -40,6 +40,9 @@ class CompressedModule(nn.Module):
         refresh_every: Optimizer steps between two exact selections of the thresholds.
     """
 
+    # The names of the settings that must be the same on every rank.
+    agreed: ClassVar[tuple[str, ...]] = ("refresh_every",)
+
     def __init__(self, refresh_every: int) -> None:
         super().__init__()
         check_integer("refresh_every", refresh_every, minimum=1)
@@ -50,6 +53,7 @@ class CompressedModule(nn.Module):
         self.traffic = Traffic()
         self.completed_steps = 0
         self.refreshed_at = 0
+        # Whether the next training forward selects all thresholds.
         self.refresh_requested = True
 
     def advance(self, completed_steps: int) -> None:
@@ -57,11 +61,7 @@ class CompressedModule(nn.Module):
         restarted = completed_steps < self.completed_steps  # another fit
         self.completed_steps = completed_steps
         if restarted or completed_steps - self.refreshed_at >= self.refresh_every:
-            self.request_refresh()
-
-    def request_refresh(self) -> None:
-        """Request that the next training forward selects all thresholds."""
-        self.refresh_requested = True
+            self.refresh_requested = True
 
     def refreshed(self) -> None:
         """Record that all thresholds were selected; subclasses call this."""
@@ -78,8 +78,8 @@ class CompressedModule(nn.Module):
         return 0.0
 
     def agreed_settings(self) -> dict[str, Any]:
-        """The settings that must be the same on every rank, by name."""
-        return {"refresh_every": self.refresh_every}
+        """The settings that must be the same on every rank, by name, as plain values."""
+        return {name: getattr(self, name) for name in self.agreed}
 
     def compression_state(self) -> dict[str, Any]:
         """This rank's state beside the model's: plain numbers, dicts and CPU tensors."""

@@ -61,6 +61,8 @@ class SplitPoint(CompressedModule):
                 [ 0.,  2.]])
     """
 
+    agreed = ("density", "refresh_every", "forward_format", "backward_format", "seed")
+
     def __init__(
         self,
         density: float = 0.05,
@@ -91,7 +93,8 @@ class SplitPoint(CompressedModule):
 
     def layout(self, shape: torch.Size | tuple[int, ...]) -> codec.ActivationLayout:
         """The layout of payloads for activations of a shape."""
-        return _layout(tuple(shape), self.density, self.forward_format, self.backward_format)
+        capacity = entries_at(self.density, math.prod(shape))
+        return _layout(tuple(shape), capacity, self.forward_format, self.backward_format)
 
     @property
     def rounding_seed(self) -> int | None:
@@ -146,8 +149,8 @@ class SplitPoint(CompressedModule):
         """Move the next step's threshold by the counts of a training forward."""
         assert self.threshold is not None
         self.overflows += reached > layout.capacity
-        this = (reached, layout.capacity, layout.numel)
-        self._counts = tuple(map(sum, zip(self._counts, this, strict=True)))  # type: ignore[assignment]
+        count, target, size = self._counts
+        self._counts = count + reached, target + layout.capacity, size + layout.numel
         if reached > GUARD_RESELECT * layout.capacity and math.isfinite(smallest):
             self._next = smallest
         else:
@@ -179,11 +182,6 @@ class SplitPoint(CompressedModule):
         """The threshold, once it is selected."""
         return [] if self._next is None else [self._next]
 
-    def agreed_settings(self) -> dict[str, Any]:
-        """The settings that must be the same on every rank, by name."""
-        names = ("density", "refresh_every", "forward_format", "backward_format", "seed")
-        return {name: getattr(self, name) for name in names}
-
     def get_extra_state(self) -> dict[str, Any]:
         """The clock, the threshold, and the density that it was selected for."""
         return {**super().get_extra_state(), "threshold": self._next, "density": float(self.density)}
@@ -212,12 +210,8 @@ class SplitPoint(CompressedModule):
         return ", ".join(f"{name}={value!r}" for name, value in self.agreed_settings().items())
 
 
-@lru_cache
-def _layout(
-    shape: tuple[int, ...], density: float, forward_format: str, backward_format: str
-) -> codec.ActivationLayout:
-    """Cached, because a layout computes its sizes once."""
-    return codec.ActivationLayout(shape, entries_at(density, math.prod(shape)), forward_format, backward_format)
+# A layout computes its sizes once.
+_layout = lru_cache(codec.ActivationLayout)
 
 
 class _Crossing(torch.autograd.Function):

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor
 
 from lightning_dct.embedding.owners import ID_SPACE, Int64Array, RowOwners
 from lightning_dct.kernels import add_in_order
+
+Pooling = Literal["sum", "mean"]
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,7 @@ class DistinctRows:
     Attributes:
         bags: The look-ups.
         wanted: For each owner, the places there: ascending, distinct.
+        sizes: For each owner, the number of them.
         lookups: For each owner, the number of look-ups of these rows.
         inverse: Shape ``[lookups]``, int64: the distinct row of each look-up, counted through all owners.
     """
@@ -121,5 +125,6 @@ class DistinctRows:
             inverse[here] = start + which.reshape(-1)
             start += wanted.size
             self.wanted.append(wanted)
+        self.sizes = [wanted.size for wanted in self.wanted]
         self.lookups = np.bincount(owners, minlength=placement.world_size)
         self.inverse = torch.from_numpy(inverse).to(device)

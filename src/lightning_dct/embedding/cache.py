@@ -9,7 +9,7 @@ has not sent yet.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -290,8 +290,8 @@ def add_entries(rows: Tensor, slots: Tensor, positions: Tensor, values: Tensor) 
 
 def check_memory(
     state: Mapping[str, Any], table_rows: Sequence[int], dim: int, kind: type[RowOwners] = RowOwners
-) -> None:
-    """Check sizes, ranges and dtypes in the state of one rank: ``TableState.compression_state``.
+) -> RowOwners:
+    """Check sizes, ranges and dtypes in the state of one rank (``compression_state`` of tables); the saved placement.
 
     Raises:
         CheckpointError: The tables have other sizes than ``table_rows`` and ``dim``, or the state is corrupt.
@@ -300,65 +300,71 @@ def check_memory(
         saved = kind(**state["placement"])
         if list(saved.table_rows) != list(table_rows):
             raise ValueError(f"it has tables of {list(saved.table_rows)} rows, and the model of {list(table_rows)}")
-        _check_parts(state, saved, dim)
+        for part, is_sound in _soundness(state, saved, dim):
+            if not is_sound:
+                raise ValueError(part)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
         raise CheckpointError(
             "The checkpoint's memory of sharded tables does not fit or is corrupt"
             f" ({type(error).__name__}: {error}). Resume with the model that was saved, or from another checkpoint."
         ) from error
+    return saved
 
 
-def _check_parts(state: Mapping[str, Any], saved: RowOwners, dim: int) -> None:
-    tables = len(saved.table_rows)
-    if not (
-        saved.world_size >= 1
-        and len(saved.block_rows) == len(saved.first_rank) == tables
-        and min(saved.block_rows) >= 1
-        and all(0 <= first < saved.world_size for first in saved.first_rank)
-    ):
-        raise ValueError("the placement of its rows")
-    for part in ("held", "mirrors"):
-        for peer, rows in state[part].items():
-            if not 0 <= peer < saved.world_size:
-                raise ValueError(f"rank {peer} of {saved.world_size} in {part!r}")
+def _soundness(state: Mapping[str, Any], saved: RowOwners, dim: int) -> Iterator[tuple[str, bool]]:
+    """Each part of a rank's state, and whether it is sound, if those before it are."""
+    num_tables, ranks = len(saved.table_rows), range(saved.world_size)
+    lengths = len(saved.block_rows), len(saved.first_rank)
+    is_placement = lengths == (num_tables, num_tables) and min(saved.block_rows) >= 1
+    # A number of ranks that is damaged would otherwise be counted up to.
+    yield "the number of ranks", saved.world_size == len(state["held"]) + 1
+    yield "the placement of its rows", is_placement and all(first in ranks for first in saved.first_rank)
+    largest = max(saved.owned_rows)
+    for end in ("held", "mirrors"):
+        for peer, rows in state[end].items():
+            yield f"rank {peer} of {saved.world_size} in {end!r}", peer in ranks
             # Held rows are the peer's. Mirrored rows are this rank's, and the state does not say which rank it is.
-            universe = saved.owned_rows[peer] if part == "held" else max(saved.owned_rows)
-            for name, is_sound in _soundness(rows, universe, dim, tables, part == "held").items():
-                if not is_sound:
-                    raise ValueError(f"{name} of rank {peer} in {part!r}")
+            universe = saved.owned_rows[peer] if end == "held" else largest
+            for part, is_sound in _soundness_of_rows(rows, universe, num_tables, dim, end == "held"):
+                yield f"{part} of rank {peer} in {end!r}", is_sound
     for places, gradient in state["collected"]:
-        if not _is_places(places, max(saved.owned_rows)) or gradient.shape != (places.numel(), dim):
-            raise ValueError("the collected gradients")
+        yield "the collected gradients", _is_places(places, largest) and gradient.shape == (places.numel(), dim)
 
 
-def _soundness(rows: Mapping[str, Any], universe: int, dim: int, tables: int, with_residual: bool) -> dict[str, bool]:
-    """Whether each part of the state of :class:`RememberedRows` is sound."""
-    cache, code, thresholds, row_at = rows["cache"], rows["code"], rows["thresholds"], rows["cache"]["row_at"]
-    cached = row_at[row_at >= 0]
-    widths = {"copies": dim, "residual": dim if with_residual else 0}
-    return {
-        "the cache": all(cache[name].dtype == torch.int64 for name in CACHE_ARRAYS)
-        and _is_places(cached, universe)
-        and cached.unique().numel() == cached.numel()
-        and row_at.shape == cache["last_used"].shape == cache["counts"].shape
-        and int(cache["requests"]) >= 0,
-        "the groups of rows": _is_places(code["rows"], universe)
-        and bool((code["rows"].diff() > 0).all())
-        and _is_places(code["groups"], MOST_GROUPS)
-        and code["groups"].shape == code["rows"].shape,
-        "the thresholds": thresholds.shape == (tables,)
-        and thresholds.dtype.is_floating_point
-        and bool(((thresholds >= 0) & thresholds.isfinite()).all()),
-        "the copies or residuals": all(
-            rows[name].shape == (row_at.numel(), width) and rows[name].is_floating_point()
-            for name, width in widths.items()
-        )
-        and bool(rows["residual"].isfinite().all()),
-        "the outdated rows": rows["outdated"].shape == row_at.shape and rows["outdated"].dtype == torch.bool,
-    }
+def _soundness_of_rows(
+    rows: Mapping[str, Any], universe: int, num_tables: int, dim: int, with_residual: bool
+) -> Iterator[tuple[str, bool]]:
+    """The same for the state of :class:`RememberedRows`."""
+    cache, code, thresholds = rows["cache"], rows["code"], rows["thresholds"]
+    row_at = cache["row_at"]
+    cached, slots = row_at[row_at >= 0], row_at.numel()
+    are_arrays = all(cache[name].dtype == torch.int64 and cache[name].shape == (slots,) for name in CACHE_ARRAYS)
+    is_set = _is_places(cached, universe) and cached.unique().numel() == cached.numel()
+    yield "the cache", are_arrays and is_set and int(cache["requests"]) >= 0
+    is_ascending = _is_places(code["rows"], universe) and bool((code["rows"].diff() > 0).all())
+    are_groups = _is_places(code["groups"], MOST_GROUPS) and code["groups"].shape == code["rows"].shape
+    yield "the groups of rows", is_ascending and are_groups
+    are_numbers = thresholds.shape == (num_tables,) and thresholds.dtype.is_floating_point
+    yield "the thresholds", are_numbers and bool(((thresholds >= 0) & thresholds.isfinite()).all())
+    for name, width in (("copies", dim), ("residual", dim if with_residual else 0)):
+        yield f"the {name}", rows[name].shape == (slots, width) and rows[name].is_floating_point()
+    yield "the residual", bool(rows["residual"].isfinite().all())
+    yield "the outdated rows", rows["outdated"].shape == (slots,) and rows["outdated"].dtype == torch.bool
 
 
 def _is_places(places: Tensor, universe: int) -> bool:
     """Whether these are whole numbers from 0 to below ``universe``."""
     is_list = places.dtype == torch.int64 and places.ndim == 1
     return is_list and (not places.numel() or (int(places.min()) >= 0 and int(places.max()) < universe))
+
+
+def unsent_gradients(
+    states: Sequence[Mapping[str, Any]], placements: Sequence[RowOwners]
+) -> Iterator[tuple[Int64Array, Int64Array, Tensor]]:
+    """All that the ranks of these states have collected or not sent yet: tables and rows ``[k]``, and ``[k, dim]``."""
+    for rank, (state, placement) in enumerate(zip(states, placements, strict=True)):
+        for places, gradient in state["collected"]:
+            yield *placement.rows_of(rank, places.numpy()), gradient
+        for owner, rows in state["held"].items():
+            row_at = rows["cache"]["row_at"]
+            yield *placement.rows_of(owner, row_at[row_at >= 0].numpy()), rows["residual"][row_at >= 0]

@@ -6,9 +6,9 @@ Collectives count every byte. Gradients are taken from autograd, collected from 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -27,19 +27,6 @@ FAULT = -(2**31)
 MOST_EXPECTED = 16
 
 
-class Incoming(NamedTuple):
-    """An all-to-all under way."""
-
-    work: dist.Work | None  # None on a single process
-    parts: list[Tensor]  # uint8, from each rank; valid when the work is done
-
-    def wait(self) -> list[Tensor]:
-        """Wait for the parts, by rank."""
-        if self.work is not None:
-            self.work.wait()
-        return self.parts
-
-
 class RowCollectives:
     """All-to-all between the ranks of a group (None for a single process), with payloads on a device."""
 
@@ -47,6 +34,7 @@ class RowCollectives:
         self.group = group
         self.rank = group.rank() if group else 0
         self.world_size = group.size() if group else 1
+        self.peers = [peer for peer in range(self.world_size) if peer != self.rank]
         self.device = device
         self._keeps_group: RowCollectives | None = None  # of a copy: the group ends with its original
         # Called before each look-up, to compare what ranks do; a strategy sets it.
@@ -108,25 +96,35 @@ class RowCollectives:
         traffic.add(bytes_sent=(self.world_size - 1) * numbers.shape[1] * sent.element_size())
         announced = received.cpu().numpy().astype(np.int64)
         if (announced == FAULT).any():
-            faults = gather_objects(None if fault is None else (isinstance(fault, IndexError), str(fault)), self.group)
+            faults = gather_objects(fault, self.group)
             if fault is not None:
                 raise fault
-            rank, (is_index, message) = next((rank, each) for rank, each in enumerate(faults) if each is not None)
-            raise (IndexError if is_index else ValueError)(f"Rank {rank} of the process group: {message}")
+            rank, theirs = next((rank, each) for rank, each in enumerate(faults) if each is not None)
+            raise type(theirs)(f"Rank {rank} of the process group: {theirs}")
         check_announced(announced, least)
         return announced
 
-    def start(self, payloads: Mapping[int, Tensor], sizes: Mapping[int, int], traffic: Traffic) -> Incoming:
-        """Start to send payloads, uint8, and to receive ``sizes`` bytes, both by rank; other ranks exchange nothing."""
+    def start(
+        self, payloads: Mapping[int, Tensor], sizes: Mapping[int, int], traffic: Traffic
+    ) -> Callable[[], list[Tensor]]:
+        """Start to send payloads, uint8, and to receive ``sizes`` bytes, both by rank; other ranks exchange nothing.
+
+        The result waits for what arrives, and returns it by rank.
+        """
         empty = torch.empty(0, dtype=torch.uint8, device=self.device)
         sent = [payloads.get(rank, empty) for rank in range(self.world_size)]
         if self.group is None:
-            return Incoming(None, sent)
+            return lambda: sent
         lengths, expected = [part.numel() for part in sent], [sizes.get(rank, 0) for rank in range(self.world_size)]
         received = torch.empty(sum(expected), dtype=torch.uint8, device=self.device)
         work = dist.all_to_all_single(received, torch.cat(sent), expected, lengths, group=self.group, async_op=True)
         traffic.add(bytes_sent=sum(lengths) - lengths[self.rank])
-        return Incoming(work, list(received.split(expected)))
+
+        def wait() -> list[Tensor]:
+            work.wait()
+            return list(received.split(expected))
+
+        return wait
 
 
 def check_announced(announced: Int64Array, least: int) -> None:
@@ -147,29 +145,24 @@ class CollectedGradients:
     def __init__(self, parts: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
         self._parts = list(parts)
         self.ended_by = -1  # the backward that will end with them, of autograd's numbers
-        self._expected: list[Callable[[], Iterable[tuple[Tensor, Tensor]]]] = []
-
-    @property
-    def parts(self) -> list[tuple[Tensor, Tensor]]:
-        """Places among this rank's rows (int64 ``[k]``) and gradients (``[k, dim]``), in the order of :meth:`add`."""
-        self.wait()
-        return self._parts
+        self._expected: list[Iterator[tuple[Tensor, Tensor]]] = []
 
     def add(self, places: Tensor, gradient: Tensor) -> None:
         """Add the gradient of a rank's mean loss at ``places``; a row may occur more than once."""
         self._parts.append((places, gradient))
 
-    def expect(self, arrive: Callable[[], Iterable[tuple[Tensor, Tensor]]]) -> None:
-        """Add what ``arrive`` waits for and returns, places and gradients, before any part is read."""
+    def expect(self, arriving: Iterator[tuple[Tensor, Tensor]]) -> None:
+        """Add what ``arriving`` waits for and yields, places and gradients, before any part is read."""
         if len(self._expected) == MOST_EXPECTED:  # of look-ups without a backward
             self.wait()
-        self._expected.append(arrive)
+        self._expected.append(arriving)
 
-    def wait(self) -> None:
-        """Wait for all expected parts."""
-        for arrive in self._expected:
-            self._parts += arrive()
+    def wait(self) -> list[tuple[Tensor, Tensor]]:
+        """Wait for all parts: places among this rank's rows (int64 ``[k]``) and gradients (``[k, dim]``), in order."""
+        for arriving in self._expected:
+            self._parts += arriving
         self._expected = []
+        return self._parts
 
     def deliver(
         self, weight: Tensor, world_size: int, resolve: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -178,7 +171,7 @@ class CollectedGradients:
 
         ``resolve`` maps distinct places and their gradients to ascending rows of ``weight`` and their gradients.
         """
-        parts, self._parts = self.parts, []
+        parts, self._parts = self.wait(), []
         distinct, inverse = torch.unique(torch.cat([places for places, _ in parts]), return_inverse=True)
         summed = parts[0][1].new_zeros(distinct.numel(), parts[0][1].shape[1])
         for part, (_, gradient) in zip(inverse.split([len(p) for p, _ in parts]), parts, strict=True):

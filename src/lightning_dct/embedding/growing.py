@@ -20,13 +20,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_dct.config import check_integer
+from lightning_dct.embedding.bags import Pooling
 from lightning_dct.embedding.cache import CACHE_ARRAYS, RowCache
 from lightning_dct.embedding.owners import ID_SPACE, Int64Array, RowOwners, initial_rows, place_by_hash
 from lightning_dct.embedding.pruning import is_row_state
-from lightning_dct.embedding.sharded import Pooling, ShardedEmbeddingBags
-
-# The names of a directory's caches.
-PARTS = ("rows", "counted")
+from lightning_dct.embedding.sharded import ShardedEmbeddingBags
 
 
 class RowDirectory:
@@ -39,6 +37,7 @@ class RowDirectory:
     def __init__(self, capacity: int, admit_after: int) -> None:
         self.admit_after = admit_after
         self.rows, self.counted = RowCache(capacity), RowCache(capacity)
+        self.parts = {"rows": self.rows, "counted": self.counted}
 
     def request(self, keys: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
         """Count a look-up of keys, ``[k]``, ascending and distinct, and make rows for those that are due.
@@ -60,17 +59,16 @@ class RowDirectory:
 
     def state_dict(self) -> dict[str, Any]:
         """Both caches."""
-        return {part: getattr(self, part).state_dict() for part in PARTS}
+        return {part: cache.state_dict() for part, cache in self.parts.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state."""
-        for part in PARTS:
-            getattr(self, part).load_state_dict(state[part])
+        for part, cache in self.parts.items():
+            cache.load_state_dict(state[part])
 
     def merge(self, states: Sequence[Mapping[str, Any]], is_own: Callable[[Int64Array], Any]) -> None:
         """Merge the states of all owners of another world size: keep the newest keys of this owner."""
-        for part in PARTS:
-            cache: RowCache = getattr(self, part)
+        for part, cache in self.parts.items():
             saved = [state[part] for state in states]
             arrays = {name: np.concatenate([state[name].numpy() for state in saved]) for name in CACHE_ARRAYS}
             rows = arrays["row_at"]
@@ -112,6 +110,8 @@ class GrowingEmbeddingBags(ShardedEmbeddingBags):
         ValueError: A setting is out of range.
     """
 
+    agreed = (*ShardedEmbeddingBags.agreed, "max_rows", "admit_after")
+
     def __init__(
         self,
         num_tables: int,
@@ -141,23 +141,15 @@ class GrowingEmbeddingBags(ShardedEmbeddingBags):
             initial_bound=1 / math.sqrt(max_rows) if initial_bound is None else initial_bound,
             seed=seed,
         )
-        self.max_rows, self.admit_after = max_rows, admit_after
+        self.num_rows = self.max_rows = max_rows
+        self.admit_after = admit_after
         tables = np.arange(num_tables)
-        self._default_rows = initial_rows(seed, tables, np.zeros_like(tables), self.initial_bounds, embedding_dim)
+        self._default_rows = initial_rows(seed, tables, np.zeros_like(tables), self.initial_bound, embedding_dim)
         self._renewed: list[Tensor] = []  # slots whose optimizer state is still that of an evicted row
-
-    @property
-    def num_rows(self) -> int:
-        """The most rows of all ranks together."""
-        return self.max_rows
 
     def extra_repr(self) -> str:
         """What ``print`` shows."""
         return f"{super().extra_repr()}, admit_after={self.admit_after}"
-
-    def agreed_settings(self) -> dict[str, Any]:
-        """The settings that must be the same on every rank, by name."""
-        return {**super().agreed_settings(), "max_rows": self.max_rows, "admit_after": self.admit_after}
 
     def place(self, world_size: int) -> RowOwners:
         """Assign rows to ranks by hash."""
@@ -179,9 +171,7 @@ class GrowingEmbeddingBags(ShardedEmbeddingBags):
         this = weakref.ref(self)
 
         def before_step(optimizer: Optimizer, *_: Any) -> None:
-            module = this()
-            if module is not None and _group_of(module.weight, optimizer) is not None:
-                module._optimizers.add(optimizer)
+            if (module := this()) is not None:
                 module.reset_states([optimizer])
 
         weakref.finalize(self, register_optimizer_step_pre_hook(before_step).remove)
@@ -229,21 +219,18 @@ class GrowingEmbeddingBags(ShardedEmbeddingBags):
 
     def reset_states(self, optimizers: Iterable[Optimizer]) -> None:
         """Reset the optimizer state of new rows: to zero, or to the ``initial_accumulator_value`` of ``Adagrad``."""
-        if not self._renewed:
+        found = [(one, group) for one in optimizers if (group := group_of(self.weight, one)) is not None]
+        self._optimizers.update(one for one, _ in found)
+        if not (found and self._renewed):
             return
-        slots, was_found = torch.cat([part.to(self.weight.device) for part in self._renewed]), False
-        for optimizer in optimizers:
-            group = _group_of(self.weight, optimizer)
-            if group is None:
-                continue
-            was_found, state = True, optimizer.state.get(self.weight, {})
+        slots, self._renewed = torch.cat([part.to(self.weight.device) for part in self._renewed]), []
+        for optimizer, group in found:
+            state = optimizer.state.get(self.weight, {})
             for name, value in state.items():
                 if is_row_state(value, self.weight) and value.is_sparse:
                     state[name] = _without(value, slots)
                 elif is_row_state(value, self.weight):
                     value[slots] = group.get("initial_accumulator_value", 0.0) if name == "sum" else 0.0
-        if was_found:
-            self._renewed = []
 
     def get_extra_state(self) -> dict[str, Any]:
         """The clock, and the directory if the ``state_dict`` has the rows."""
@@ -258,7 +245,7 @@ class GrowingEmbeddingBags(ShardedEmbeddingBags):
             self.directory.load_state_dict(state["directory"])
 
 
-def _group_of(weight: Tensor, optimizer: Optimizer) -> dict[str, Any] | None:
+def group_of(weight: Tensor, optimizer: Optimizer) -> dict[str, Any] | None:
     """The parameter group with the rows; None if the optimizer does not have them."""
     return next((group for group in optimizer.param_groups if any(p is weight for p in group["params"])), None)
 

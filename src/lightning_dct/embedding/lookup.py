@@ -19,24 +19,28 @@ rank announces how many rows it requests, or that it has no more batches. It the
 batches. The modules of one model share their rounds: ranks may request rows of different modules in the same round.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_dct.embedding import messages
-from lightning_dct.embedding.bags import Bags, DistinctRows
+from lightning_dct.embedding.bags import Bags, DistinctRows, read_bags
 from lightning_dct.embedding.cache import Admission, RememberedRows, add_entries
-from lightning_dct.embedding.collected import DeliverRows, Incoming
+from lightning_dct.embedding.collected import FAULT, DeliverRows
 from lightning_dct.embedding.owners import Int64Array
-from lightning_dct.embedding.state import TableState
 from lightning_dct.kernels import add_rows
 from lightning_dct.traffic import FP32_BYTES, ID_BYTES
 from lightning_dct.wire.payload import unpack
 from lightning_dct.wire.positions import PayloadError, PositionCode, reading
+
+if TYPE_CHECKING:
+    from lightning_dct.embedding.sharded import ShardedEmbeddingBags
 
 
 class _Requested(NamedTuple):
@@ -48,12 +52,12 @@ class _Requested(NamedTuple):
     slots: Tensor  # shape `[k]`: of the copies
     message: messages.Message  # the form of the messages about these rows, in both directions
 
-    def check_not_evicted(self, cache_rows: int) -> None:
+    def check_not_evicted(self) -> None:
         """Refuse to use copies whose slots other rows have by now (RuntimeError)."""
         if (self.rows.cache.row_at[self.admission.slots] != self.places).any():
             raise RuntimeError(
                 "Rows were evicted between a request and its backward. If there are several requests before a backward,"
-                f" `cache_rows` ({cache_rows}) must hold the rows of all requests. Raise it."
+                f" `cache_rows` ({self.rows.cache.capacity}) must hold the rows of all requests. Raise it."
             )
 
 
@@ -67,6 +71,26 @@ ANNOUNCED_EXACT = 2
 FINISHED = -1
 
 
+def look_up(module: ShardedEmbeddingBags, ids: Tensor, offsets: Tensor | None) -> ChangesLookup | ExactReader:
+    """Start a look-up: of changes if a gradient is wanted, else of exact rows."""
+    is_exact = not (module.weight.requires_grad and torch.is_grad_enabled())
+    try:
+        bags = read_bags(ids, offsets, module.table_rows, module.pooling)
+    except (IndexError, ValueError) as fault:
+        # The others wait for an announcement. With this one they all fail.
+        exchange = ((module.evaluated_with or (module,))[0] if is_exact else module).exchange_group
+        numbers = np.full((exchange.world_size, ANNOUNCED_EXACT if is_exact else ANNOUNCED), FAULT)
+        exchange.announce(numbers, module.traffic, fault=fault)
+        raise
+    if is_exact:
+        return ExactReader(module, bags)
+    if module.refresh_requested:
+        for rows in module.remembered:
+            rows.thresholds[:] = 0
+        module.refreshed()
+    return ChangesLookup(module, bags)
+
+
 class ChangesLookup:
     """A look-up under way: the constructor requests rows and answers the others, :meth:`pooled` waits for answers.
 
@@ -74,17 +98,16 @@ class ChangesLookup:
     the requests: at the latest when the next request begins.
     """
 
-    def __init__(self, module: TableState, bags: Bags) -> None:
-        if module.latest_lookup is not None:
-            module.latest_lookup.take_answers()
+    def __init__(self, module: ShardedEmbeddingBags, bags: Bags) -> None:
+        module.take_answers()
         self._module = module
-        self._rank, self._peers = module.exchange_group.rank, module.peers
+        self._rank, self._peers = module.exchange_group.rank, module.exchange_group.peers
         with module.traffic.timed():
             self._rows = DistinctRows(bags, module.placement, module.weight.device)
             payloads, evicted, numbers = self._make_requests()
         announced = _announce(module, numbers)
         sizes = dict(enumerate(announced[:, 1].tolist()))
-        requests = module.exchange_group.start(payloads, sizes, module.traffic).wait()
+        requests = module.exchange_group.start(payloads, sizes, module.traffic)()
         with module.traffic.timed():
             # By rank, the requests that this one has received.
             self._received = {
@@ -102,22 +125,22 @@ class ChangesLookup:
         # Only the owner knows how many of the rows that are new in a cache are not at their initial values.
         self._num_whole = module.exchange_group.announce(counts, module.traffic)[:, 0].tolist()
         sizes = {peer: sum(self._answer_sizes(peer)) for peer in self._peers}
-        self._incoming: Incoming | None = module.exchange_group.start(answers, sizes, module.traffic)
+        # Waits for the answers; None once they are taken.
+        self._receive: Callable[[], list[Tensor]] | None = module.exchange_group.start(answers, sizes, module.traffic)
         self.gradient: Tensor | None = None  # of this rank's loss by its distinct rows, until it is sent
         self._is_returned = False
-        module.latest_lookup = self
         module.lookups = [*module.lookups, self][-MOST_LOOKUPS:]
         self._send_evicted(evicted)
 
     def take_answers(self) -> None:
         """Wait for the answers and add them to the copies, once."""
-        if self._incoming is None:
+        if self._receive is None:
             return
         module = self._module
-        answers, self._incoming, module.latest_lookup = self._incoming.wait(), None, None
+        answers, self._receive = self._receive(), None
         with module.traffic.timed():
             for peer, request in self._sent.items():
-                request.check_not_evicted(module.cache_rows)
+                request.check_not_evicted()
                 whole, others = answers[peer].split(self._answer_sizes(peer))
                 with reading(f"Embedding rows from rank {peer} of the process group"):
                     self._add_whole(request, whole, self._num_whole[peer])
@@ -130,13 +153,12 @@ class ChangesLookup:
         module, rows = self._module, self._rows
         self.take_answers()
         with module.traffic.timed():
-            sizes = [wanted.size for wanted in rows.wanted]
-            found = module.weight.new_empty(sum(sizes), module.embedding_dim, dtype=module.remembered_dtype)
-            for rank, part in enumerate(found.split(sizes)):
+            found = module.weight.new_empty(sum(rows.sizes), module.embedding_dim, dtype=module.remembered_dtype)
+            for rank, part in enumerate(found.split(rows.sizes)):
                 if rank == self._rank:
                     part.copy_(module.own_rows(rows.wanted[rank]))
                     continue
-                self._sent[rank].check_not_evicted(module.cache_rows)
+                self._sent[rank].check_not_evicted()
                 torch.index_select(self._sent[rank].rows.copies, 0, self._sent[rank].slots, out=part)
             pooled = rows.bags.pool(found.to(module.weight.dtype).index_select(0, rows.inverse))
         return DeliverRows.apply(module.weight, pooled, self.reach)
@@ -151,25 +173,25 @@ class ChangesLookup:
         with module.traffic.timed():
             each = rows.bags.spread(pooled_gradient).to(module.remembered_dtype)
             if self.gradient is None:
-                self.gradient = each.new_zeros(sum(wanted.size for wanted in rows.wanted), module.embedding_dim)
+                self.gradient = each.new_zeros(sum(rows.sizes), module.embedding_dim)
             add_rows(self.gradient, rows.inverse, each)
         when_backward_ends(module.evaluated_with or (module,))
 
     def send_gradient(self) -> Callable[[], None]:
         """Start to send each owner the gradient of its rows; the result receives that of this rank's."""
         module, rows, dim = self._module, self._rows, self._module.embedding_dim
-        sizes = [wanted.size for wanted in rows.wanted]
+        self.take_answers()  # also if this rank has not pooled them
         gradient, self.gradient, self._is_returned = self.gradient, None, True
         if gradient is None:  # this rank's loss does not depend on the look-up, another's does
-            gradient = module.weight.new_zeros(sum(sizes), dim, dtype=module.remembered_dtype)
+            gradient = module.weight.new_zeros(sum(rows.sizes), dim, dtype=module.remembered_dtype)
         with module.traffic.timed():
-            parts = gradient.split(sizes)
+            parts = gradient.split(rows.sizes)
             payloads = {peer: self._gradient_payload(request, parts[peer]) for peer, request in self._sent.items()}
         expected = {peer: request.message.layout.num_bytes for peer, request in self._received.items()}
-        incoming = module.exchange_group.start(payloads, expected, module.traffic)
+        wait = module.exchange_group.start(payloads, expected, module.traffic)
 
         def receive() -> None:
-            received = incoming.wait()
+            received = wait()
             module.collected.wait()
             with module.traffic.timed():
                 own = torch.from_numpy(rows.wanted[self._rank]).to(gradient.device)
@@ -228,10 +250,10 @@ class ChangesLookup:
         module, dim, value_format = self._module, self._module.embedding_dim, self._module.value_format
         evicted = {peer: request.admission.evicted for peer, request in self._received.items()}
         sizes = {peer: messages.whole_num_bytes(places.size, dim, value_format) for peer, places in evicted.items()}
-        incoming = module.exchange_group.start(payloads, sizes, module.traffic)
+        wait = module.exchange_group.start(payloads, sizes, module.traffic)
 
         def arrive() -> Iterator[tuple[Tensor, Tensor]]:
-            received = incoming.wait()
+            received = wait()
             for peer, places in evicted.items():
                 if places.size:
                     with module.traffic.timed():
@@ -239,7 +261,7 @@ class ChangesLookup:
                     if rows.any():  # not of look-ups without a backward
                         yield torch.from_numpy(places).to(rows.device), rows.to(module.remembered_dtype)
 
-        module.collected.expect(arrive)
+        module.collected.expect(arrive())
 
     def _answer(self, request: _Requested) -> tuple[Tensor, int]:
         """The bytes for a rank, of whole rows and then of changes, and the number of whole rows."""
@@ -247,7 +269,7 @@ class ChangesLookup:
         now = module.own_rows(request.places).to(module.remembered_dtype)
         missed = now - mirror.copies.index_select(0, slots)
         outdated = (missed != 0).any(dim=1) & mirror.take_outdated(slots)
-        whole, count = messages.encode_some(missed, outdated, module.value_format)
+        whole, count = messages.encode_some(missed, outdated, request.message)
         self._add_whole(request, whole, count)
         known = mirror.copies.index_select(0, slots)
         sent = messages.compress_changes(now, known, request.message, mirror.thresholds, scale=-1)
@@ -258,18 +280,16 @@ class ChangesLookup:
 
     def _add_whole(self, request: _Requested, payload: Tensor, count: int) -> None:
         """Add the whole rows of an answer to the copies of the requested rows."""
-        dim, value_format = self._module.embedding_dim, self._module.value_format
-        some, values = messages.decode_some(payload, count, len(request.slots), dim, value_format)
+        some, values = messages.decode_some(payload, count, request.message)
         request.rows.copies.index_add_(0, request.slots[some], values.to(request.rows.copies))
 
     def _answer_sizes(self, owner: int) -> list[int]:
         """The bytes of the two parts of an owner's answer."""
-        dim, request, count = self._module.embedding_dim, self._sent[owner], self._num_whole[owner]
-        whole = messages.some_num_bytes(count, len(request.slots), dim, self._module.value_format)
-        return [whole, request.message.layout.num_bytes]
+        message = self._sent[owner].message
+        return [message.some_num_bytes(self._num_whole[owner]), message.layout.num_bytes]
 
     def _gradient_payload(self, request: _Requested, gradient: Tensor) -> Tensor:
-        request.check_not_evicted(self._module.cache_rows)
+        request.check_not_evicted()
         rows = request.rows.residual.index_select(0, request.slots)
         sent = messages.compress_changes(rows, gradient, request.message, request.rows.thresholds)
         flat = rows.view(-1)
@@ -279,7 +299,7 @@ class ChangesLookup:
         return sent.payload
 
 
-def when_backward_ends(modules: Sequence[TableState]) -> None:
+def when_backward_ends(modules: Sequence[ShardedEmbeddingBags]) -> None:
     """Exchange the gradients of all of a model's tables once, after the rest of this backward; every rank calls it."""
     this_backward = torch._C._current_graph_task_id()
     if modules[0].collected.ended_by != this_backward:
@@ -287,7 +307,7 @@ def when_backward_ends(modules: Sequence[TableState]) -> None:
         torch.autograd.Variable._execution_engine.queue_callback(partial(_end_backward, modules))
 
 
-def _end_backward(modules: Sequence[TableState]) -> None:
+def _end_backward(modules: Sequence[ShardedEmbeddingBags]) -> None:
     """Exchange the gradients of all look-ups that some rank's backward has reached."""
     for module in modules:
         if not module.weight.requires_grad:
@@ -305,7 +325,7 @@ def _end_backward(modules: Sequence[TableState]) -> None:
                 module.collected.deliver(module.weight, module.placement.world_size, module.resolve)
 
 
-def _announce(module: TableState, numbers: Int64Array) -> Int64Array:
+def _announce(module: ShardedEmbeddingBags, numbers: Int64Array) -> Int64Array:
     """Announce numbers, and refuse ranks that have not come to the same (RuntimeError, on every rank)."""
     announced = module.exchange_group.announce(numbers, module.traffic)
     if (apart := announced[:, 0] != numbers[0, 0]).any():
@@ -320,15 +340,14 @@ def _announce(module: TableState, numbers: Int64Array) -> Int64Array:
 class ExactReader:
     """A look-up of exact rows: the constructor reads them, :meth:`pooled` pools them."""
 
-    def __init__(self, module: TableState, bags: Bags) -> None:
+    def __init__(self, module: ShardedEmbeddingBags, bags: Bags) -> None:
         self._rows = DistinctRows(bags, module.placement, module.weight.device)
-        _, parts = exact_round(module.evaluated_with or (module,), module, self._rows.wanted)
-        own = self._rows.wanted[module.exchange_group.rank]
-        parts[module.exchange_group.rank] = module.own_rows(own)
-        lookups = int(sum(self._rows.lookups[peer] for peer in module.peers))
+        rows = exact_round(module.evaluated_with or (module,), module, self._rows.wanted)
+        assert rows is not None  # this rank has not finished
+        self._distinct = rows
+        lookups = int(sum(self._rows.lookups[peer] for peer in module.exchange_group.peers))
         row_bytes = FP32_BYTES * module.embedding_dim
         module.evaluation_traffic.add(steps=1, bytes_dense=lookups * (ID_BYTES + 2 * row_bytes))
-        self._distinct = torch.cat(parts)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def pooled(self) -> Tensor:
@@ -337,14 +356,14 @@ class ExactReader:
 
 
 def exact_round(
-    modules: Sequence[TableState], module: TableState, wanted: list[Int64Array] | None
-) -> tuple[bool, list[Tensor]]:
+    modules: Sequence[ShardedEmbeddingBags], module: ShardedEmbeddingBags, wanted: list[Int64Array] | None
+) -> Tensor | None:
     """Request rows of one of the modules, which have the same order on every rank, and answer the others.
 
     ``wanted`` is None if this rank has no more batches.
 
     Returns:
-        Whether all ranks have finished, and the rows by owner, ``[k, dim]`` each.
+        The rows of all owners, ``[k, dim]``; None if all ranks have finished.
     """
     exchange, placement, traffic = modules[0].exchange_group, module.placement, module.evaluation_traffic
     weight, row_bytes = module.weight, module.embedding_dim * module.weight.element_size()
@@ -356,10 +375,10 @@ def exact_round(
     if (requested < 0).any() or (requested >= len(modules)).any():
         raise PayloadError(f"A rank requests module {requested.max()} of {len(modules)} sharded tables.")
     if wanted is None and (announced[:, 1] == FINISHED).all():
-        return True, []
+        return None
     payloads: dict[int, Tensor] = {}
     codes: dict[int, PositionCode] = {}
-    for peer in module.peers:
+    for peer in exchange.peers:
         count, universe = max(int(announced[peer, 1]), 0), modules[requested[peer]].placement.owned_rows[exchange.rank]
         if count > universe:
             raise PayloadError(f"Rank {peer} requests {count} rows where there are {universe}.")
@@ -367,12 +386,14 @@ def exact_round(
         own = PositionCode(placement.owned_rows[peer], places[peer].size)
         payloads[peer] = own.encode(torch.from_numpy(places[peer]).to(weight.device))
     sizes = {peer: code.num_bytes for peer, code in codes.items()}
-    requests = exchange.start(payloads, sizes, traffic).wait()
+    requests = exchange.start(payloads, sizes, traffic)()
     answers = {}
     for peer, code in codes.items():
         with reading(f"Ids that rank {peer} of the process group requests"):
             requested_places = code.decode(requests[peer], code.capacity).cpu().numpy()
         answers[peer] = modules[requested[peer]].own_rows(requested_places).view(-1).view(torch.uint8)
         sizes[peer] = len(places[peer]) * row_bytes
-    received = exchange.start(answers, sizes, traffic).wait()
-    return False, [part.clone().view(weight.dtype).view(-1, module.embedding_dim) for part in received]
+    received = exchange.start(answers, sizes, traffic)()
+    rows = [part.clone().view(weight.dtype).view(-1, module.embedding_dim) for part in received]
+    rows[exchange.rank] = module.own_rows(places[exchange.rank])
+    return torch.cat(rows)

@@ -28,7 +28,8 @@ that leave a cache, which no end remembers any longer, and changes of rows whose
 """
 
 import math
-from itertools import accumulate, pairwise
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,6 +58,8 @@ GUARD_AIM = 1.05
 REGROUP_EVERY = 64
 # Requests between two halvings of the counts.
 HALVE_EVERY = 1024
+# The formats of whole rows by that of changes.
+WHOLE_FORMATS = {"fp32": "fp32", "bf16": "bf16", "2bit": "int8", "1bit": "int8"}
 Float64Array = npt.NDArray[np.float64]
 
 
@@ -65,16 +68,19 @@ class RequestCode:
 
     def __init__(self, universe: int) -> None:
         self.universe = universe
-        self._rows = np.empty(0, dtype=np.int64)
-        self._groups = np.empty(0, dtype=np.int64)
-        self._split_groups()
+        self._group(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
 
     def learn(self, rows: Int64Array, counts: Int64Array) -> None:
         """Group ascending rows, ``[n]``, by their counts of requests, ``[n]``; ignore rows with count 0."""
         seen = counts > 0
-        self._rows = rows[seen]
-        self._groups = np.frexp(counts[seen])[1].astype(np.int64) - 1
-        self._split_groups()
+        self._group(rows[seen], np.frexp(counts[seen])[1].astype(np.int64) - 1)
+
+    def _group(self, rows: Int64Array, groups: Int64Array) -> None:
+        self._rows, self._groups = rows, groups
+        number = int(groups.max()) + 1 if groups.size else 0
+        self._members = [rows[groups == group] for group in range(number)]
+        # The last group is "all rows".
+        self._sizes = [*(members.size for members in self._members), self.universe]
 
     def encode(self, places: Int64Array) -> Tensor:
         """Encode places, shape ``[k]``, ascending and distinct, as uint8 on the CPU."""
@@ -89,10 +95,14 @@ class RequestCode:
             torch.tensor([part.size >> place & 1 for place in range(size.bit_length())], dtype=torch.uint8)
             for part, size in zip(parts, self._sizes, strict=True)
         ]
-        for part, size in zip(parts, self._sizes, strict=True):
-            if 0 < part.size < size:
-                bits.append(PositionCode(size, part.size).encode_bits(torch.from_numpy(part)))
+        codes = zip(self._codes([part.size for part in parts]), parts, strict=True)
+        bits += [code.encode_bits(torch.from_numpy(part)) for code, part in codes if code is not None]
         return pack_bits(torch.cat(bits))
+
+    def _codes(self, counts: list[int]) -> list[PositionCode | None]:
+        """The code of each group's places; None if none or all of them are requested."""
+        both = zip(self._sizes, counts, strict=True)
+        return [PositionCode(size, count) if 0 < count < size else None for size, count in both]
 
     def decode(self, data: Tensor, most: int) -> Int64Array:
         """Undo :meth:`encode`. More than ``most`` places are refused: corrupt bits could claim all of a large table.
@@ -104,28 +114,25 @@ class RequestCode:
         bits = unpack_bits(data.cpu(), 8 * data.numel())
         if bits.numel() < sum(widths):
             raise PayloadError("a request for rows ends too early")
-        start, counts = 0, []
-        for width in widths:
-            counts.append(sum(bit << place for place, bit in enumerate(bits[start : start + width].tolist())))
-            start += width
+        *written, rest = bits.split([*widths, bits.numel() - sum(widths)])
+        counts = [sum(bit << place for place, bit in enumerate(part.tolist())) for part in written]
         if any(count > size for count, size in zip(counts, self._sizes, strict=True)):
             raise PayloadError("a request for rows claims more of them than there are")
         if sum(counts) > most:
             raise PayloadError(f"a request for rows claims {sum(counts)} of them, for {most} look-ups")
-        found = []
-        for group, (count, size) in enumerate(zip(counts, self._sizes, strict=True)):
-            places = np.arange(count, dtype=np.int64)
-            if 0 < count < size:
-                code = PositionCode(size, count)
-                part = bits[start : start + code.num_bits]
-                start += code.num_bits
-                if part.numel() < code.num_bits:
-                    raise PayloadError("a request for rows ends too early")
-                places = code.decode_bits(part, count).numpy()
-            found.append(places if group == len(self._members) else self._members[group][places])
-        if num_bytes(start) != data.numel():
-            raise PayloadError(f"a request for rows has {data.numel()} bytes, but its content takes {num_bytes(start)}")
-        wanted = np.sort(np.concatenate(found))
+        codes = self._codes(counts)
+        lengths = [0 if code is None else code.num_bits for code in codes]
+        if rest.numel() < sum(lengths):
+            raise PayloadError("a request for rows ends too early")
+        if data.numel() != (needed := num_bytes(sum(widths) + sum(lengths))):
+            raise PayloadError(f"a request for rows has {data.numel()} bytes, but its content takes {needed}")
+        *parts, _ = rest.split([*lengths, rest.numel() - sum(lengths)])
+        *grouped, others = [
+            np.arange(count) if code is None else code.decode_bits(part, count).numpy()
+            for count, code, part in zip(counts, codes, parts, strict=True)
+        ]
+        found = [members[places] for members, places in zip(self._members, grouped, strict=True)]
+        wanted = np.sort(np.concatenate([*found, others]))
         if (wanted[1:] == wanted[:-1]).any():
             raise PayloadError("a request has a row twice")
         return wanted
@@ -136,13 +143,7 @@ class RequestCode:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore saved groups."""
-        self._rows, self._groups = state["rows"].numpy().copy(), state["groups"].numpy().copy()
-        self._split_groups()
-
-    def _split_groups(self) -> None:
-        number = int(self._groups.max()) + 1 if self._groups.size else 0
-        self._members = [self._rows[self._groups == group] for group in range(number)]
-        self._sizes = [*(members.size for members in self._members), self.universe]
+        self._group(state["rows"].numpy().copy(), state["groups"].numpy().copy())
 
 
 class Message(NamedTuple):
@@ -150,6 +151,15 @@ class Message(NamedTuple):
 
     layout: PayloadLayout  # with one tensor for each table with rows in the message
     tables: list[int]  # these tables, ascending
+    num_rows: int
+    dim: int
+
+    def some_num_bytes(self, count: int) -> int:
+        """Bytes of :func:`encode_some` for ``count`` of the rows (PayloadError: there are not so many)."""
+        if count > self.num_rows:
+            raise PayloadError(f"An owner announces {count} rows where {self.num_rows} were requested.")
+        whole = whole_num_bytes(count, self.dim, self.layout.value_format)
+        return PositionCode(self.num_rows, count).num_bytes + whole
 
 
 class SentRows(NamedTuple):
@@ -167,7 +177,7 @@ def message_about(row_tables: Int64Array, dim: int, density: float, value_format
     tables = np.flatnonzero(counts)
     sizes = tuple((counts[tables] * dim).tolist())
     capacities = tuple(entries_at(density, size) for size in sizes)
-    return Message(PayloadLayout(sizes, capacities, value_format), tables.tolist())
+    return Message(PayloadLayout(sizes, capacities, value_format), tables.tolist(), row_tables.size, dim)
 
 
 def compress_changes(
@@ -188,19 +198,18 @@ def compress_changes(
     """
     layout, flat, added = message.layout, rows.view(-1), addend.reshape(-1)
     edges = list(accumulate(layout.tensor_sizes, initial=0))
-    segments = list(pairwise(edges))
-    for (start, stop), table, target in zip(segments, message.tables, layout.capacities, strict=True):
-        if target == stop - start:
+    news, bases = (tensor.split(layout.tensor_sizes) for tensor in (added, flat))
+    for new, base, table, target in zip(news, bases, message.tables, layout.capacities, strict=True):
+        if target == base.numel():
             thresholds[table] = 0  # everything is sent
         elif thresholds[table] == 0:
-            thresholds[table] = kth_magnitude(flat[start:stop] + scale * added[start:stop], target)
+            thresholds[table] = kth_magnitude(base + scale * new, target)
     limits = np.maximum(thresholds[message.tables], SMALLEST_THRESHOLD)
     flags = torch.zeros(layout.flags_num_bytes, dtype=torch.uint8, device=flat.device)
-    news, bases = (tensor.split(layout.tensor_sizes) for tensor in (added, flat))
     kernel = cpu_kernel("auto" if flat.is_cpu else "torch")  # that of torch works on any device
     values, reached = kernel.select(news, bases, edges[:-1], limits.tolist(), scale, flags)
     counts, positions = reached, positions_of(flags, len(values))
-    finite = np.ones(len(segments), dtype=np.bool_)
+    finite = np.ones(len(bases), dtype=np.bool_)
     broken = values.isfinite().logical_not_()
     some_broken = bool(broken.any())
     if some_broken or positions.numel() > layout.capacity:
@@ -209,7 +218,7 @@ def compress_changes(
         finite[table_of[broken].cpu().numpy()] = False
         keep = broken | torch.from_numpy(finite).to(flat.device)[table_of]
         positions, values, table_of = positions[keep], values[keep], table_of[keep]
-        reached = torch.bincount(table_of, minlength=len(segments)).tolist()
+        reached = torch.bincount(table_of, minlength=len(bases)).tolist()
     if positions.numel() > layout.capacity:
         # Those that exceed their table's threshold by the largest factors are sent.
         over = torch.from_numpy(np.where(finite, limits, np.inf)).to(flat.device, flat.dtype).index_select(0, table_of)
@@ -218,9 +227,9 @@ def compress_changes(
         kept = nonzero_indices(keep_largest(excess, layout.capacity)[0])
         positions, values, table_of = (one.index_select(0, kept) for one in (positions, values, table_of))
     if len(values) < sum(counts):
-        counts = torch.bincount(table_of, minlength=len(segments)).tolist()
+        counts = torch.bincount(table_of, minlength=len(bases)).tolist()
         flags = torch.zeros_like(flags).index_add_(0, positions >> 3, (1 << (positions & 7)).to(torch.uint8))
-    _guard(message, thresholds, reached, finite, flat)
+    _guard(message, thresholds, reached, finite.tolist(), bases)
     payload = pack(layout, flags, values, counts, flat.new_empty(0, dtype=torch.uint8))
     received = unpack_values(layout, payload, counts)
     return SentRows(payload, positions, received, values - received.to(values.dtype))
@@ -228,56 +237,44 @@ def compress_changes(
 
 def encode_whole(rows: Tensor, value_format: str) -> Tensor:
     """Whole rows, ``[n, dim]``, as bytes; ``value_format`` is that of changes."""
-    return torch.cat(encode_rows(rows.reshape(-1), None, len(rows), _format_of_whole(value_format)))
+    return torch.cat(encode_rows(rows.reshape(-1), None, len(rows), WHOLE_FORMATS[value_format]))
 
 
 def whole_num_bytes(num_rows: int, dim: int, value_format: str) -> int:
     """Bytes of :func:`encode_whole`."""
-    row_format = _format_of_whole(value_format)
+    row_format = WHOLE_FORMATS[value_format]
     return row_values_num_bytes(row_format, num_rows * dim) + row_scales_num_bytes(row_format, num_rows)
 
 
 def decode_whole(data: Tensor, num_rows: int, dim: int, value_format: str) -> Tensor:
     """Undo :func:`encode_whole`: shape ``[num_rows, dim]``, fp32."""
-    row_format = _format_of_whole(value_format)
+    row_format = WHOLE_FORMATS[value_format]
     values, scales = data.tensor_split([row_values_num_bytes(row_format, num_rows * dim)])
     return decode_rows(values, num_rows * dim, None, scales, row_format).view(num_rows, dim)
 
 
-def encode_some(rows: Tensor, chosen: Tensor, value_format: str) -> tuple[Tensor, int]:
+def encode_some(rows: Tensor, chosen: Tensor, message: Message) -> tuple[Tensor, int]:
     """Which of the rows, ``[k, dim]``, are chosen (bool, ``[k]``), then these, whole; and their number."""
     some = nonzero_indices(chosen)
-    places = PositionCode(len(rows), len(some)).encode(some)
-    return torch.cat([places, encode_whole(rows[some], value_format)]), len(some)
+    places = PositionCode(message.num_rows, len(some)).encode(some)
+    return torch.cat([places, encode_whole(rows[some], message.layout.value_format)]), len(some)
 
 
-def some_num_bytes(count: int, num_rows: int, dim: int, value_format: str) -> int:
-    """Bytes of :func:`encode_some` for ``count`` of ``num_rows`` rows (PayloadError: there are not so many)."""
-    if count > num_rows:
-        raise PayloadError(f"An owner announces {count} rows where {num_rows} were requested.")
-    return PositionCode(num_rows, count).num_bytes + whole_num_bytes(count, dim, value_format)
-
-
-def decode_some(data: Tensor, count: int, num_rows: int, dim: int, value_format: str) -> tuple[Tensor, Tensor]:
+def decode_some(data: Tensor, count: int, message: Message) -> tuple[Tensor, Tensor]:
     """Undo :func:`encode_some`: the chosen rows' places among all, ``[count]``, and they, ``[count, dim]``, fp32."""
-    code = PositionCode(num_rows, count)
+    code = PositionCode(message.num_rows, count)
     places, rows = data.tensor_split([code.num_bytes])
-    return code.decode(places, count), decode_whole(rows, count, dim, value_format)
-
-
-def _format_of_whole(value_format: str) -> str:
-    return value_format if value_format in ("fp32", "bf16") else "int8"
+    return code.decode(places, count), decode_whole(rows, count, message.dim, message.layout.value_format)
 
 
 def _guard(
-    message: Message, thresholds: Float64Array, reached: list[int], finite: npt.NDArray[np.bool_], flat: Tensor
+    message: Message, thresholds: Float64Array, reached: list[int], finite: list[bool], sums: Sequence[Tensor]
 ) -> None:
-    sizes, targets = message.layout.tensor_sizes, message.layout.capacities
-    numbers = zip(sizes, message.tables, reached, targets, finite.tolist(), strict=True)
-    for place, (size, table, count, target, is_finite) in enumerate(numbers):
-        if target == size:
+    parts = zip(sums, message.tables, reached, message.layout.capacities, finite, strict=True)
+    for part, table, count, target, is_finite in parts:
+        if target == part.numel():
             continue
         if count > GUARD_RESELECT * target and is_finite:
-            thresholds[table] = kth_magnitude(flat.split(sizes)[place], target)
+            thresholds[table] = kth_magnitude(part, target)
         else:
-            thresholds[table] = nudge(float(thresholds[table]), count, target, size, GUARD_AIM)
+            thresholds[table] = nudge(float(thresholds[table]), count, target, part.numel(), GUARD_AIM)

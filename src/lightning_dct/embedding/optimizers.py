@@ -40,26 +40,21 @@ class RowWiseAdagrad(Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    update = _sparse_step if parameter.grad.is_sparse else _dense_step
-                    update(parameter, self.state[parameter], group["lr"], group["eps"])
+                    _update(parameter, parameter.grad, self.state[parameter], group["lr"], group["eps"])
         return loss
 
 
-def _sparse_step(parameter: Tensor, state: dict[str, Tensor], learning_rate: float, eps: float) -> None:
-    assert parameter.grad is not None
-    gradient = parameter.grad.coalesce()
+def _update(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], learning_rate: float, eps: float) -> None:
+    if not state:
+        state["sum"] = parameter.new_zeros(len(parameter)) if gradient.is_sparse else torch.zeros_like(parameter)
+    sums = state["sum"]
+    if not gradient.is_sparse:
+        sums.addcmul_(gradient, gradient)
+        parameter.addcdiv_(gradient, sums.sqrt().add_(eps), value=-learning_rate)
+        return
+    gradient = gradient.coalesce()
     rows, values = gradient.indices()[0], gradient.values()
-    if "sum" not in state:
-        state["sum"] = parameter.new_zeros(len(parameter))
     # The added dimension treats vectors as rows of one entry.
-    state["sum"][rows] += values.square().unsqueeze(-1).flatten(1).mean(dim=1)
-    scale = state["sum"][rows].sqrt_().add_(eps).view(-1, *(1 for _ in values.shape[1:]))
+    sums[rows] += values.square().unsqueeze(-1).flatten(1).mean(dim=1)
+    scale = sums[rows].sqrt_().add_(eps).view(-1, *(1 for _ in values.shape[1:]))
     parameter.index_add_(0, rows, values / scale, alpha=-learning_rate)
-
-
-def _dense_step(parameter: Tensor, state: dict[str, Tensor], learning_rate: float, eps: float) -> None:
-    assert parameter.grad is not None
-    if "sum" not in state:
-        state["sum"] = torch.zeros_like(parameter)
-    state["sum"].addcmul_(parameter.grad, parameter.grad)
-    parameter.addcdiv_(parameter.grad, state["sum"].sqrt().add_(eps), value=-learning_rate)

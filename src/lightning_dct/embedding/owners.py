@@ -18,12 +18,12 @@ in the highest bits and the id in the others. An id that needs more bits than th
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_dct.kernels import rows_kernel
 
@@ -115,6 +115,11 @@ class RowOwners:
         rows: Int64Array = (block * self.world_size + (rank - first[tables]) % self.world_size) * sizes[tables] + within
         return tables, rows
 
+    def numbers_of(self, rank: int) -> Tensor:
+        """Which of the rows of all tables, one table after the other, a rank owns, by place: int64."""
+        tables, rows = self.rows_of(rank, np.arange(self.owned_rows[rank]))
+        return torch.from_numpy(np.cumsum([0, *self.table_rows])[tables] + rows)
+
 
 def place_tables(table_rows: Sequence[int], world_size: int) -> RowOwners:
     """Balance rows (memory) and look-ups (traffic, the same of each table) over the ranks.
@@ -123,24 +128,20 @@ def place_tables(table_rows: Sequence[int], world_size: int) -> RowOwners:
     """
     total_rows = sum(table_rows)
     block_rows, first_rank = list(table_rows), [0] * len(table_rows)
-    memory_of = [rows / total_rows for rows in table_rows]
-    traffic_of = 1.0 / len(table_rows)
-    memory, traffic = [0.0] * world_size, [0.0] * world_size
+    # Shares of all rows and of all look-ups: of each table, and of each rank.
+    shares = np.array([[rows / total_rows, 1 / len(table_rows)] for rows in table_rows])
+    loads = np.zeros((world_size, 2))
     cut = [table for table, rows in enumerate(table_rows) if rows * world_size > total_rows and rows >= world_size > 1]
     for turn, table in enumerate(cut):
         # Each cut table starts on another rank, because its first block has the most frequent rows.
         first_rank[table] = turn % world_size
         block_rows[table] = -(-table_rows[table] // (world_size * BLOCKS_PER_RANK))
-        for rank in range(world_size):
-            memory[rank] += memory_of[table] / world_size
-            traffic[rank] += traffic_of / world_size
+        loads += shares[table] / world_size
     whole = set(range(len(table_rows))) - set(cut)
-    for table in sorted(whole, key=lambda table: (-max(memory_of[table], traffic_of), table)):
-        loads = [(max(m + memory_of[table], t + traffic_of), m) for m, t in zip(memory, traffic, strict=True)]
-        rank = loads.index(min(loads))
-        first_rank[table] = rank
-        memory[rank] += memory_of[table]
-        traffic[rank] += traffic_of
+    for table in sorted(whole, key=lambda table: (-shares[table].max(), table)):
+        # The least load with it, of ranks with the same the fewest rows.
+        first_rank[table] = int(np.lexsort((loads[:, 0], (loads + shares[table]).max(axis=1)))[0])
+        loads[first_rank[table]] += shares[table]
     return RowOwners(world_size, tuple(table_rows), tuple(block_rows), tuple(first_rank))
 
 
@@ -159,9 +160,9 @@ class HashedOwners(RowOwners):
 
     def locate(self, tables: Int64Array, rows: Int64Array) -> tuple[Int64Array, Int64Array]:
         """The owners and the keys of ids of tables; all shape ``[n]``."""
-        hashed = (_hash(rows) >> np.uint64(64 - self._id_bits)).astype(np.int64)
+        hashed = (mix(rows.astype(np.uint64)) >> np.uint64(64 - self._id_bits)).astype(np.int64)
         keys = tables << self._id_bits | np.where(rows >> self._id_bits == 0, rows, hashed)
-        return (_hash(keys) % np.uint64(self.world_size)).astype(np.int64), keys
+        return (mix(keys.astype(np.uint64)) % np.uint64(self.world_size)).astype(np.int64), keys
 
     def tables_of(self, rank: int, places: Int64Array) -> Int64Array:
         """The table of each key, shape ``[n]``."""
@@ -178,27 +179,33 @@ def place_by_hash(num_tables: int, world_size: int) -> HashedOwners:
     return HashedOwners(world_size, spaces, spaces, (0,) * num_tables)
 
 
-def _hash(numbers: Int64Array) -> npt.NDArray[np.uint64]:
-    return mix(numbers.astype(np.uint64))
+class UnmadeRows(nn.parameter.UninitializedParameter):
+    """Rows before :meth:`~lightning_dct.ShardedEmbeddingBags.materialize`, which can be frozen already."""
+
+    _allowed_methods: ClassVar[Any] = [
+        *vars(nn.parameter.UninitializedTensorMixin)["_allowed_methods"],  # type: ignore[attr-defined]
+        Tensor.requires_grad_,
+    ]
 
 
-def initial_rows(seed: int, tables: Int64Array, rows: Int64Array, bounds: npt.NDArray[np.float32], dim: int) -> Tensor:
+def initial_rows(seed: int, tables: Int64Array, rows: Int64Array, bounds: Sequence[float], dim: int) -> Tensor:
     """Rows ``rows`` of ``tables``, both shape ``[n]``: fp32 ``[n, dim]``, uniform on ``[-bound, bound)`` of the table.
 
-    ``bounds`` has shape ``[tables]``. The owner's row, and the copy on a rank that requests it for the first time, both
-    start from this value. So they differ only by the changes of training.
+    ``bounds`` has an entry for each table. The owner's row, and the copy on a rank that requests it for the first time,
+    both start from this value. So they differ only by the changes of training.
     """
+    bound_of = np.array(bounds, dtype=np.float32)[tables]
     state = np.full(1, seed % 2**64, dtype=np.uint64)
     for counter in (tables, rows):
         state = mix(state + (counter.astype(np.uint64) + np.uint64(1)) * GOLDEN)
     if (kernel := rows_kernel("cpu")) is not None:
         values = np.empty((rows.size, dim), dtype=np.float32)
-        kernel.fill_uniform(values, state, bounds[tables])
+        kernel.fill_uniform(values, state, bound_of)
         return torch.from_numpy(values)
     state = mix(state[:, None] + np.arange(1, dim + 1, dtype=np.uint64) * GOLDEN)
     # An fp32 holds 24 bits exactly, so only the last product rounds.
     uniform = (state >> np.uint64(40)).astype(np.float32) * np.float32(2**-23) - np.float32(1)
-    uniform *= bounds[tables][:, None]
+    uniform *= bound_of[:, None]
     return torch.from_numpy(uniform)
 
 

@@ -29,7 +29,7 @@ from lightning_dct.compress.threshold import kth_magnitude
 from lightning_dct.embedding.owners import ROWS_AT_A_TIME, Int64Array, in_parts
 
 if TYPE_CHECKING:
-    from lightning_dct.embedding.state import TableState
+    from lightning_dct.embedding.sharded import ShardedEmbeddingBags
 
 PIECES = 4
 # Rows that share one entry of the index.
@@ -91,7 +91,7 @@ class KeptPieces:
 
 
 @torch.no_grad()
-def prune(module: TableState, keep: float, optimizers: Iterable[Optimizer]) -> float:
+def prune(module: ShardedEmbeddingBags, keep: float, optimizers: Iterable[Optimizer]) -> float:
     """Keep the pieces of this rank's rows with the largest scores, and their optimizer states.
 
     Returns:
@@ -119,7 +119,7 @@ def prune(module: TableState, keep: float, optimizers: Iterable[Optimizer]) -> f
     return (kept.num_pieces * row_bytes / PIECES + INDEX_BYTES_A_ROW * rows) / max(rows * row_bytes, 1)
 
 
-def _scores(module: TableState, places: Int64Array) -> Tensor:
+def _scores(module: ShardedEmbeddingBags, places: Int64Array) -> Tensor:
     """The scores of the pieces of some rows, fp32 ``[k, PIECES]`` on the CPU."""
     assert module.row_requests is not None
     initial = module.initial(module.exchange_group.rank, places)

@@ -31,10 +31,9 @@ import math
 import os
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -46,40 +45,45 @@ from torch.optim import Optimizer
 
 from lightning_dct.checkpoint.reading import on_all_ranks
 from lightning_dct.checksums import bytes_of, with_checksum, without_checksum
-from lightning_dct.embedding.growing import PARTS, GrowingEmbeddingBags
+from lightning_dct.embedding.growing import GrowingEmbeddingBags, group_of
 from lightning_dct.embedding.owners import ROWS_AT_A_TIME, Int64Array, in_parts
 from lightning_dct.embedding.pruning import PIECES, KeptPieces, is_row_state
-from lightning_dct.embedding.state import TableState
+from lightning_dct.embedding.sharded import ShardedEmbeddingBags
 
 INDEX = "index"
-# One rank's pieces of a tensor: the tensor's number of rows, and the pieces by their first row. A function makes its
-# rows when they are written, so that not all of them exist at once.
-Pieces = tuple[int, Mapping[int, Tensor | Callable[[], Tensor]]]
+Tables = Mapping[str, ShardedEmbeddingBags]  # by name
 
 
-def save_rows(folder: str, tables: Mapping[str, TableState], optimizers: list[Optimizer]) -> None:
+class Piece(NamedTuple):
+    """Adjacent rows of a tensor, which one rank writes."""
+
+    tensor: str  # its name
+    num_rows: int  # all rows of the tensor
+    start: int
+    rows: Tensor  # from `start` on
+
+
+@contextmanager
+def saved_in_shards(tables: Tables) -> Iterator[None]:
+    """Leave the rows of tables to files of their own: out of ``state_dict``, and as they are in ``load_state_dict``."""
+    for module in tables.values():
+        module.saved_in_shards = True
+    try:
+        yield
+    finally:
+        for module in tables.values():
+            module.saved_in_shards = False
+
+
+def save_rows(folder: str, tables: Tables, optimizers: list[Optimizer]) -> None:
     """Write every rank's rows of ``tables``, and the optimizers' state for them; a collective call.
 
     It overwrites what ``folder`` holds.
     """
-    tensors: dict[str, Pieces] = {}
-    for name, module in tables.items():
-        if isinstance(module, GrowingEmbeddingBags):
-            module.reset_states(optimizers)
-            tensors |= _directory_pieces(name, module)
-        elif module.kept is not None:
-            tensors |= _by_table(f"{name}.kept", module, torch.from_numpy(module.kept.masks))
-        elif module.row_requests is not None:
-            tensors |= _by_table(f"{name}.row_requests", module, module.row_requests)
-        tensors |= _pieces_of(name, module, module.weight.detach())
-        for number, optimizer in enumerate(optimizers):
-            for key, value in optimizer.state.get(module.weight, {}).items():
-                if is_row_state(value, module.weight):
-                    tensors |= _pieces_of(f"{name}.optimizer_{number}.{key}", module, value)
-    write_rows(folder, tensors)
+    write_rows(folder, _pieces_of_all(tables, optimizers))
 
 
-def load_rows(folder: str, tables: Mapping[str, TableState]) -> None:
+def load_rows(folder: str, tables: Tables) -> None:
     """Read this rank's rows from a folder of :func:`save_rows`; a collective call.
 
     Raises:
@@ -99,19 +103,14 @@ def load_rows(folder: str, tables: Mapping[str, TableState]) -> None:
     on_all_ranks(load, folder)
 
 
-def load_row_states(folder: str, tables: Mapping[str, TableState], optimizers: list[Optimizer]) -> None:
-    """Read the optimizers' state for this rank's rows; a collective call.
-
-    Raises:
-        FileNotFoundError: The folder is missing.
-        CheckpointError: It is corrupt.
-    """
+def load_row_states(folder: str, tables: Tables, optimizers: list[Optimizer]) -> None:
+    """Read the optimizers' state for this rank's rows; a collective call. Errors are those of :func:`load_rows`."""
 
     def load() -> None:
         files = RowFiles(folder)
         for name, module in tables.items():
             for number, optimizer in enumerate(optimizers):
-                if not any(module.weight is p for group in optimizer.param_groups for p in group["params"]):
+                if group_of(module.weight, optimizer) is None:
                     continue
                 prefix = f"{name}.optimizer_{number}."
                 saved = {key.rpartition(".")[0]: entry for key, entry in files.index.items() if key.startswith(prefix)}
@@ -124,7 +123,7 @@ def load_row_states(folder: str, tables: Mapping[str, TableState], optimizers: l
     on_all_ranks(load, folder)
 
 
-def without_rows(state: dict[str, Any], optimizer: Optimizer, tables: Mapping[str, TableState]) -> dict[str, Any]:
+def without_rows(state: dict[str, Any], optimizer: Optimizer, tables: Tables) -> dict[str, Any]:
     """An optimizer's ``state_dict`` without what :func:`save_rows` saves.
 
     On ranks other than 0, ``ZeroRedundancyOptimizer`` gives an empty dict.
@@ -144,43 +143,60 @@ def without_rows(state: dict[str, Any], optimizer: Optimizer, tables: Mapping[st
     return {**state, "state": kept}
 
 
-def _pieces_of(key: str, module: TableState, values: Tensor) -> dict[str, Pieces]:
-    """This rank's pieces of values that have a row for each of ``module.weight``, shape ``[owned rows, ...]``."""
+def _pieces_of_all(tables: Tables, optimizers: list[Optimizer]) -> Iterator[Piece]:
+    """Everything that this rank writes. Pieces are made one at a time, so that not all of them exist at once."""
+    for name, module in tables.items():
+        if isinstance(module, GrowingEmbeddingBags):
+            module.reset_states(optimizers)
+            for part, state in module.directory.state_dict().items():
+                for field, value in state.items():
+                    key = f"{_directory_name(name, module)}.{part}.{field}"
+                    yield from _by_rank(key, module, torch.as_tensor(value).reshape(-1))
+        elif module.kept is not None:
+            yield from _by_table(f"{name}.kept", module, torch.from_numpy(module.kept.masks), None)
+        elif module.row_requests is not None:
+            yield from _by_table(f"{name}.row_requests", module, module.row_requests, None)
+        yield from _pieces_of(name, module, module.weight.detach())
+        for number, optimizer in enumerate(optimizers):
+            for key, value in optimizer.state.get(module.weight, {}).items():
+                if is_row_state(value, module.weight):
+                    yield from _pieces_of(f"{name}.optimizer_{number}.{key}", module, value)
+
+
+def _pieces_of(key: str, module: ShardedEmbeddingBags, values: Tensor) -> Iterator[Piece]:
+    """Values that have a row for each of ``module.weight``, shape ``[owned rows, ...]``."""
     if values.is_sparse:  # the momentum of SGD
         values = values.to_dense()
     if isinstance(module, GrowingEmbeddingBags):
-        return _whole(f"{key}.rank_{module.exchange_group.rank}", values[: module.directory.rows.num_slots])
+        return _by_rank(key, module, values[: module.directory.rows.num_slots])
     return _by_table(key, module, values, module.kept)
 
 
-def _by_table(key: str, module: TableState, values: Tensor, kept: KeptPieces | None = None) -> dict[str, Pieces]:
-    """This rank's pieces of values for each of its rows, or for each kept piece of them."""
-
-    def whole_rows(places: Int64Array) -> Tensor:
-        assert kept is not None
-        return kept.expand(values, places, values.new_zeros(places.size, PIECES, *values.shape[1:]))
-
-    pieces: list[dict[int, Tensor | Callable[[], Tensor]]] = [{} for _ in module.table_rows]
+def _by_table(key: str, module: ShardedEmbeddingBags, values: Tensor, kept: KeptPieces | None) -> Iterator[Piece]:
+    """Values for each of this rank's rows, or for each kept piece of them."""
     for table, start, places in _own_rows(module):
-        own = values[places[0] : places[-1] + 1] if kept is None else partial(whole_rows, places)
-        pieces[table][start] = own
-    return {f"{key}.table_{table}": (module.table_rows[table], own) for table, own in enumerate(pieces)}
+        if kept is None:
+            rows = values[places[0] : places[-1] + 1]
+        else:
+            rows = kept.expand(values, places, values.new_zeros(places.size, PIECES, *values.shape[1:]))
+        yield Piece(f"{key}.table_{table}", module.table_rows[table], start, rows)
 
 
-def _whole(key: str, values: Tensor) -> dict[str, Pieces]:
-    """A tensor that one rank has all of."""
-    starts = range(0, max(len(values), 1), ROWS_AT_A_TIME)  # an empty tensor has an empty piece
-    return {key: (len(values), {start: values[start : start + ROWS_AT_A_TIME] for start in starts})}
+def _by_rank(key: str, module: ShardedEmbeddingBags, values: Tensor) -> Iterator[Piece]:
+    """A tensor that this rank has all of."""
+    for start in range(0, max(len(values), 1), ROWS_AT_A_TIME):  # an empty tensor has an empty piece
+        rows = values[start : start + ROWS_AT_A_TIME]
+        yield Piece(f"{key}.rank_{module.exchange_group.rank}", len(values), start, rows)
 
 
-def _own_rows(module: TableState) -> Iterator[tuple[int, int, Int64Array]]:
+def _own_rows(module: ShardedEmbeddingBags) -> Iterator[tuple[int, int, Int64Array]]:
     """For tables of fixed size, a part at a time: table, first row there, and the places here."""
     for table, start, stop, place in module.placement.ranges(module.exchange_group.rank):
         for places in in_parts(place, place + stop - start):
             yield table, start + int(places[0]) - place, places
 
 
-def _load_values(files: RowFiles, name: str, key: str, module: TableState, values: Tensor) -> None:
+def _load_values(files: RowFiles, name: str, key: str, module: ShardedEmbeddingBags, values: Tensor) -> None:
     """Overwrite ``values``, shape ``[owned rows, ...]``, with this rank's rows of the values saved under ``key``."""
     if not isinstance(module, GrowingEmbeddingBags):
         _load_by_table(files, key, module, values)
@@ -196,7 +212,7 @@ def _load_values(files: RowFiles, name: str, key: str, module: TableState, value
                 values[here[own]] = rows[own]
 
 
-def _load_by_table(files: RowFiles, key: str, module: TableState, values: Tensor) -> None:
+def _load_by_table(files: RowFiles, key: str, module: ShardedEmbeddingBags, values: Tensor) -> None:
     for table, start, places in _own_rows(module):
         saved = files.num_rows(f"{key}.table_{table}")
         if saved != module.table_rows[table]:
@@ -209,7 +225,7 @@ def _load_by_table(files: RowFiles, key: str, module: TableState, values: Tensor
         module.kept.pack(values, places, rows)
 
 
-def _load_kept(files: RowFiles, name: str, module: TableState) -> None:
+def _load_kept(files: RowFiles, name: str, module: ShardedEmbeddingBags) -> None:
     """Read which pieces of this rank's rows are kept, or how often the rows were requested."""
     module.set_kept(None)
     read: dict[str, Tensor] = {}
@@ -227,15 +243,6 @@ def _directory_name(name: str, module: GrowingEmbeddingBags) -> str:
     return f"{name}.of_{len(module.table_rows)}"
 
 
-def _directory_pieces(name: str, module: GrowingEmbeddingBags) -> dict[str, Pieces]:
-    prefix, suffix = _directory_name(name, module), f"rank_{module.exchange_group.rank}"
-    pieces: dict[str, Pieces] = {}
-    for part, state in module.directory.state_dict().items():
-        for field, value in state.items():
-            pieces |= _whole(f"{prefix}.{part}.{field}.{suffix}", torch.as_tensor(value).reshape(-1))
-    return pieces
-
-
 def _load_directory(files: RowFiles, name: str, module: GrowingEmbeddingBags) -> None:
     rank, capacity, prefix = module.exchange_group.rank, module.directory.rows.capacity, _directory_name(name, module)
     owners, keeps_slots = _owners(files, name, module)
@@ -243,7 +250,7 @@ def _load_directory(files: RowFiles, name: str, module: GrowingEmbeddingBags) ->
     states = [
         {
             part: {field: _read_array(files, f"{prefix}.{part}.{field}.rank_{owner}") for field in fields}
-            for part in PARTS
+            for part in module.directory.parts
         }
         for owner in owners
     ]
@@ -287,7 +294,7 @@ def _read_array(files: RowFiles, key: str) -> Tensor:
     return array
 
 
-def write_rows(folder: str, tensors: Mapping[str, Pieces]) -> None:
+def write_rows(folder: str, pieces: Iterable[Piece]) -> None:
     """Write every rank's pieces of tensors.
 
     A collective call. Rank 0 ends last, so other ranks can read the folder after a barrier only.
@@ -296,7 +303,7 @@ def write_rows(folder: str, tensors: Mapping[str, Pieces]) -> None:
         OSError: Some rank cannot write, for example because its disk is full. Raised on every rank.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
-    everyone = on_all_ranks(lambda: _write_pieces(folder, tensors, rank), folder, (OSError, PermissionError))
+    everyone = on_all_ranks(lambda: _write_pieces(folder, pieces, rank), folder, (OSError, PermissionError))
     if rank == 0:
         merged: dict[str, dict[str, Any]] = {}
         for written in everyone:
@@ -307,20 +314,18 @@ def write_rows(folder: str, tensors: Mapping[str, Pieces]) -> None:
             file.write(with_checksum(text))
 
 
-def _write_pieces(folder: str, tensors: Mapping[str, Pieces], rank: int) -> dict[str, Any]:
+def _write_pieces(folder: str, pieces: Iterable[Piece], rank: int) -> dict[str, Any]:
     """Write one rank's file, and return its part of the index."""
     index: dict[str, Any] = {}
     offset = 0
-    with _written(f"{folder}/{_file_of(rank)}") as file:
-        for name, (num_rows, pieces) in tensors.items():
-            for start, rows in pieces.items():
-                whole = rows if isinstance(rows, Tensor) else rows()
-                data = bytes_of(whole)
-                shape, dtype = [num_rows, *whole.shape[1:]], str(whole.dtype).removeprefix("torch.")
-                tensor = index.setdefault(name, {"dtype": dtype, "shape": shape, "pieces": []})
-                tensor["pieces"].append([start, len(whole), rank, offset, zlib.crc32(data)])
-                file.write(data)
-                offset += data.nbytes
+    with _written(f"{folder}/rank-{rank}.rows") as file:
+        for name, num_rows, start, rows in pieces:
+            data = bytes_of(rows)
+            shape, dtype = [num_rows, *rows.shape[1:]], str(rows.dtype).removeprefix("torch.")
+            tensor = index.setdefault(name, {"dtype": dtype, "shape": shape, "pieces": []})
+            tensor["pieces"].append([start, len(rows), rank, offset, zlib.crc32(data)])
+            file.write(data)
+            offset += data.nbytes
     return index
 
 
@@ -334,10 +339,6 @@ def _written(path: str) -> Iterator[Any]:
         if isinstance(files, LocalFileSystem):
             file.flush()
             os.fsync(file.fileno())
-
-
-def _file_of(rank: int) -> str:
-    return f"rank-{rank}.rows"
 
 
 class RowFiles:
@@ -383,7 +384,7 @@ class RowFiles:
             low, high = max(start, first), min(start + len(rows), first + length)
             if low >= high:
                 continue
-            with self._files.open(f"{self._folder}/{_file_of(rank)}", "rb") as file:
+            with self._files.open(f"{self._folder}/rank-{rank}.rows", "rb") as file:
                 file.seek(offset)
                 data = bytearray(file.read(length * math.prod(shape) * dtype.itemsize))
             if zlib.crc32(data) != checksum:
