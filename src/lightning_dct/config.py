@@ -1,7 +1,7 @@
 """The settings of compression: a frozen dataclass that checks them."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from inspect import Parameter, signature
@@ -15,7 +15,8 @@ VALUE_FORMATS: tuple[str, ...] = get_args(ValueFormat)
 ExchangeName = Literal["auto", "all_gather", "two_phase", "hierarchical"]
 MissingState = Literal["error", "reset"]
 Compress = Literal["updates", "gradients"]
-CHOICES = {"exchange": ExchangeName, "kernel": KernelName, "missing_state": MissingState, "value_format": ValueFormat}
+CHOICES = {"compress": Compress, "exchange": ExchangeName, "kernel": KernelName, "missing_state": MissingState}
+CHOICES |= {"value_format": ValueFormat}
 # Settings for updates only.
 OF_UPDATES = ("local_steps", "overlap_steps", "warmup_steps", "residual_decay")
 
@@ -76,6 +77,8 @@ class DCTConfig:
     missing_state: MissingState = "error"
 
     def __post_init__(self) -> None:
+        for setting, choices in CHOICES.items():
+            check_choice(setting, getattr(self, setting), get_args(choices))
         if self.density is None:
             object.__setattr__(self, "density", DCTConfig.density)
         check_density("density", self.density)
@@ -93,13 +96,10 @@ class DCTConfig:
         self._check_rounds()
         check_integer("refresh_every", self.refresh_every, minimum=1)
         check_integer("min_tensor_size", self.min_tensor_size, minimum=0)
-        for setting, choices in CHOICES.items():
-            check_choice(setting, getattr(self, setting), get_args(choices))
         if not isinstance(self.adapt_threshold, bool):
             raise TypeError(f"`adapt_threshold` must be True or False, got {self.adapt_threshold!r}.")
 
     def _check_rounds(self) -> None:
-        check_choice("compress", self.compress, get_args(Compress))
         updates = self.compress == "updates"
         check_integer("overlap_steps", self.overlap_steps, minimum=0)
         if self.local_steps is None:
@@ -107,13 +107,12 @@ class DCTConfig:
         check_integer("local_steps", self.local_steps, minimum=1)
         check_integer("warmup_steps", self.warmup_steps, minimum=0)
         check_density("residual_decay", self.residual_decay, "what remains of a residual", "To keep all of it")
-        given = {name: getattr(self, name) for name in OF_UPDATES}
-        left_out = {one.name: one.default for one in fields(self) if one.name in OF_UPDATES} | {"local_steps": 1}
-        if not updates and given != left_out:
-            changed = ", ".join(f"{name}={value}" for name, value in given.items() if value != left_out[name])
+        defaults = {name: getattr(DCTConfig, name) for name in OF_UPDATES} | {"local_steps": 1}
+        changed = [f"{name}={value}" for name, default in defaults.items() if (value := getattr(self, name)) != default]
+        if changed and not updates:
             raise ValueError(
-                f"`compress='gradients'` exchanges gradients in every step and keeps all residuals; got {changed}."
-                " Leave that out, or use `compress='updates'`."
+                "`compress='gradients'` exchanges gradients in every step and keeps all residuals; got"
+                f" {', '.join(changed)}. Leave that out, or use `compress='updates'`."
             )
         if self.overlap_steps > self.local_steps:
             raise ValueError(

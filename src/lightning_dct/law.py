@@ -62,12 +62,7 @@ def steps_needed(config: DCTConfig, ranks: int) -> int:
 
 @dataclass(frozen=True)
 class Given:
-    """The settings that a user has given.
-
-    Attributes:
-        config: These, and default values of the others.
-        left_out: The settings that the length of the run chooses.
-    """
+    """The settings that a user has given, with default values of the others; a run's length chooses those left out."""
 
     config: DCTConfig
     left_out: frozenset[str] = frozenset()

@@ -54,19 +54,14 @@ class StepClock:
         self._sums = [0.0, 0.0, 0.0]  # as in `StepCosts`
         # The end of the step before those that are not in the sums yet, with the totals up to it.
         self._since: tuple[Any, TrafficTotals] | None = None
-        # The end of the last step, and how many there were.
-        self._last: tuple[Any, int] = None, 0
 
     def after_step(self, traffic: Traffic) -> None:
         """Note the end of a step."""
         self._seen += 1
-        self._traffic, now, steps = traffic, traffic.clock.mark(), traffic.totals.steps
-        if self._since is not None:
-            self._steps += steps - self._last[1]
-        elif self._seen >= SKIPPED:
+        self._traffic, self._last = traffic, traffic.clock.mark()
+        if self._since is None and self._seen >= SKIPPED:
             # From here on times must be complete. This waits for a GPU.
-            self._since = now, traffic.settle()
-        self._last = now, steps
+            self._since = self._last, traffic.settle()
 
     def pause(self) -> None:
         """Leave out the time from the last step to the next."""
@@ -76,7 +71,8 @@ class StepClock:
     @property
     def costs(self) -> StepCosts | None:
         """The means; None after too few steps. This waits for a GPU."""
-        if self._steps < FEWEST:
+        recent = 0 if self._since is None else self._traffic.totals.steps - self._since[1].steps
+        if self._steps + recent < FEWEST:
             return None
         self._add_up()
         return StepCosts(*(seconds / self._steps for seconds in self._sums))
@@ -84,11 +80,11 @@ class StepClock:
     def _add_up(self) -> None:
         if self._since is None:
             return
-        (start, before), (stop, _) = self._since, self._last
-        after = self._traffic.settle()
+        (start, before), after = self._since, self._traffic.settle()
         spent = after - before
-        new = self._traffic.clock.seconds(start, stop), spent.seconds, spent.seconds_waiting
-        self._sums, self._since = [sum(pair) for pair in zip(self._sums, new, strict=True)], (stop, after)
+        new = self._traffic.clock.seconds(start, self._last), spent.seconds, spent.seconds_waiting
+        self._sums, self._steps = [sum(pair) for pair in zip(self._sums, new, strict=True)], self._steps + spent.steps
+        self._since = self._last, after
 
 
 class SlowRank(NamedTuple):
@@ -239,9 +235,10 @@ def _on_gradients(given: Given, ranks: int, length: RunLength, dense: str) -> li
 
 def _on_updates(given: Given, ranks: int, length: RunLength, dense: str) -> list[str]:
     """Says which settings were chosen, and whether the run is long enough for them."""
-    (steps, unknown, _), run = length, RunSettings(given, ranks, length.steps, length.unknown)
-    config = run.at(0)
-    settings, notes = _settings(config), []
+    steps, unknown, _ = length
+    run = RunSettings(given, ranks, steps, unknown)
+    config, notes = run.at(0), []
+    settings = _settings(config)
     if given.left_out and (unknown or math.isinf(steps)):
         why, grows = f" ({unknown})" if unknown else "", ", and fewer bytes as it goes on" if run.grows else ""
         notes.append(f"The length of this run is not known{why}: DCT takes {settings}{grows}.")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_dct.agreement import gather_objects
 from lightning_dct.checkpoint import format as saved
-from lightning_dct.checkpoint.merging import merge_states, put_together, without_place
+from lightning_dct.checkpoint.merging import OF_ONE_RANK, merge_states, put_together
 from lightning_dct.checksums import CheckpointError, checksum_of
 from lightning_dct.sync.synchronizer import Synchronizer
 
@@ -66,11 +66,7 @@ def _unreadable(path: str, error: Exception) -> CheckpointError:
 def compared(path: str) -> Iterator[list[str]]:
     """Compare Lightning's file, which is read within, with its checksums; the fingerprint of each rank's file.
 
-    A collective call.
-
-    Raises:
-        FileNotFoundError: Some rank does not find it. Raised on every rank.
-        CheckpointError: Some rank's file is corrupt. Raised on every rank.
+    A collective call: if some rank's file is missing or corrupt, all raise a FileNotFoundError or a CheckpointError.
     """
     found = on_all_ranks(lambda: saved.fingerprint_of(path, compare=True), path)
     if not all(found):
@@ -86,12 +82,10 @@ def compared(path: str) -> Iterator[list[str]]:
 
 
 def agreed_notes(notes: Any, path: str, fingerprints: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """The notes that this rank found in a checkpoint, if all ranks found the same; a collective call.
+    """The notes that this rank found in a checkpoint, if all ranks found the same, else a CheckpointError on all.
 
-    A checkpoint of plain DDP or of weights alone has none. ``fingerprints`` are those of the ranks' files of Lightning.
-
-    Raises:
-        CheckpointError: A rank's notes are corrupt, or two ranks read different files. Raised on every rank.
+    A collective call. A checkpoint of plain DDP or of weights alone has none. ``fingerprints`` are those of the ranks'
+    files of Lightning.
     """
 
     def read() -> dict[str, Any]:
@@ -101,11 +95,11 @@ def agreed_notes(notes: Any, path: str, fingerprints: Sequence[str] = ()) -> lis
             )
         for note in notes:
             saved.check_note(note, path)
-        of_module = [f" of module {number}" if number else "" for number in range(len(notes))]
-        pairs = [
-            (note, which, field) for note, which in zip(notes, of_module, strict=True) for field in saved.NOTE_FIELDS
-        ]
-        return {f"{saved.CHECKPOINT_KEY}{which}[{field!r}]": note.get(field) for note, which, field in pairs}
+        return {
+            f"{saved.CHECKPOINT_KEY}{f' of module {number}' if number else ''}[{field!r}]": note.get(field)
+            for number, note in enumerate(notes)
+            for field in saved.NOTE_FIELDS
+        }
 
     check_alike(dict(enumerate(on_all_ranks(read, path))), path)
     check_alike({rank: {"checksum": theirs} for rank, theirs in enumerate(fingerprints)}, path)
@@ -121,21 +115,13 @@ def digest_of(synchronizer: Synchronizer) -> dict[str, Any]:
 
 
 def check_replicas(digests: Sequence[Mapping[str, Any]], path: str) -> None:
-    """Compare the digests of all ranks, by rank, among those that exchange with each other.
-
-    Raises:
-        CheckpointError: They disagree.
-    """
+    """Refuse digests that differ among ranks that exchange with each other (CheckpointError)."""
     for ranks in {tuple(digest["ranks"]) for digest in digests if digest}:
         check_alike({rank: digests[rank] for rank in ranks}, path)
 
 
 def check_alike(everyone: Mapping[int, Mapping[str, Any]], path: str) -> None:
-    """Compare values that ranks have read from a checkpoint, by rank and field.
-
-    Raises:
-        CheckpointError: They disagree; with the field and each rank's value.
-    """
+    """Refuse fields that ranks have read otherwise from a checkpoint, with each rank's value (CheckpointError)."""
     for field in dict.fromkeys(field for theirs in everyone.values() for field in theirs):
         values = {rank: theirs.get(field) for rank, theirs in everyone.items()}
         if any(value != values[min(values)] for value in values.values()):
@@ -239,7 +225,8 @@ def read_state(
         if "shards" in states[0]:
             replicas = [states[first : first + saved_stages] for first in range(0, len(states), saved_stages)]
             states, saved_stages = [put_together(replica) for replica in replicas], 1
-        return without_place(merge_states(states, saved_stages))
+        merged = merge_states(states, saved_stages)
+        return {part: value for part, value in merged.items() if part not in OF_ONE_RANK}
     except Exception as error:
         # torch raises many kinds of errors on tensors that do not fit.
         raise CheckpointError(

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 
 import torch
 
@@ -38,11 +39,9 @@ MOST_RANKS = 10_000
 
 @dataclass(frozen=True)
 class SentBytes:
-    """Bytes that one rank sends in a step.
+    """Bytes that one rank sends in a step, to ranks on other nodes and on its own.
 
-    Attributes:
-        between: To ranks on other nodes; all bytes if no node has several ranks, or there is one node.
-        inside: To ranks on its own node.
+    If no node has several ranks, or there is one node, all are counted as ``between``.
     """
 
     between: int = 0
@@ -74,15 +73,13 @@ class Step:
 
 @dataclass(frozen=True)
 class Row:
-    """One exchange.
+    """One exchange, or ``"ddp"`` for the dense all-reduce.
 
     Attributes:
-        name: ``"ddp"`` for the dense all-reduce, or the exchange.
-        step: The bytes of one exchange, rank by rank.
-        local_steps: Optimizer steps from one exchange to the next. All other figures are of a step.
+        step: The bytes of one exchange, once in ``local_steps``. All other figures are of an optimizer step.
         ratio: The logged compression ratio, of the rank that sends most; between nodes for ``hierarchical``.
-        link_seconds: How long the busiest node's link is busy in a step.
-        compressing_seconds: How long a rank compresses in a step.
+        link_seconds: How long the busiest node's link is busy.
+        compressing_seconds: How long a rank compresses.
     """
 
     name: str
@@ -107,12 +104,8 @@ class Row:
 class Forecast:
     """The exchanges of a run on two ranks or more, with equally many on every node.
 
-    Attributes:
-        config: The settings.
-        workload: What is synchronised.
-        layout: Where the ranks run.
-        link: Bits a second of each node's link, or of each rank's where all are on one node.
-        speed: Cost of compressing on this machine, at the settings' density and value format.
+    ``link`` is the bits a second of each node's link, or of each rank's where all are on one node. ``speed`` is the
+    cost of compressing at the settings' density and value format.
     """
 
     config: DCTConfig
@@ -136,10 +129,8 @@ class Forecast:
             if name == "hierarchical" and layout.obstacle is not None:
                 continue
             step = compressed_step(name, config, self.workload, layout)
-            if name == "hierarchical":
-                ratio = dense.sent[0].between / max(1, *(sent.between for sent in step.sent))
-            else:
-                ratio = dense.sent[0].total / max(1, *(sent.total for sent in step.sent))  # all gradients may be sparse
+            counted = attrgetter("between" if name == "hierarchical" else "total")
+            ratio = counted(dense.sent[0]) / max(1, *map(counted, step.sent))  # all gradients may be sparse
             busy = link_seconds(step, layout, self.link)
             compressing = self.speed.seconds(name, step.entries, len(layout.places), layout.ranks_per_node)
             rows.append(Row(name, step, every, ratio * every, busy / every, compressing / every))
@@ -207,10 +198,10 @@ def _two_phase(shards: Sequence[Shard], layout: NodeLayout) -> list[SentBytes]:
     """Each rank sends each owner its part, and then all ranks the compressed sums that it owns."""
     ranks, local = len(shards), layout.ranks_per_node
     owned = [shard.plan.num_bytes for shard in shards]
-    owned_by_node = [sum(owned[first : first + local]) for first in range(0, ranks, local)]
     everything, sent = sum(owned), []
     for rank, shard in enumerate(shards):
-        sums, on_node = shard.sums.num_bytes, owned_by_node[rank // local]
+        first, sums = rank // local * local, shard.sums.num_bytes
+        on_node = sum(owned[first : first + local])
         inside = on_node - owned[rank] + (local - 1) * sums
         sent.append(SentBytes(everything - on_node + (ranks - local) * sums, inside))
     return sent
@@ -229,11 +220,7 @@ def _residual_bytes(plan: BucketPlan) -> int:
 
 
 def layout_of(world_size: int, nodes: int) -> NodeLayout:
-    """Ranks spread evenly over nodes, in their order.
-
-    Raises:
-        ValueError: There is one rank, there are too many, or the nodes do not divide them.
-    """
+    """Ranks spread evenly over nodes, in their order; a ValueError for impossible numbers."""
     if world_size < 2:
         raise ValueError(f"`--world-size {world_size}`: a single rank exchanges nothing. Give 2 or more")
     if world_size > MOST_RANKS:

@@ -48,10 +48,7 @@ IN_FORWARD = f"{EXCHANGE} in forward"
 
 
 class Course:
-    """One rank's places and stop points, shared by its main thread and the one that listens to the hub.
-
-    ``send`` sends a message to the hub.
-    """
+    """One rank's places and stop points, shared by its main thread and the one that listens to the hub."""
 
     def __init__(self, rank: int, send: Callable[[dict[str, Any]], None]) -> None:
         self._rank = rank
@@ -64,9 +61,8 @@ class Course:
         self._asked: list[dict[str, Any]] = []
         # When this rank has come to its last place, unless it has asked about it.
         self._since: float | None = None
-        # How many places this rank had come to when it was found in a collective of the user's own, and since when.
-        self._found: tuple[int, str] = (0, "")
-        self._found_since = 0.0
+        # After how many places this rank was found in which collective of the user's own, and since when.
+        self._found, self._found_since = (0, ""), 0.0
         # The last things that this rank has done, and all that it has done in such an order.
         self._recent: deque[str] = deque(ORDER * [""], maxlen=ORDER)
         self._usual: set[tuple[str, ...]] = set()
@@ -123,8 +119,8 @@ class Course:
         """
         now, found = time.monotonic(), _own_collective()
         with self._turn:
-            if self._found != (self._counts.total(), found):
-                self._found, self._found_since = (self._counts.total(), found), now
+            if self._found != (here := (self._counts.total(), found)):
+                self._found, self._found_since = here, now
             where = found if now - self._found_since >= LATE_S else ""
             messages = [{"elsewhere": where, "place": one["place"], "peers": one["peers"]} for one in self._asked]
             left = LATE_S if self._since is None else self._since + LATE_S - now
@@ -140,20 +136,31 @@ class Course:
         with self._turn:
             return list(self._counts.items())
 
-    def ask(self, theirs: dict[str, Any]) -> str:
-        """Answer another rank, now or when this one comes to that place; return how they differ."""
-        with self._turn:
-            mine = next((one for one in self._done if _same_number(theirs, one)), None)
-            if mine is None:
-                self._asked.append(theirs)
-                return ""
-        return self._answer(theirs, mine)
+    def hear(self, message: dict[str, Any]) -> str:
+        """Act on the hub's message about a place or a stop point; how this rank differs from the one that asks, if so.
 
-    def agree(self, place: int, peers: Sequence[int]) -> None:
-        """These ranks do the same up to this one of their places."""
+        A question is answered now, or when this rank comes to that place. Asked for its stop points, this rank tells
+        how many it has passed, and waits at the next one until it knows where all act on the signal.
+        """
+        mine = None
         with self._turn:
-            self._agreed[tuple(peers)] = max(self._agreed[tuple(peers)], place)
+            passed = self._passed
+            if "ask" in message:
+                mine = next((one for one in self._done if _same_number(message["ask"], one)), None)
+                if mine is None:
+                    self._asked.append(message["ask"])
+            elif "agreed" in message:
+                peers = tuple(message["peers"])
+                self._agreed[peers] = max(self._agreed[peers], message["agreed"])
+            elif "where" in message:
+                self._signals.add(message["where"])
+            elif "act_on" in message:
+                self._signals.discard(message["act_on"])
+                self._due.setdefault(message["place"], []).append(message["act_on"])
             self._turn.notify_all()
+        if "where" in message:
+            self._send({"asked": message["where"], "passed": passed})
+        return "" if mine is None else self._answer(message["ask"], mine)
 
     def pass_stop_point(self) -> list[int]:
         """Pass one more, once the signals that all ranks act on there are known."""
@@ -161,19 +168,6 @@ class Course:
             self._passed += 1
             self._turn.wait_for(lambda: self._released or not self._signals)
             return sorted(self._due.pop(self._passed, []))
-
-    def ask_for_stop_point(self, signal_number: int) -> int:
-        """The count so far; the rank waits for :meth:`settle_stop_point` at the next one."""
-        with self._turn:
-            self._signals.add(signal_number)
-            return self._passed
-
-    def settle_stop_point(self, signal_number: int, place: int) -> None:
-        """All ranks act on the signal at this stop point."""
-        with self._turn:
-            self._signals.discard(signal_number)
-            self._due.setdefault(place, []).append(signal_number)
-            self._turn.notify_all()
 
     def release(self) -> None:
         """Stop waiting: no answer will come."""

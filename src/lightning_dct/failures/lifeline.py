@@ -171,26 +171,16 @@ class Lifeline:
         self._connection.close()
 
     def _handle(self, message: dict[str, Any]) -> None:
-        if "where" in message:
-            number = int(message["where"])
-            self._send({"asked": number, "passed": self._course.ask_for_stop_point(number)})
-        elif "act_on" in message:
-            self._course.settle_stop_point(int(message["act_on"]), int(message["place"]))
-        elif "ask" in message:
-            if difference := self._course.ask(message["ask"]):
-                self._decide(difference, [])
-        elif "agreed" in message:
-            self._course.agree(int(message["agreed"]), message["peers"])
-        elif "failure" in message:
+        if "failure" in message:
             self._decide(str(message["failure"]), message["blamed"])
         elif "over" in message:
             self._hub_may_end = True
-            if not message["over"]:
+            if not (bug := message["over"]):
                 self.failure = self.failure or f"{self._hub_who} has left"
             else:
-                self._print(
-                    f"the ranks' lifelines have ended ({message['over']}); a rank that dies may be noticed late."
-                )
+                self._print(f"the ranks' lifelines have ended ({bug}); a rank that dies may be noticed late.")
+        elif difference := self._course.hear(message):
+            self._decide(difference, [])
 
     def _decide(self, failure: str, blamed: list[int]) -> None:
         if self._decided.is_set():
