@@ -42,11 +42,7 @@ def check_agreement(settings: Mapping[str, Any], model: Module, group: dist.Proc
 
 
 def describe_parameters(model: Module) -> dict[str, str]:
-    """Shape, dtype and ``requires_grad`` of each parameter, by name.
-
-    Raises:
-        ValueError: A parameter has no shape yet.
-    """
+    """Shape, dtype and ``requires_grad`` of each parameter, by name; a ValueError if one has no shape yet."""
     ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
     parameters = {name: p for name, p in model.named_parameters() if name not in ignored}
     for name, parameter in parameters.items():
@@ -104,10 +100,7 @@ def _plain(value: Any) -> Any:
 def check_alike(shared: Mapping[str, Tensor], others: Mapping[str, Tensor], peers: Sequence[int]) -> None:
     """Compare this rank's parameters with those of its peers, and warn if parameters that are not shared differ.
 
-    All ranks call this together, also those with other peers.
-
-    Raises:
-        RuntimeError: Shared parameters differ; on every rank.
+    All ranks call this together, also those with other peers. If shared ones differ, all raise a RuntimeError.
     """
     sums = [checksums_of(tensors) for tensors in (shared, others)]
     known = gather_objects((tuple(peers), zlib.crc32(repr(sums).encode())))

@@ -67,11 +67,8 @@ def _shortened(data: Tensor) -> Tensor:
 def check_sums(folder: Path, part: int, parts: int) -> None:
     """Compare every ``parts``-th of a folder's files, from number ``part`` on, with its checksum.
 
-    A file, and a folder that Lightning's own strategy has saved, hold no checksums to compare with.
-
-    Raises:
-        FileNotFoundError: A file is missing.
-        ValueError: A file or the checksums are damaged.
+    A missing file is a FileNotFoundError, a damaged one a ValueError. A file, and a folder that Lightning's own
+    strategy has saved, hold no checksums to compare with.
     """
     if not (folder / SUMS).exists():
         return

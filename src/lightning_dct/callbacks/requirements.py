@@ -9,10 +9,8 @@ from lightning.pytorch import callbacks
 
 from lightning_dct.law import COUNTED, RunLength
 
-LIGHTNINGS_EPOCHS = 1000
-"""``max_epochs`` of a Trainer that was given no limit."""
-FIRST_COUNTED = 16
-"""Batches after which a run's steps are counted first."""
+LIGHTNINGS_EPOCHS = 1000  # `max_epochs` of a Trainer that was given no limit
+FIRST_COUNTED = 16  # batches after which a run's steps are counted first
 AVERAGING = (callbacks.StochasticWeightAveraging, callbacks.WeightAveraging)
 
 # Hooks that Lightning calls in every training step.
@@ -45,11 +43,10 @@ LIMITS = (
     *("gradient_clip_algorithm", "limit_train_batches", "limit_val_batches", "val_check_interval"),
     *("check_val_every_n_epoch", "num_sanity_val_steps", "precision"),
 )
-"""Settings of a Trainer that must not differ between ranks."""
 
 
 def trainer_settings(trainer: pl.Trainer) -> dict[str, Any]:
-    """Those settings, by the name that a user gives them."""
+    """Settings that must not differ between ranks, by the name that a user gives them."""
     found = {f"Trainer({name})": getattr(trainer, name) for name in LIMITS}
     return {**found, "automatic_optimization": trainer.lightning_module.automatic_optimization}
 

@@ -18,18 +18,12 @@ from lightning_dct.kernels import faster_kernel_missing
 from lightning_dct.law import BY_LENGTH, CAUTION, Given, RunLength, RunSettings, expected_loss, steps_needed
 from lightning_dct.traffic import FP32_BYTES, Traffic, TrafficTotals, rate_text
 
-DELAYS_OF_GRADIENTS = 10
-"""A run with gradients should last this many delays, to make up for its start."""
-MUCH = 0.1
-"""Smallest share of a step that is worth advice."""
-TOO_SLOW = 1 / 3
-"""Smallest share of a step spent waiting for one rank that brings a warning during training."""
-TELL_EVERY_S = 5.0
-"""Seconds between two reports of a rank's times to rank 0."""
-SKIPPED = 3
-"""First steps that are left out: they compile, allocate, and let DistributedDataParallel rebuild its buckets."""
-FEWEST = 10
-"""With fewer steps there are no means."""
+DELAYS_OF_GRADIENTS = 10  # so many should a run with gradients last, to make up for its start
+MUCH = 0.1  # smallest share of a step that is worth advice
+TOO_SLOW = 1 / 3  # smallest share of a step spent waiting for one rank that brings a warning during training
+TELL_EVERY_S = 5.0  # between two reports of a rank's times to rank 0
+SKIPPED = 3  # first steps, which compile, allocate, and let DistributedDataParallel rebuild its buckets
+FEWEST = 10  # with fewer steps there are no means
 
 
 @dataclass(frozen=True)

@@ -18,17 +18,14 @@ from lightning_dct.config import DCTConfig, UsageError
 from lightning_dct.sync.synchronizer import TensorFigures
 
 CONFIG_KEY = "lightning_dct"
-STEP = "trainer/global_step"
-"""The optimizer step, which Lightning's logger adds to every row."""
+STEP = "trainer/global_step"  # the optimizer step, which Lightning's logger adds to every row
 _OF_PARTS = {"compression_ratio": "last,mean", "density": "last,mean", "threshold": "last", "residual_norm": "last,max"}
 SUMMARIES = {"dct/compression_ratio": "last,mean", "dct/overhead_ms": "mean,max"}
 SUMMARIES |= {f"dct/{part}/{key}": summary for part in ("dp", "mp") for key, summary in _OF_PARTS.items()}
 """How W&B summarizes the history of a metric; for other metrics it shows the last value."""
 
-QUALITY = ("train/loss", "val/loss")
-"""Keys of the model's quality, as the experiments of this repository log them."""
-GROUPS = ("strategy", "density", "value_format")
-"""Settings by which runs are grouped, outermost first."""
+QUALITY = ("train/loss", "val/loss")  # of the model, as the experiments of this repository log it
+GROUPS = ("strategy", "density", "value_format")  # settings by which runs are grouped, outermost first
 RATIO, TENSORS = "dct/compression_ratio", "dct/dp/tensors"
 
 

@@ -63,10 +63,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 def lock(path: str) -> None:
     """Keep other processes from saving the same checkpoint until :func:`unlock`; wait for one that is saving it.
 
-    The lock ends with this process, however it ends. There is none in storage services, and on disks without locks.
-
-    Raises:
-        RuntimeError: Another process has been saving the checkpoint for a minute.
+    The wait ends with a RuntimeError after a minute, and the lock with this process, however it ends. There is none in
+    storage services, and on disks without locks.
     """
     filesystem, place = url_to_fs(path)
     if not isinstance(filesystem, LocalFileSystem) or place in _locks:

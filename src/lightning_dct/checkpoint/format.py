@@ -53,10 +53,6 @@ def _is_number(value: Any, least: float) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= sys.float_info.max
 
 
-def _is_real_or_complex(value: Any) -> bool:
-    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
-
-
 def _is_list(value: Any) -> bool:
     return isinstance(value, Tensor) and value.layout == torch.strided and value.ndim == 1 and value.is_floating_point()
 
@@ -97,7 +93,10 @@ _STATE: dict[str, Rule] = {
     "traffic": _TOTALS,
 }
 _OPTIONAL: dict[str, Rule] = {
-    "accumulated": (_NAME, ("a gradient", _is_real_or_complex)),
+    "accumulated": (
+        _NAME,
+        ("a gradient", lambda value: isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())),
+    ),
     "identity": (_NAME, ("a number or a name", lambda value: isinstance(value, (int, str)))),
     # With updates each rank has its own between two exchanges, and buffers of any dtype. They may hold NaN.
     "weights": (_NAME, ("a dense tensor", lambda value: isinstance(value, Tensor) and value.layout == torch.strided)),
@@ -244,11 +243,8 @@ def read_checked(
     """Read a rank's compression state, from a file of this identity.
 
     Only tensors and plain data are unpickled, unless the user loads with ``weights_only=False``.
-    ``fingerprint`` is what :func:`fingerprint_of` returned when the file was written; empty if nothing is known.
-
-    Raises:
-        OSError: The file is missing, or may not be read.
-        CheckpointError: The file is corrupt, was changed, is something else, or belongs to another rank or save.
+    ``fingerprint`` is what :func:`fingerprint_of` returned when the file was written; empty if nothing is known. An
+    OSError says that the file is missing or may not be read, a CheckpointError that it is not what was saved.
     """
     try:
         found = fingerprint_of(file, compare=True)
@@ -295,14 +291,9 @@ def check_state(state: Any) -> None:
 def fingerprint_of(file: str, compare: bool) -> str:
     """A checksum of what ``torch.save`` has written, made from the checksums in its index; empty for other files.
 
-    Args:
-        file: The file, or a folder that ``DCTFSDPStrategy`` has saved, wherever fsspec reads.
-        compare: Read all of a file on a local disk and compare it with its checksums, which ``torch.load`` does not.
-            Storage services have checksums of their own.
-
-    Raises:
-        OSError: The file is missing, or may not be read.
-        zipfile.BadZipFile: The file is truncated or does not match its checksums.
+    ``file`` may also be a folder that ``DCTFSDPStrategy`` has saved, wherever fsspec reads. With ``compare``, all of a
+    file on a local disk is compared with its checksums, which ``torch.load`` does not; storage services have their own.
+    A truncated or corrupt file is a zipfile.BadZipFile.
     """
     files, place = url_to_fs(file)
     if files.isdir(place):

@@ -27,13 +27,8 @@ def on_all_ranks(
 ) -> list[Result]:
     """The results of all ranks, or the error of one rank, raised on every rank; a collective call.
 
-    Args:
-        read: Reads a part of the checkpoint ``path``, without a collective call.
-        path: Lightning's file, for messages.
-        kinds: Errors that are raised as they are, if no rank has another one.
-
-    Raises:
-        CheckpointError: For any other error.
+    ``read`` reads a part of the checkpoint ``path``, without a collective call. Errors of these ``kinds`` are raised as
+    they are, if no rank has another one; any other error becomes a CheckpointError.
     """
     result: Any = None
     failure: Exception | None = None
@@ -138,13 +133,9 @@ def restore_state(
     """The state that this rank starts from; a collective call.
 
     ``strategy`` is any of this package's, ``note`` has been checked, and ``weights_only`` is the user's. If any rank's
-    file is missing or was saved with another ``compress``, ``config.missing_state`` chooses: an error, or all ranks
-    start without residuals. Ranks that exchanged all of their gradients have none, and may exchange updates.
-
-    Raises:
-        FileNotFoundError: The state of some rank is missing. Raised on every rank.
-        CheckpointError: Some rank cannot use the file it read. Raised on every rank.
-        ValueError: The state was saved with another ``compress``. Raised on every rank.
+    file is missing or was saved with another ``compress``, ``config.missing_state`` chooses: a FileNotFoundError or
+    ValueError on every rank, or all ranks start without residuals. A file that some rank cannot use is a
+    CheckpointError on every rank. Ranks that exchanged all of their gradients have none, and may exchange updates.
     """
     config = strategy.config
     state: dict[str, Any] = {}
@@ -196,11 +187,8 @@ def read_state(
     """Read the state a rank starts from: its own, or the merged states of all ranks if the layout has changed.
 
     :func:`check_note` has accepted ``note``; ``world_size``, ``stages`` and ``holds_shards`` (of every parameter, and
-    not whole stages) describe the layout now.
-
-    Raises:
-        CheckpointError: A file is corrupt, or belongs to another rank, save or step.
-        FileNotFoundError: The files are not beside the checkpoint.
+    not whole stages) describe the layout now. A corrupt file, or that of another rank, save or step, is a
+    CheckpointError, a missing one a FileNotFoundError.
     """
     saved_stages = note["stages"]
     same_layout = (world_size, stages) == (note["world_size"], saved_stages)

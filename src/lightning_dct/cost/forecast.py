@@ -33,8 +33,7 @@ from lightning_dct.traffic import (
 )
 
 DENSE = "ddp"
-MOST_RANKS = 10_000
-"""Limit of a plan, which counts the bytes of every rank."""
+MOST_RANKS = 10_000  # of a plan, which counts the bytes of every rank
 
 
 @dataclass(frozen=True)

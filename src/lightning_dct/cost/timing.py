@@ -21,10 +21,8 @@ from lightning_dct.traffic import FP32_BYTES, all_reduce_bytes
 MEASURED_ENTRIES = 4_000_000
 SENDERS = 4
 LEAST_ROUNDS = 3
-SIZES = tuple(1 << power for power in (16, 18, 20))
-"""Bytes of the tensors that are timed, one after the other."""
-LONGEST = 0.02
-"""Seconds after which no larger tensor is tried: a slow link shows its rate early."""
+SIZES = (1 << 16, 1 << 18, 1 << 20)  # bytes of the tensors that are all-reduced, one after the other
+LONGEST = 0.02  # seconds after which no larger tensor is tried: a slow link shows its rate early
 ROUNDS = 2
 
 

@@ -111,14 +111,8 @@ def workload_of(module: nn.Module) -> Workload:
 def load_module(path: str, keywords: Mapping[str, Any]) -> nn.Module:
     """Make a module from its import path, on the meta device where it can be: without memory for its parameters.
 
-    Nothing else is called: a path on a command line may come from anywhere.
-
-    Args:
-        path: ``package.module:Class`` of a module, or a function of the user's own that returns one.
-        keywords: For its constructor.
-
-    Raises:
-        ValueError: It cannot be imported or made.
+    ``path`` is ``package.module:Class`` of a module, or a function of the user's own that returns one. Nothing else is
+    called, because a path on a command line may come from anywhere. What cannot be made is a ValueError.
     """
     try:
         made_by = pkgutil.resolve_name(path)

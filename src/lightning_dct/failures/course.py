@@ -31,8 +31,7 @@ from typing import Any
 
 # Places that a rank remembers. It can be ahead of another by no more than the exchanges it has in flight.
 MEMORY = 1024
-# Places before one that make it another.
-ORDER = 8
+ORDER = 8  # places before one that make it another
 # Seconds at a place after which a rank asks about it. A step may take longer, and then an answer says that all is well.
 LATE_S = 10.0
 SAME_BATCHES = (
@@ -73,7 +72,7 @@ class Course:
         self._released = False
 
     def come_to(self, what: str, said: str, peers: Sequence[int], patience_s: float | None = None) -> str:
-        """Come to the next place, and wait for the others if this rank or one of them asks.
+        """Come to the next place, and wait for the others if this rank or one of them asks; how they differ, if so.
 
         Args:
             what: What this rank does there. Exchanges begin with ``EXCHANGE``, and are asked about only if they follow
@@ -81,9 +80,6 @@ class Course:
             said: ``what`` in words, for messages.
             peers: The ranks that do the same, this one included.
             patience_s: How long this rank waits for the others if one of them asks; None for no limit.
-
-        Returns:
-            How this rank and another one differ, or an empty string.
         """
         ranks = tuple(peers)
         with self._turn:

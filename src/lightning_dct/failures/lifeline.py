@@ -32,12 +32,9 @@ from lightning_dct.failures.course import Course
 from lightning_dct.failures.hub import Hub
 from lightning_dct.failures.sockets import address_towards, enter, receive, write_line
 
-# How long a rank may take to be let in by the hub.
-CONNECT_S = 10.0
-# How long a failing rank waits for the hub's answer.
-ANSWER_S = 5.0
-# How long a lost rank may take to end by itself.
-GRACE_S = 10.0
+CONNECT_S = 10.0  # for a rank to be let in by the hub
+ANSWER_S = 5.0  # for a failing rank to wait for the hub's answer
+GRACE_S = 10.0  # for a lost rank to end by itself
 
 
 class Lifeline:
@@ -122,10 +119,9 @@ class Lifeline:
         return self._course.pass_stop_point()
 
     def come_to(self, what: str, said: str, peers: Sequence[int], patience_s: float | None = None) -> None:
-        """Come to a place where some ranks do the same; see :mod:`lightning_dct.failures.course`.
+        """Come to a place where some ranks do the same, as :mod:`lightning_dct.failures.course` explains.
 
-        Raises:
-            RuntimeError: They do not, or a rank has died or failed.
+        A RuntimeError says that they do not, or that a rank has died or failed.
         """
         if not self._over.is_set():
             difference = self._course.come_to(what, said, peers, patience_s)

@@ -42,11 +42,8 @@ _own: list[TCPStore] = []
 def meet_in_fresh_store(timeout: timedelta | None) -> None:
     """Let this process use a store of this start only; call it before the process group is made.
 
-    Does nothing without torchrun, for a single rank, the second time, and if the group exists. ``timeout`` limits the
-    wait for the other ranks; None stands for torch's half an hour.
-
-    Raises:
-        RuntimeError: Some ranks have not come; the message names them.
+    Does nothing without torchrun, for a single rank, the second time, and if the group exists. After ``timeout``, by
+    default torch's half an hour, a RuntimeError names the ranks that have not come.
     """
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if os.environ.get(FROM_AGENT) != "True" or world_size == 1 or dist.is_initialized():
