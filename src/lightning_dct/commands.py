@@ -193,8 +193,7 @@ def _may_be_replaced(file: Path) -> bool:
     return not beginning or b"".join(beginning.split()).startswith(b'{"entity":')
 
 
-Command = tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]
-COMMANDS: dict[str, Command] = {
+COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]] = {
     "plan": ("Bytes, time and memory of a run, for each exchange, before it starts.", add_plan, plan),
     "dashboard": ("A W&B workspace of bytes, residuals and quality, or its JSON.", add_dashboard, dashboard),
 }

@@ -1,12 +1,12 @@
 """The settings of compression: a frozen dataclass that checks them."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from inspect import Parameter, signature
 from numbers import Integral
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin
 
 from lightning_dct.kernels import KernelName
 
@@ -15,8 +15,6 @@ VALUE_FORMATS: tuple[str, ...] = get_args(ValueFormat)
 ExchangeName = Literal["auto", "all_gather", "two_phase", "hierarchical"]
 MissingState = Literal["error", "reset"]
 Compress = Literal["updates", "gradients"]
-CHOICES = {"compress": Compress, "exchange": ExchangeName, "kernel": KernelName, "missing_state": MissingState}
-CHOICES |= {"value_format": ValueFormat}
 # Settings for updates only.
 OF_UPDATES = ("local_steps", "overlap_steps", "warmup_steps", "residual_decay")
 
@@ -77,8 +75,9 @@ class DCTConfig:
     missing_state: MissingState = "error"
 
     def __post_init__(self) -> None:
-        for setting, choices in CHOICES.items():
-            check_choice(setting, getattr(self, setting), get_args(choices))
+        for one in fields(self):
+            if get_origin(one.type) is Literal:
+                check_choice(one.name, getattr(self, one.name), get_args(one.type))
         if self.density is None:
             object.__setattr__(self, "density", DCTConfig.density)
         check_density("density", self.density)
@@ -93,13 +92,10 @@ class DCTConfig:
         # enter checkpoints or other processes.
         plain = {str(pattern): float(density) for pattern, density in self.density_per_parameter.items()}
         object.__setattr__(self, "density_per_parameter", plain)
-        self._check_rounds()
         check_integer("refresh_every", self.refresh_every, minimum=1)
         check_integer("min_tensor_size", self.min_tensor_size, minimum=0)
         if not isinstance(self.adapt_threshold, bool):
             raise TypeError(f"`adapt_threshold` must be True or False, got {self.adapt_threshold!r}.")
-
-    def _check_rounds(self) -> None:
         updates = self.compress == "updates"
         check_integer("overlap_steps", self.overlap_steps, minimum=0)
         if self.local_steps is None:
@@ -159,9 +155,8 @@ class DCTConfig:
 
 
 # Arguments of constructors that strategies set themselves.
-SET_BY_STRATEGIES = {"self", "config", "given", "module", "device_ids"} | {
-    "data_parallel_size", "tensor_parallel_size", "wrap_unit", "shard_settings",
-}  # fmt: skip
+SET_BY_STRATEGIES = {"self", "config", "given", "module", "device_ids", "wrap_unit", "shard_settings"}
+SET_BY_STRATEGIES |= {"data_parallel_size", "tensor_parallel_size"}
 # What users give to a strategy and is the Trainer's.
 OF_TRAINER = {"accelerator", "devices", "num_nodes", "precision", "max_steps", "max_epochs", "accumulate_grad_batches"}
 

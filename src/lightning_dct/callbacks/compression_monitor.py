@@ -112,15 +112,13 @@ class CompressionMonitor(pl.Callback):
         if type(strategy) is DDPStrategy and strategy._ddp_comm_hook is None:
             entries = sum(real_numel(parameter) for parameter in pl_module.parameters() if parameter.requires_grad)
             self._bytes_of_ddp = all_reduce_bytes(FP32_BYTES * entries, trainer.world_size)
-        totals = self._totals(trainer)
+        totals = self._at_fit_start = self._at_last_log = self._totals(trainer)
+        self._steps_before = totals["dp"].steps if totals else 0
         if not totals:
             rank_zero_warn(
                 f"`CompressionMonitor` has nothing to report: {type(strategy).__name__} does not count its"
                 " traffic. Use `Trainer(strategy='dct')`."
             )
-        else:
-            self._at_fit_start = self._at_last_log = totals
-            self._steps_before = totals["dp"].steps
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Describe the run to W&B and CSV files if its settings are new, and log when the Trainer logs."""

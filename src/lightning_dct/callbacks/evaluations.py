@@ -18,7 +18,7 @@ _BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end")
 class SharedWeightsView(InternalCallback):
     """Show the shared weights to validation, weight averaging, the user's hooks and everything after fit.
 
-    ``DCTStrategy`` adds it before all other callbacks. It opens the view when a batch, an epoch or training ends and
+    A strategy adds it before all other callbacks if updates are exchanged. It opens the view when a batch, an epoch or training ends and
     when an epoch or a batch starts, for the hooks of callbacks and of the LightningModule. The strategy closes the view
     just before ``training_step``. The model holds the rank's own weights from there to the end of the optimizer step.
     Around a validation the view opens before Lightning's first hook, which puts the model into eval mode, and closes
@@ -40,9 +40,7 @@ class SharedWeightsView(InternalCallback):
         self.on_train_batch_start = self.on_train_batch_end = self._open if reads else None
 
     def _open(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-        strategy: Any = trainer.strategy
-        if strategy.updates is not None:
-            strategy.updates.weights.show()
+        trainer.strategy.updates.weights.show()  # type: ignore[attr-defined]
 
     on_train_epoch_start = on_train_epoch_end = _open
 
@@ -55,25 +53,21 @@ class SharedWeightsView(InternalCallback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Apply updates in flight, so that the final weights have them, and open the view."""
         strategy: Any = trainer.strategy
-        if strategy.updates is not None:
-            strategy.updates.apply_all()
-            strategy.updates.begin_evaluation()
+        strategy.updates.apply_all()
+        strategy.updates.begin_evaluation()
 
 
 def _begin(loop: Any) -> None:
     strategy = loop.trainer.strategy
     strategy.come_to("a validation")
-    if strategy.updates is not None:
-        strategy.updates.begin_evaluation()
+    strategy.updates.begin_evaluation()
     type(loop).on_run_start(loop)
-    if strategy.updates is not None:
-        strategy.updates.check_alike()
+    strategy.updates.check_alike()
 
 
 def _end(loop: Any) -> Any:
     results = type(loop).on_run_end(loop)
-    if loop.trainer.strategy.updates is not None:
-        loop.trainer.strategy.updates.end_evaluation()
+    loop.trainer.strategy.updates.end_evaluation()
     return results
 
 

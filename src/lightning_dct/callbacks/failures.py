@@ -27,8 +27,7 @@ class FailureNotice(InternalCallback):
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Begin an epoch after as many steps as the others: a rank that lacks a batch would be ahead from now on."""
         strategy: Any = trainer.strategy
-        if strategy.synchronizer is not None:
-            strategy.come_to(f"epoch {trainer.current_epoch}", detail=strategy.synchronizer.synchronisations)
+        strategy.come_to(f"epoch {trainer.current_epoch}", detail=strategy.synchronizer.synchronisations)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Wait for the others, which must come to the end too.
@@ -122,8 +121,7 @@ class SignalsAfterStep(InternalCallback):
 
 def _steps_of(trainer: pl.Trainer) -> tuple[int, int]:
     """Lightning's count of steps, and the strategy's: it alone sees those of `optimizers(use_pl_optimizer=False)`."""
-    synchronizer = getattr(trainer.strategy, "synchronizer", None)
-    return trainer.global_step, 0 if synchronizer is None else synchronizer.synchronisations
+    return trainer.global_step, trainer.strategy.synchronizer.synchronisations  # type: ignore[attr-defined]
 
 
 def _save(trainer: pl.Trainer) -> None:

@@ -149,8 +149,7 @@ class RunAdvice(InternalCallback):
         if lifeline is None or (costs := self._clock.costs) is None:
             return
         self._tell_at = perf_counter() + TELL_EVERY_S
-        lifeline.tell_pace(costs.total, costs.waiting)
-        slow = slowest_rank(lifeline.paces)
+        slow = slowest_rank(lifeline.tell_pace(costs.total, costs.waiting))
         if slow is not None and slow.share_of_step > TOO_SLOW and not self._has_warned:
             self._has_warned = True
             rank_zero_warn(

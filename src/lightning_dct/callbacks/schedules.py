@@ -161,10 +161,10 @@ class AccordionSchedule(Callback):
 
     def _moved_by(self, strategy: Any) -> float:
         """The norm of ``D``, over the interval that ends."""
-        if strategy.updates is None:
-            return _norm(self._kept)
-        shared = _shared_weights(strategy)
-        return _norm({name: shared[name] - old.to(shared[name].device) for name, old in self._kept.items()})
+        moved, shared = dict(self._kept), _shared_weights(strategy)
+        for name in moved.keys() & shared.keys():
+            moved[name] = shared[name] - moved[name].to(shared[name].device)
+        return math.hypot(*(float(as_real(tensor).norm(dtype=float64)) for tensor in moved.values()))
 
     def _now(self, trainer: Trainer) -> int:
         strategy: Any = trainer.strategy
@@ -175,10 +175,6 @@ def _shared_weights(strategy: Any) -> dict[str, Tensor]:
     """The weights that all ranks share, by name; none with gradients."""
     weights = None if strategy.updates is None else strategy.updates.weights
     return {} if weights is None else {name: weights.shared(name) for name in weights.parameters}
-
-
-def _norm(tensors: dict[str, Tensor]) -> float:
-    return math.hypot(*(float(as_real(tensor).norm(dtype=float64)) for tensor in tensors.values()))
 
 
 class EmbeddingPruning(Callback):

@@ -246,21 +246,18 @@ def link_seconds(step: Step, layout: NodeLayout, link: float) -> float:
 
 def describe(forecast: Forecast, more: Sequence[str]) -> str:
     """The title, the table and the notes, with some more."""
-    notes = "\n".join(f"- {note}" for note in [*_notes(forecast), *more])
-    return f"{_title(forecast)}\n\n{plain_table(_table(forecast))}\n\n{notes}"
-
-
-def _title(forecast: Forecast) -> str:
     config, layout = forecast.config, forecast.layout
     sizes = forecast.workload.sizes_under(config)
     every = "step" if config.local_steps == 1 else f"{config.local_steps:,} steps"
     what = "gradients" if config.compress == "gradients" else f"updates every {every}"
-    return (
+    title = (
         f"{_many(sum(sizes), 'parameter')} in {_many(len(sizes), 'tensor')},"
         f" {100 * config.density:g}% of the entries, {config.value_format} values, {what};"
         f" {_many(len(layout.places), 'rank')} on {_many(len(layout.nodes), 'node')},"
         f" {rate_text(forecast.link)} from each {'rank' if len(layout.nodes) == 1 else 'node'}"
     )
+    notes = "\n".join(f"- {note}" for note in [*_notes(forecast), *more])
+    return f"{title}\n\n{plain_table(_table(forecast))}\n\n{notes}"
 
 
 def _table(forecast: Forecast) -> list[list[str]]:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 from time import perf_counter
 
@@ -116,13 +117,13 @@ class MeasuredLink:
 
 def measure_link(group: dist.ProcessGroup, device: torch.device) -> MeasuredLink:
     """Time all-reduces of growing size; a collective call of two ranks or more, whose bytes are not counted."""
-    # The first one connects and synchronises the ranks.
-    _timed_all_reduce(torch.zeros(1, device=device), group)
+    # Connects and synchronises the ranks.
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
     times: list[float] = []
     for size in SIZES:
         tensor = torch.zeros(size // FP32_BYTES, device=device)
         # With the slowest rank's time, all ranks stop at the same size.
-        own = min(_timed_all_reduce(tensor, group) for _ in range(ROUNDS))
+        own = min(_timed(partial(dist.all_reduce, tensor, group=group), device) for _ in range(ROUNDS))
         slowest = torch.tensor(own, dtype=torch.float64, device=device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
         times.append(slowest.item())
@@ -132,10 +133,6 @@ def measure_link(group: dist.ProcessGroup, device: torch.device) -> MeasuredLink
     smaller = SIZES[len(times) - 2]
     slope = min(max(0.0, (times[-1] - times[-2]) / (size - smaller)), times[-1] / size)
     return MeasuredLink(group.size(), max(0.0, times[-1] - size * slope), slope)
-
-
-def _timed_all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> float:
-    return _timed(lambda: dist.all_reduce(tensor, group=group), tensor.device)
 
 
 def _timed(action: Callable[[], object], device: torch.device) -> float:

@@ -47,14 +47,17 @@ IN_FORWARD = f"{EXCHANGE} in forward"
 
 
 class Course:
-    """One rank's places and stop points, shared by its main thread and the one that listens to the hub."""
+    """One rank's places and stop points, shared by its main thread and the one that listens to the hub.
+
+    ``counts`` has how many places this rank has come to, by the ranks that share them.
+    """
 
     def __init__(self, rank: int, send: Callable[[dict[str, Any]], None]) -> None:
         self._rank = rank
         self._send = send
         self._turn = threading.Condition()
-        # By the ranks that share them: how many places this rank has come to, and the last one that all agree on.
-        self._counts: Counter[tuple[int, ...]] = Counter()
+        self.counts: Counter[tuple[int, ...]] = Counter()
+        # The last of these places that all agree on.
         self._agreed: Counter[tuple[int, ...]] = Counter()
         self._done: deque[dict[str, Any]] = deque(maxlen=MEMORY)
         self._asked: list[dict[str, Any]] = []
@@ -83,10 +86,10 @@ class Course:
         """
         ranks = tuple(peers)
         with self._turn:
-            self._counts[ranks] += 1
-            place = self._counts[ranks]
+            self.counts[ranks] += 1
+            place = self.counts[ranks]
             mine = {"place": place, "what": what, "said": said, "peers": ranks, "rank": self._rank}
-            mine["counts"] = list(self._counts.items())
+            mine["counts"] = list(self.counts.items())
             self._done.append(mine)
             is_exchange, order = what.startswith(EXCHANGE), (*self._recent, what)
             self._recent.append(what if is_exchange else "")
@@ -115,7 +118,7 @@ class Course:
         """
         now, found = time.monotonic(), _own_collective()
         with self._turn:
-            if self._found != (here := (self._counts.total(), found)):
+            if self._found != (here := (self.counts.total(), found)):
                 self._found, self._found_since = here, now
             where = found if now - self._found_since >= LATE_S else ""
             messages = [{"elsewhere": where, "place": one["place"], "peers": one["peers"]} for one in self._asked]
@@ -126,11 +129,6 @@ class Course:
         for message in messages:
             self._send(message)
         return left
-
-    def counts(self) -> list[tuple[tuple[int, ...], int]]:
-        """How many places this rank has come to, by the ranks that share them."""
-        with self._turn:
-            return list(self._counts.items())
 
     def hear(self, message: dict[str, Any]) -> str:
         """Act on the hub's message about a place or a stop point; how this rank differs from the one that asks, if so.

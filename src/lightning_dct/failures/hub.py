@@ -33,7 +33,7 @@ MOST_NAMED = 8  # ranks whose reports a message has: those of all could be too l
 
 
 class Hub:
-    """Serves all lifelines in a thread until rank 0, which messages call ``who``, has left.
+    """Serves all lifelines in its ``thread`` until rank 0, which messages call ``who``, has left.
 
     ``token`` is the secret of this job's ranks, and ``own`` the connection of rank 0, which needs no network. An
     OSError means that the hub cannot listen on the port.
@@ -63,12 +63,8 @@ class Hub:
         self._came_to: dict[int, dict[tuple[int, ...], int]] = {}
         # Seconds of a step and of waiting in it, by rank.
         self.paces: dict[int, tuple[float, float]] = {}
-        self._thread = threading.Thread(target=self._run, name="lightning_dct hub", daemon=True)
-        self._thread.start()
-
-    def join(self) -> None:
-        """Wait until the thread has ended, as it does when rank 0 has left."""
-        self._thread.join()
+        self.thread = threading.Thread(target=self._run, name="lightning_dct hub", daemon=True)
+        self.thread.start()
 
     def _run(self) -> None:
         try:

@@ -128,25 +128,21 @@ class Lifeline:
             if problem := difference or self._ends_with:
                 raise RuntimeError(f"{problem}.")
 
-    def tell_pace(self, step: float, waiting: float) -> None:
-        """Tell rank 0 how long a step takes here and how long it waits in it, in seconds."""
+    def tell_pace(self, step: float, waiting: float) -> dict[int, tuple[float, float]]:
+        """Tell rank 0 the seconds of a step here, and of waiting in it; on rank 0, what all ranks have told last."""
         self._send({"pace": [step, waiting]})
-
-    @property
-    def paces(self) -> dict[int, tuple[float, float]]:
-        """On rank 0, what all ranks have told last, by rank; elsewhere nothing."""
         return {} if self._hub is None else dict(self._hub.paces)
 
     def close(self) -> None:
         """Leave: this rank is done. No thread remains."""
         self._over.set()
         self._hub_may_end = True
-        self._send({"left": self._course.counts()})
+        self._send({"left": list(self._course.counts.items())})
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_WR)
         self._thread.join(ANSWER_S)
         if self._hub is not None:
-            self._hub.join()
+            self._hub.thread.join()
 
     def _send(self, message: dict[str, Any]) -> None:
         with self._sending, suppress(OSError):  # the thread notices the end of the connection
