@@ -24,8 +24,7 @@ from lightning_dct.activations.module import module_settings
 from lightning_dct.activations.split_point import SplitPoint
 from lightning_dct.agreement import check_agreement, describe_optimizers, describe_schedulers, gather_objects
 from lightning_dct.callbacks.compression_monitor import CompressionMonitor
-from lightning_dct.callbacks.evaluations import EvaluationJoin, SharedWeightsView
-from lightning_dct.callbacks.failures import FailureNotice, SignalsAfterStep
+from lightning_dct.callbacks.internal import EvaluationJoin, FailureNotice, SharedWeightsView, SignalsAfterStep
 from lightning_dct.callbacks.requirements import AVERAGING, run_length, share_done, trainer_settings
 from lightning_dct.callbacks.run_advice import RunAdvice
 from lightning_dct.callbacks.schedules import ThresholdRefresh

@@ -1,4 +1,4 @@
-"""The common part of this package's callbacks: strategies they accept, the run's length, hooks that take no time."""
+"""What a Trainer has that callbacks and strategies need: a strategy of ours, settings, and the length of its run."""
 
 import math
 from typing import Any
@@ -12,32 +12,6 @@ from lightning_dct.law import COUNTED, RunLength
 LIGHTNINGS_EPOCHS = 1000  # `max_epochs` of a Trainer that was given no limit
 FIRST_COUNTED = 16  # batches after which a run's steps are counted first
 AVERAGING = (callbacks.StochasticWeightAveraging, callbacks.WeightAveraging)
-
-# Hooks that Lightning calls in every training step.
-_STEP_HOOKS = (
-    "on_train_batch_start",
-    "on_before_zero_grad",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_train_batch_end",
-)
-
-
-class InternalCallback(pl.Callback):
-    """A callback that a strategy adds. Hooks that it does not define take no time.
-
-    Lightning enters a profiler for every hook of every callback, also an empty one, which takes a tenth of a small
-    model's step. It skips hooks that are not callable.
-    """
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        for hook in _STEP_HOOKS:
-            if getattr(cls, hook) is getattr(pl.Callback, hook):
-                setattr(cls, hook, None)
-
-
 LIMITS = (
     *("max_epochs", "max_steps", "min_epochs", "min_steps", "accumulate_grad_batches", "gradient_clip_val"),
     *("gradient_clip_algorithm", "limit_train_batches", "limit_val_batches", "val_check_interval"),

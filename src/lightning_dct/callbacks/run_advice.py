@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_dct.callbacks.requirements import InternalCallback, run_length
+from lightning_dct.callbacks.internal import InternalCallback
+from lightning_dct.callbacks.requirements import run_length
 from lightning_dct.config import DCTConfig
 from lightning_dct.cost.forecast import Forecast, layout_of
 from lightning_dct.cost.timing import MeasuredLink, Speed, measure_link, measure_speed
