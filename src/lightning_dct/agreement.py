@@ -44,17 +44,16 @@ def check_agreement(settings: Mapping[str, Any], model: Module, group: dist.Proc
 def describe_parameters(model: Module) -> dict[str, str]:
     """Shape, dtype and ``requires_grad`` of each parameter, by name; a ValueError if one has no shape yet."""
     ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
-    parameters = {name: p for name, p in model.named_parameters() if name not in ignored}
-    for name, parameter in parameters.items():
-        if is_lazy(parameter):
+    found = {}
+    for name, one in ((name, one) for name, one in model.named_parameters() if name not in ignored):
+        if is_lazy(one):
             raise ValueError(
                 f"Parameter {name!r} of a lazy layer has no shape yet, so ranks cannot begin with the same weights. Run"
                 " a batch through the model in `configure_model`, or give the layer its sizes."
             )
-    return {
-        name: f"{list(p.shape)} {str(p.dtype).removeprefix('torch.')} {'trained' if p.requires_grad else 'frozen'}"
-        for name, p in parameters.items()
-    }
+        kind = "trained" if one.requires_grad else "frozen"
+        found[name] = f"{list(one.shape)} {str(one.dtype).removeprefix('torch.')} {kind}"
+    return found
 
 
 def describe_optimizers(optimizers: Sequence[Optimizer], names: Mapping[Tensor, str]) -> dict[str, Any]:

@@ -16,8 +16,7 @@ from lightning_dct.activations.module import modules_of
 from lightning_dct.callbacks.requirements import AVERAGING
 from lightning_dct.embedding.sharded import ShardedEmbeddingBags
 
-# How long a rank that has finished training waits for the others to finish.
-PATIENCE_S = 10.0
+PATIENCE_S = 10.0  # for the others to finish training
 _BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end")
 # Hooks that Lightning calls in every training step.
 _STEP_HOOKS = (
@@ -100,11 +99,11 @@ class SignalsAfterStep(InternalCallback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Have Lightning register a handler that records signals; Lightning removes it when the run ends."""
-        strategy: Any = trainer.strategy
-        self._lifeline, self._received = strategy.lifeline, []
-        if self._lifeline is None and trainer.world_size > 1:
-            return  # ranks that cannot agree leave it to Lightning
-        private.handle_signals(trainer, self._record, are_carried=self._lifeline is not None)
+        self._lifeline, self._received = trainer.strategy.lifeline, []  # type: ignore[attr-defined]
+        if self._lifeline is not None:
+            private.handle_signals(trainer, lambda number, _: self._lifeline.signalled(number), are_carried=True)
+        elif trainer.world_size == 1:  # several ranks that cannot agree leave it to Lightning
+            private.handle_signals(trainer, lambda number, _: self._received.append(number), are_carried=False)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Give Lightning its own agreement back."""
@@ -124,12 +123,6 @@ class SignalsAfterStep(InternalCallback):
         """Act on what is due, unless this is within fit."""
         if trainer.state.fn != TrainerFn.FITTING:
             self._act(trainer)
-
-    def _record(self, signal_number: int, frame: Any) -> None:
-        if self._lifeline is None:
-            self._received.append(signal_number)
-        else:
-            self._lifeline.signalled(signal_number)
 
     def _act(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         due, self._received = self._received if self._lifeline is None else self._lifeline.passed(), []

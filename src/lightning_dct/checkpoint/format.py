@@ -33,11 +33,8 @@ from lightning_dct.traffic import TrafficTotals
 
 CHECKPOINT_KEY = "lightning_dct"
 FORMAT_VERSION = 4
-# What every error about a damaged file suggests.
-REMEDY = "Restore it from a copy, or resume from an earlier checkpoint."
-# How a file of `torch.save` begins.
-_ZIP = b"PK\x03\x04"
-
+REMEDY = "Restore it from a copy, or resume from an earlier checkpoint."  # of every damaged file
+_ZIP = b"PK\x03\x04"  # how a file of `torch.save` begins
 
 # What a value must be, with the test of it; or the rules of a dict's keys and entries; or a rule for each field.
 Rule = tuple[str, Callable[[Any], bool]] | tuple["Rule", "Rule"] | dict[str, "Rule"]

@@ -17,8 +17,7 @@ from lightning_dct.checkpoint.merging import OF_ONE_RANK, merge_states, put_toge
 from lightning_dct.checksums import CheckpointError, checksum_of
 from lightning_dct.sync.synchronizer import Synchronizer
 
-# The errors after which `missing_state="reset"` continues.
-RESETTABLE = (FileNotFoundError, ValueError)
+RESETTABLE = (FileNotFoundError, ValueError)  # errors after which `missing_state="reset"` continues
 Result = TypeVar("Result")
 
 

@@ -32,9 +32,7 @@ from lightning_dct.failures.sockets import name_of_this_host
 FROM_AGENT = "TORCHELASTIC_USE_AGENT_STORE"
 PREFIX = "lightning_dct"
 POLL_S = 0.01
-# Far longer than gloo's threads need for the interpreter.
-LET_FINISH_S = 0.1
-
+LET_FINISH_S = 0.1  # far longer than gloo's threads need for the interpreter
 # Kept until this process ends, because the other ranks may use the store until they end.
 _own: list[TCPStore] = []
 

@@ -13,12 +13,9 @@ from typing import Any
 # A host that does not answer the kernel's probes for 5 + 3 * 4 seconds counts as lost; so does one that acknowledges no
 # bytes for as many milliseconds.
 KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 4, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 17_000}
-# Ranks send shorter lines.
-LONGEST_LINE = 1 << 16
-# The hub's answer to the hello of a rank.
-WELCOME = {"welcome": True}
-# After the hub has hung up, a rank calls again.
-AGAIN_S = 0.02
+LONGEST_LINE = 1 << 16  # ranks send shorter ones
+WELCOME = {"welcome": True}  # the hub's answer to the hello of a rank
+AGAIN_S = 0.02  # until a rank calls again, after the hub has hung up
 
 _open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
