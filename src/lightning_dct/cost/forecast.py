@@ -10,9 +10,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import attrgetter
 
 import torch
+from torch import Tensor
 
 from lightning_dct.compress.bucket_plan import BucketPlan, Plans, real_dtype, real_numel
 from lightning_dct.config import DCTConfig
@@ -37,37 +37,19 @@ MOST_RANKS = 10_000  # of a plan, which counts the bytes of every rank
 
 
 @dataclass(frozen=True)
-class SentBytes:
-    """Bytes that one rank sends in a step, to ranks on other nodes and on its own.
-
-    If no node has several ranks, or there is one node, all are counted as ``between``.
-    """
-
-    between: int = 0
-    inside: int = 0
-
-    @property
-    def total(self) -> int:
-        """Both."""
-        return self.between + self.inside
-
-    def __add__(self, other: SentBytes) -> SentBytes:
-        return SentBytes(self.between + other.between, self.inside + other.inside)
-
-
-@dataclass(frozen=True)
 class Step:
     """One exchange of the whole model, in the final layout of its buckets.
 
     Attributes:
-        sent: By each rank, in their order.
+        sent: Bytes that each rank sends to other nodes and inside its own, int64, shape ``[ranks, 2]``. If no node has
+            several ranks, or there is one node, all count as sent to other nodes.
         entries: Entries of the buckets that are compressed; the others are all-reduced.
-        residual_bytes: Of each rank, for its own gradients and for the sums that it owns.
+        residual_bytes: Of each rank, for its own gradients and for the sums that it owns, int64, shape ``[ranks]``.
     """
 
-    sent: tuple[SentBytes, ...]
+    sent: Tensor
     entries: int
-    residual_bytes: tuple[int, ...]
+    residual_bytes: Tensor
 
 
 @dataclass(frozen=True)
@@ -96,7 +78,7 @@ class Row:
     @property
     def most_sent(self) -> int:
         """Bytes of the rank that sends most."""
-        return max(sent.total for sent in self.step.sent) // self.local_steps
+        return int(self.step.sent.sum(1).max()) // self.local_steps
 
 
 @dataclass(frozen=True)
@@ -123,14 +105,16 @@ class Forecast:
         """The dense all-reduce, and each exchange that is possible."""
         config, layout, every = self.config, self.layout, self.config.local_steps
         dense = dense_step(self.workload, layout)
-        rows = [Row(DENSE, dense, 1, 1.0, link_seconds(dense, layout, self.link), 0.0)]
+        rows = [Row(DENSE, dense, 1, 1.0, link_seconds(dense.sent, layout, self.link), 0.0)]
         for name in ("all_gather", "two_phase", "hierarchical"):
             if name == "hierarchical" and layout.obstacle is not None:
                 continue
             step = compressed_step(name, config, self.workload, layout)
-            counted = attrgetter("between" if name == "hierarchical" else "total")
-            ratio = counted(dense.sent[0]) / max(1, *map(counted, step.sent))  # all gradients may be sparse
-            busy = link_seconds(step, layout, self.link)
+            dense_sent, most_sent = (
+                int((one.sent[:, 0] if name == "hierarchical" else one.sent.sum(1)).max()) for one in (dense, step)
+            )
+            ratio = dense_sent / max(1, most_sent)  # all gradients may be sparse
+            busy = link_seconds(step.sent, layout, self.link)
             compressing = self.speed.seconds(name, step.entries, len(layout.places), layout.ranks_per_node)
             rows.append(Row(name, step, every, ratio * every, busy / every, compressing / every))
         return tuple(rows)
@@ -149,10 +133,11 @@ class Forecast:
 
 def dense_step(workload: Workload, layout: NodeLayout) -> Step:
     """The all-reduce of all gradients in fp32, the reference of ratios."""
-    ranks = len(layout.places)
-    sizes = [sum(real_numel(workload.parameters[name]) for name in bucket) for bucket in workload.buckets]
-    sent = sum((_ring(all_reduce_bytes(FP32_BYTES * size, ranks), layout) for size in sizes), SentBytes())
-    return Step((sent,) * ranks, 0, (0,) * ranks)
+    sent = torch.zeros(len(layout.places), 2, dtype=torch.int64)
+    for bucket in workload.buckets:
+        entries = sum(real_numel(workload.parameters[name]) for name in bucket)
+        sent += _ring(all_reduce_bytes(FP32_BYTES * entries, len(sent)), layout)
+    return Step(sent, 0, torch.zeros_like(sent[:, 0]))
 
 
 def compressed_step(exchange: str, config: DCTConfig, workload: Workload, layout: NodeLayout) -> Step:
@@ -162,56 +147,54 @@ def compressed_step(exchange: str, config: DCTConfig, workload: Workload, layout
     plans = Plans(config, traversals)
     among = owners.get(exchange, 0)
     pieces = share_model(config, workload.parameters, traversals, among) if among else {}
-    sent, residuals, entries = [SentBytes()] * world_size, [0] * world_size, 0
+    sent, entries = torch.zeros(world_size, 2, dtype=torch.int64), 0
+    residuals = torch.zeros(world_size, dtype=torch.int64)
     for names in workload.buckets_under(config):
         tensors = [workload.parameters[name] for name in names]
         plan = plans.of(names, [*map(real_numel, tensors)], real_dtype(tensors[0]))
-        shards = cut(plan, pieces, among).shards if among else ()
-        to_owners = _two_phase(shards, layout) if exchange == "two_phase" and not plan.is_dense else []
-        entries += 0 if plan.is_dense else sum(plan.sizes)
-        for rank in range(world_size):
-            if plan.is_dense:
-                itemsize = 2 if config.averages_in_bf16 and plan.dtype == torch.float32 else plan.dtype.itemsize
-                sent[rank] += _ring(all_reduce_bytes(sum(plan.sizes) * itemsize, world_size), layout)
-                if config.compress == "updates":
-                    sent[rank] += _ring(all_reduce_bytes(TAG_BYTES, world_size), layout)
-            elif exchange == "all_gather":
-                sent[rank] += _ring(all_gather_bytes(plan.num_bytes, world_size), layout)
-                residuals[rank] += _residual_bytes(plan)
-            elif exchange == "two_phase":
-                sent[rank] += to_owners[rank]
-                residuals[rank] += _residual_bytes(plan) + _residual_bytes(shards[rank].packed)
-            else:
-                own = shards[rank % local]
-                sent[rank] += _hierarchical(plan, own, layout)
-                residuals[rank] += _residual_bytes(own.packed)
-    return Step(tuple(sent), entries, tuple(residuals))
+        if plan.is_dense:
+            itemsize = 2 if config.averages_in_bf16 and plan.dtype == torch.float32 else plan.dtype.itemsize
+            sent += _ring(all_reduce_bytes(sum(plan.sizes) * itemsize, world_size), layout)
+            if config.compress == "updates":
+                sent += _ring(all_reduce_bytes(TAG_BYTES, world_size), layout)
+            continue
+        entries += sum(plan.sizes)
+        if exchange == "all_gather":
+            sent += _ring(all_gather_bytes(plan.num_bytes, world_size), layout)
+            residuals += _residual_bytes(plan)
+            continue
+        shards = cut(plan, pieces, among).shards
+        owned = torch.tensor([_residual_bytes(shard.packed) for shard in shards])
+        if exchange == "two_phase":
+            sent += _two_phase(shards, layout)
+            residuals += owned + _residual_bytes(plan)
+        else:  # ranks are in the order of the nodes, and each node has an owner of every shard
+            sent += torch.stack([_hierarchical(plan, shard, layout) for shard in shards]).repeat(world_size // local, 1)
+            residuals += owned.repeat(world_size // local)
+    return Step(sent, entries, residuals)
 
 
-def _ring(num_bytes: int, layout: NodeLayout) -> SentBytes:
+def _ring(num_bytes: int, layout: NodeLayout) -> Tensor:
     between = bytes_between_nodes(num_bytes, len(layout.places), layout.ranks_per_node)
-    return SentBytes(between, num_bytes - between)
+    return torch.tensor([between, num_bytes - between])
 
 
-def _two_phase(shards: Sequence[Shard], layout: NodeLayout) -> list[SentBytes]:
+def _two_phase(shards: Sequence[Shard], layout: NodeLayout) -> Tensor:
     """Each rank sends each owner its part, and then all ranks the compressed sums that it owns."""
-    ranks, local = len(shards), layout.ranks_per_node
-    owned = [shard.plan.num_bytes for shard in shards]
-    everything, sent = sum(owned), []
-    for rank, shard in enumerate(shards):
-        first, sums = rank // local * local, shard.sums.num_bytes
-        on_node = sum(owned[first : first + local])
-        inside = on_node - owned[rank] + (local - 1) * sums
-        sent.append(SentBytes(everything - on_node + (ranks - local) * sums, inside))
-    return sent
+    local = layout.ranks_per_node
+    owned = torch.tensor([shard.plan.num_bytes for shard in shards])
+    sums = torch.tensor([shard.sums.num_bytes for shard in shards])
+    on_node = owned.view(-1, local).sum(1).repeat_interleave(local)
+    between = owned.sum() - on_node + (len(shards) - local) * sums
+    return torch.stack([between, on_node - owned + (local - 1) * sums], dim=1)
 
 
-def _hierarchical(plan: BucketPlan, own: Shard, layout: NodeLayout) -> SentBytes:
+def _hierarchical(plan: BucketPlan, own: Shard, layout: NodeLayout) -> Tensor:
     """Dense inside the node, one shard's payload between nodes, then the payloads of all nodes inside."""
     nodes, local = len(layout.nodes), layout.ranks_per_node
     payload = own.packed.num_bytes
     inside = all_reduce_bytes(sum(plan.sizes) * plan.dtype.itemsize, local) + all_gather_bytes(nodes * payload, local)
-    return SentBytes(all_gather_bytes(payload, nodes), inside)
+    return torch.tensor([all_gather_bytes(payload, nodes), inside])
 
 
 def _residual_bytes(plan: BucketPlan) -> int:
@@ -233,15 +216,13 @@ def layout_of(world_size: int, nodes: int) -> NodeLayout:
     return NodeLayout(tuple(divmod(rank, world_size // nodes) for rank in range(world_size)))
 
 
-def link_seconds(step: Step, layout: NodeLayout, link: float) -> float:
-    """The seconds for which the busiest node's link is busy, the exchange inside that node included.
+def link_seconds(sent: Tensor, layout: NodeLayout, link: float) -> float:
+    """The seconds for which the busiest node's link is busy with what ranks send, inside that node included.
 
     The ranks of a node share its link. Like ``exchange="auto"``, this assumes that bytes inside a node move faster.
     """
-    local = layout.ranks_per_node
-    nodes = [step.sent[first : first + local] for first in range(0, len(step.sent), local)]
-    busiest = max(sum(sent.between + sent.inside / INSIDE_IS_FASTER for sent in node) for node in nodes)
-    return 8 * busiest / link
+    cost = sent[:, 0] + sent[:, 1].double() / INSIDE_IS_FASTER
+    return 8 * float(cost.view(-1, layout.ranks_per_node).sum(1).max()) / link
 
 
 def describe(forecast: Forecast, more: Sequence[str]) -> str:
@@ -270,7 +251,7 @@ def _table(forecast: Forecast) -> list[list[str]]:
         ["ms on the link", *(f"{1e3 * row.link_seconds:,.1f}" for row in columns)],
         ["ms compressing", *(f"{1e3 * row.compressing_seconds:,.1f}" for row in columns)],
         ["ms together", *(f"{1e3 * row.seconds:,.1f}" for row in columns)],
-        ["residuals on a rank", *(format_bytes(max(row.step.residual_bytes)) for row in columns)],
+        ["residuals on a rank", *(format_bytes(int(row.step.residual_bytes.max())) for row in columns)],
     ]
     if any(buffers := forecast.workload.buffers):
         each = all_reduce_bytes(buffers[0], len(forecast.layout.places)) + buffers[1]
@@ -278,7 +259,7 @@ def _table(forecast: Forecast) -> list[list[str]]:
         most = (each // row.local_steps if updates and row.name != DENSE else sum(buffers) for row in columns)
         rows.append(["bytes of buffers, at most", *(f"{num_bytes:,}" for num_bytes in most)])
     if forecast.layout.ranks_per_node > 1:
-        between = (max(sent.between for sent in row.step.sent) // row.local_steps for row in columns)
+        between = (int(row.step.sent[:, 0].max()) // row.local_steps for row in columns)
         rows.insert(2, ["of them to other nodes", *(f"{num_bytes:,}" for num_bytes in between)])
     return rows
 
