@@ -8,7 +8,7 @@ from typing import Any
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_dct.callbacks.requirements import require_dct
+from lightning_dct.callbacks.schedules import require_dct
 from lightning_dct.compress.bucket_plan import real_dtype, real_numel
 from lightning_dct.config import check_integer
 from lightning_dct.exchange.collectives import all_reduce_mean

@@ -16,6 +16,12 @@ from torch.optim import Optimizer
 from lightning_dct.__about__ import __version__
 from lightning_dct.checksums import checksums_of
 
+OF_TRAINER = (
+    *("max_epochs", "max_steps", "min_epochs", "min_steps", "accumulate_grad_batches", "gradient_clip_val"),
+    *("gradient_clip_algorithm", "limit_train_batches", "limit_val_batches", "val_check_interval"),
+    *("check_val_every_n_epoch", "num_sanity_val_steps", "precision"),
+)
+
 
 def check_agreement(settings: Mapping[str, Any], model: Module, group: dist.ProcessGroup | None) -> None:
     """Compare settings, versions and the model over all ranks.
@@ -73,10 +79,13 @@ def describe_optimizers(optimizers: Sequence[Optimizer], names: Mapping[Tensor, 
     return found
 
 
-def describe_schedulers(configs: Sequence[Any]) -> dict[str, Any]:
-    """The class of each of Lightning's learning-rate schedulers, when it steps, and its settings, by name."""
-    found: dict[str, Any] = {"number of schedulers": len(configs)}
-    for number, one in enumerate(configs):
+def describe_run(trainer: Any, names: Mapping[Tensor, str]) -> dict[str, Any]:
+    """The settings of a Lightning Trainer, of its optimizers, and of its learning-rate schedulers, by name."""
+    found = {f"Trainer({name})": getattr(trainer, name) for name in OF_TRAINER}
+    found["automatic_optimization"] = trainer.lightning_module.automatic_optimization
+    found |= describe_optimizers(trainer.optimizers, names)
+    found["number of schedulers"] = len(trainer.lr_scheduler_configs)
+    for number, one in enumerate(trainer.lr_scheduler_configs):
         own = f"of scheduler {number}"
         settings = {name: getattr(one, name) for name in ("interval", "frequency", "monitor")}
         settings |= getattr(one.scheduler, "state_dict", dict)()

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -13,9 +13,9 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_dct import lightning_private as private
 from lightning_dct.activations.module import modules_of
-from lightning_dct.callbacks.requirements import AVERAGING
 from lightning_dct.embedding.sharded import ShardedEmbeddingBags
 
+AVERAGING = (StochasticWeightAveraging, WeightAveraging)
 PATIENCE_S = 10.0  # for the others to finish training
 _BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end")
 # Hooks that Lightning calls in every training step.

@@ -1,4 +1,4 @@
-"""Advises a run: on unfit settings before it begins, and at its end on the time of its steps, with a verdict."""
+"""Advises a run: on settings unfit for its length before it begins, and at its end on the time of its steps."""
 
 import math
 from collections.abc import Mapping
@@ -7,16 +7,16 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
+from lightning.pytorch import callbacks
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_dct.callbacks.internal import InternalCallback
-from lightning_dct.callbacks.requirements import run_length
 from lightning_dct.config import DCTConfig
 from lightning_dct.cost.forecast import Forecast, layout_of
 from lightning_dct.cost.timing import MeasuredLink, Speed, measure_link, measure_speed
 from lightning_dct.cost.workload import one_tensor
 from lightning_dct.kernels import faster_kernel_missing
-from lightning_dct.law import BY_LENGTH, CAUTION, Given, RunLength, RunSettings, expected_loss, steps_needed
+from lightning_dct.law import BY_LENGTH, CAUTION, COUNTED, Given, RunLength, RunSettings, expected_loss, steps_needed
 from lightning_dct.traffic import FP32_BYTES, Traffic, TrafficTotals, rate_text
 
 DELAYS_OF_GRADIENTS = 10  # so many should a run with gradients last, to make up for its start
@@ -25,6 +25,40 @@ TOO_SLOW = 1 / 3  # smallest share of a step spent waiting for one rank that bri
 TELL_EVERY_S = 5.0  # between two reports of a rank's times to rank 0
 SKIPPED = 3  # first steps, which compile, allocate, and let DistributedDataParallel rebuild its buckets
 FEWEST = 10  # with fewer steps there are no means
+LIGHTNINGS_EPOCHS = 1000  # `max_epochs` of a Trainer that was given no limit
+FIRST_COUNTED = 16  # batches after which a run's steps are counted first
+
+
+def run_length(trainer: pl.Trainer) -> RunLength:
+    """How long a fit is. For steps that are not known Lightning says -1 (data without a length)."""
+    steps, epochs, most = float(trainer.estimated_stepping_batches), trainer.max_epochs or -1, trainer.max_steps
+    steps = math.inf if steps < 0 else steps
+    batches = float(trainer.num_training_batches) * (math.inf if epochs < 0 else epochs)
+    unknown = "" if trainer.lightning_module.automatic_optimization else COUNTED
+    if unknown and most > 0:  # of all optimizers together
+        steps = min(steps, most / max(1, len(trainer.optimizers)))
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, callbacks.GradientAccumulationScheduler) and math.isfinite(batches):
+            each = map(callback.get_accumulate_grad_batches, range(epochs))
+            steps = sum(math.ceil(trainer.num_training_batches / accumulated) for accumulated in each)
+            steps, batches = min(steps, most if most > 0 else math.inf), 0.0
+        if isinstance(callback, callbacks.EarlyStopping | callbacks.Timer):
+            unknown = f"`{type(callback).__name__}` may end it"
+    if epochs == LIGHTNINGS_EPOCHS and most < 0 and unknown in ("", COUNTED):
+        unknown = f"max_epochs={epochs} is what Lightning takes for a run without any limit"
+    return RunLength(steps, unknown, batches)
+
+
+def share_done(trainer: pl.Trainer, batches: float) -> float:
+    """The share of a fit that is done, after 16, 32, 64 ... batches, where steps are counted.
+
+    Elsewhere, and if nothing bounds the fit, it is 0.
+    """
+    done = trainer.fit_loop.epoch_loop.total_batch_idx
+    if not batches or done < FIRST_COUNTED or done & (done - 1):
+        return 0.0
+    limits = ((trainer.global_step, trainer.max_steps), (trainer.current_epoch, trainer.max_epochs or 0))
+    return max(done / batches, *(reached / most for reached, most in limits if most > 0))
 
 
 @dataclass(frozen=True)

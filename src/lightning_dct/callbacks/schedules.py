@@ -10,13 +10,22 @@ from torch import Tensor, float64, int32, zeros, zeros_like
 from torch.optim import Optimizer
 
 from lightning_dct.activations.module import modules_of
-from lightning_dct.callbacks.requirements import require_dct
 from lightning_dct.config import check_density, check_integer
 from lightning_dct.embedding.growing import GrowingEmbeddingBags
 from lightning_dct.embedding.pruning import INDEX_BYTES_A_ROW, PIECES, prune
 from lightning_dct.embedding.sharded import ShardedEmbeddingBags
 from lightning_dct.sync.setup import parameter_names
 from lightning_dct.sync.shared_weights import as_real
+
+
+def require_dct(trainer: Trainer, callback: Callback) -> None:
+    """Refuse strategies of other packages."""
+    strategy = trainer.strategy
+    if not hasattr(strategy, "synchronizer"):
+        raise MisconfigurationException(
+            f"`{type(callback).__name__}` needs `Trainer(strategy='dct')` or a `DCTStrategy`; this Trainer's"
+            f" strategy is {type(strategy).__name__}. Change the strategy or remove the callback."
+        )
 
 
 class ThresholdRefresh(Callback):
