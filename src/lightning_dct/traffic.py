@@ -1,15 +1,8 @@
 """Counts the bytes and the time that communication costs, and writes them as text: no torch, no Lightning.
 
 Each payload is counted at its collective, as the bytes that this rank sends for it, and beside them the bytes that the
-dense fp32 exchange of the same tensors would have sent:
-
-====================  ================================================================
-collective            bytes one rank sends (``W`` ranks, ``B`` bytes a rank)
-====================  ================================================================
-all-reduce (ring)     ``2 * (W - 1) / W * B``
-all-gather (ring)     ``(W - 1) * B``
-all-to-all            the parts of other ranks
-====================  ================================================================
+dense fp32 exchange of the same tensors would have sent. An all-reduce and an all-gather count as rings, an all-to-all
+as the parts of other ranks.
 
 If nodes of ``L`` ranks exchange gradients by node, ``bytes_sent`` and ``bytes_dense`` are bytes *between* nodes, and
 bytes inside a node have a total of their own. A ring over all ranks in the order of the nodes leaves a node at one of

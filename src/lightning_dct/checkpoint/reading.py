@@ -168,8 +168,7 @@ def restore_state(
 
 def state_of_nothing(synchronisations: int) -> dict[str, Any]:
     """The state of a rank that has nothing to send, after so many steps."""
-    nothing: dict[str, Any] = {name: {} for name in ("residuals", "owned", "traffic", "modules")}
-    nothing["thresholds"] = {"values": {}, "targets": {}}
+    nothing = {"residuals": {}, "owned": {}, "traffic": {}, "modules": {}, "thresholds": {"values": {}, "targets": {}}}
     return {**nothing, "synchronisations": synchronisations, "steps_since_refresh": 0}
 
 

@@ -94,7 +94,7 @@ class Hub:
                 with suppress(OSError):  # the caller has closed the connection
                     self._nameless.append(self._connected(accept(self._listener)))
                 if len(self._nameless) > self._world_size + STRANGERS:
-                    self._drop(self._nameless.pop(0))
+                    self._drop(self._nameless[0])
             elif key.data.connection.fileno() >= 0:  # not dropped a moment ago
                 self._receive(key.data)
         if self._decide_at is not None and (self._all_have_ended() or time.monotonic() >= self._decide_at):
@@ -103,8 +103,6 @@ class Hub:
     def _receive(self, caller: _Caller) -> None:
         if not (how := receive(caller.connection, caller.buffer, partial(self._handle, caller))):
             return
-        if caller in self._nameless:
-            self._nameless.remove(caller)
         self._drop(caller)
         if caller.rank is not None and caller.rank not in self._left:
             # A process that ends after it has reported a failure has left.
@@ -169,9 +167,8 @@ class Hub:
         if len(self._members) == self._world_size:
             self._selector.unregister(self._listener)
             self._listener.close()
-            for caller in self._nameless:
-                self._drop(caller)
-            self._nameless.clear()
+            while self._nameless:
+                self._drop(self._nameless[0])
 
     def _settle_signals(self) -> None:
         """Announce the stop point at which all ranks act on a signal, once all remaining ranks have answered."""
@@ -252,6 +249,8 @@ class Hub:
         return caller
 
     def _drop(self, caller: _Caller) -> None:
+        if caller in self._nameless:
+            self._nameless.remove(caller)
         self._selector.unregister(caller.connection)
         caller.connection.close()
 
