@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_dct.__about__ import __version__
 from lightning_dct.checksums import checksums_of
 
-OF_TRAINER = (
+TRAINER_SETTINGS = (
     *("max_epochs", "max_steps", "min_epochs", "min_steps", "accumulate_grad_batches", "gradient_clip_val"),
     *("gradient_clip_algorithm", "limit_train_batches", "limit_val_batches", "val_check_interval"),
     *("check_val_every_n_epoch", "num_sanity_val_steps", "precision"),
@@ -81,7 +81,7 @@ def describe_optimizers(optimizers: Sequence[Optimizer], names: Mapping[Tensor, 
 
 def describe_run(trainer: Any, names: Mapping[Tensor, str]) -> dict[str, Any]:
     """The settings of a Lightning Trainer, of its optimizers, and of its learning-rate schedulers, by name."""
-    found = {f"Trainer({name})": getattr(trainer, name) for name in OF_TRAINER}
+    found = {f"Trainer({name})": getattr(trainer, name) for name in TRAINER_SETTINGS}
     found["automatic_optimization"] = trainer.lightning_module.automatic_optimization
     found |= describe_optimizers(trainer.optimizers, names)
     found["number of schedulers"] = len(trainer.lr_scheduler_configs)
@@ -115,10 +115,9 @@ def check_alike(shared: Mapping[str, Tensor], others: Mapping[str, Tensor], peer
     if len(set(known)) == len({of for of, _ in known}):
         return
     # The checksums of each parameter are sent only if some differ.
-    everyone = dict(enumerate(gather_objects((tuple(peers), sums))))
+    everyone = gather_objects((min(peers), sums))
     for kind in (0, 1):
-        for rank, (of, theirs) in everyone.items():
-            first = min(of)
+        for rank, (first, theirs) in enumerate(everyone):
             other = everyone[first][1][kind]
             names = [name for name in other | theirs[kind] if other.get(name) != theirs[kind].get(name)]
             if names and kind == 0:

@@ -110,10 +110,9 @@ class Forecast:
             if name == "hierarchical" and layout.obstacle is not None:
                 continue
             step = compressed_step(name, config, self.workload, layout)
-            dense_sent, most_sent = (
-                int((one.sent[:, 0] if name == "hierarchical" else one.sent.sum(1)).max()) for one in (dense, step)
-            )
-            ratio = dense_sent / max(1, most_sent)  # all gradients may be sparse
+            kinds = slice(0, 1 if name == "hierarchical" else 2)
+            most_sent = max(1, int(step.sent[:, kinds].sum(1).max()))  # all gradients may be sparse
+            ratio = int(dense.sent[0, kinds].sum()) / most_sent
             busy = link_seconds(step.sent, layout, self.link)
             compressing = self.speed.seconds(name, step.entries, len(layout.places), layout.ranks_per_node)
             rows.append(Row(name, step, every, ratio * every, busy / every, compressing / every))
@@ -143,9 +142,8 @@ def dense_step(workload: Workload, layout: NodeLayout) -> Step:
 def compressed_step(exchange: str, config: DCTConfig, workload: Workload, layout: NodeLayout) -> Step:
     """One of the compressed exchanges of two or more ranks; ``"hierarchical"`` needs a layout without an obstacle."""
     world_size, local = len(layout.places), layout.ranks_per_node
-    traversals, owners = link_traversals(exchange, world_size, local), {"two_phase": world_size, "hierarchical": local}
-    plans = Plans(config, traversals)
-    among = owners.get(exchange, 0)
+    traversals = link_traversals(exchange, world_size, local)
+    plans, among = Plans(config, traversals), {"two_phase": world_size, "hierarchical": local}.get(exchange, 0)
     pieces = share_model(config, workload.parameters, traversals, among) if among else {}
     sent, entries = torch.zeros(world_size, 2, dtype=torch.int64), 0
     residuals = torch.zeros(world_size, dtype=torch.int64)
