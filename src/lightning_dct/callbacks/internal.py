@@ -87,8 +87,8 @@ class SignalsAfterStep(InternalCallback):
       ``hpc_ckpt_N.ckpt`` in ``default_root_dir``, from which ``fit(ckpt_path="hpc")`` continues.
     * On SLURM's signal they do what Lightning would, once.
 
-    In ``validate``, ``test`` and ``predict`` they act at the end of a batch and save nothing. A job needs enough time for
-    one more step, and for a validation that is due.
+    In ``validate``, ``test`` and ``predict`` they act at the end of a batch and save nothing. A job needs enough time
+    for one more step, and for a validation that is due.
     """
 
     def __init__(self) -> None:
