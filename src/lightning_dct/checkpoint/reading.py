@@ -168,8 +168,8 @@ def restore_state(
 
 def state_of_nothing(synchronisations: int) -> dict[str, Any]:
     """The state of a rank that has nothing to send, after so many steps."""
-    nothing = {"residuals": {}, "owned": {}, "traffic": {}, "modules": {}, "thresholds": {"values": {}, "targets": {}}}
-    return {**nothing, "synchronisations": synchronisations, "steps_since_refresh": 0}
+    counted = {"synchronisations": synchronisations, "steps_since_refresh": 0, "traffic": {}}
+    return {**counted, "thresholds": {"values": {}, "targets": {}}, "residuals": {}, "owned": {}, "modules": {}}
 
 
 def read_state(
