@@ -17,16 +17,9 @@ from lightning_dct.embedding.sharded import ShardedEmbeddingBags
 
 AVERAGING = (StochasticWeightAveraging, WeightAveraging)
 PATIENCE_S = 10.0  # for the others to finish training
-_BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end")
 # Hooks that Lightning calls in every training step.
-_STEP_HOOKS = (
-    "on_train_batch_start",
-    "on_before_zero_grad",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_train_batch_end",
-)
+_BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end")
+_INNER_HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
 
 
 class InternalCallback(pl.Callback):
@@ -38,7 +31,7 @@ class InternalCallback(pl.Callback):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        for hook in _STEP_HOOKS:
+        for hook in (*_BATCH_HOOKS, *_INNER_HOOKS):
             if getattr(cls, hook) is getattr(pl.Callback, hook):
                 setattr(cls, hook, None)
 
