@@ -24,13 +24,10 @@ TRAINER_SETTINGS = (
 
 
 def check_agreement(settings: Mapping[str, Any], model: Module, group: dist.ProcessGroup | None) -> None:
-    """Compare settings, versions and the model over all ranks.
+    """Compare settings, versions and the model over all ranks of a group, or all; a ValueError if they differ.
 
     The model must have the same parameters (names, shapes, dtypes and ``requires_grad``), except those that
-    DistributedDataParallel ignores. ``group`` are the ranks; None means all.
-
-    Raises:
-        ValueError: The first setting or parameter that differs, with each rank's value; on every rank.
+    DistributedDataParallel ignores. Every rank names the first setting or parameter that differs, with all values.
     """
     parameters = describe_parameters(model)
     checksum = zlib.crc32(repr(parameters).encode())

@@ -168,10 +168,7 @@ class UsageError(ValueError):
 def check_keywords(kind: type, given: Iterable[str], *more: type) -> None:
     """Refuse unknown keyword arguments of a class and suggest the nearest names (TypeError).
 
-    Args:
-        kind: The class; it forwards keyword arguments to its base classes.
-        given: The names of its keyword arguments.
-        *more: The classes whose settings it takes, for the message; some may be none of its bases.
+    It forwards keyword arguments to its base classes. It takes the settings of ``more``, too, which the message names.
     """
     taken = {
         name

@@ -107,11 +107,7 @@ class Clock:
 
 
 class Traffic:
-    """The counter itself.
-
-    Args:
-        span: Makes the context, given the name of a piece of work, in which profilers show that work.
-        clock: Takes the times.
+    """The counter itself; ``span`` makes the context, given the name of some work, in which profilers show that work.
 
     Example:
         >>> traffic = Traffic()

@@ -183,8 +183,7 @@ def to_json(workspace: Any) -> str:
 def push(entity: str | None, project: str, name: str, quality: Sequence[str]) -> str:
     """Save the dashboard as a new view of a project, by default of the user's default entity; return the view's URL.
 
-    Raises:
-        UsageError: No user is logged in, W&B cannot be reached, or there is no such project.
+    A UsageError says that no user is logged in, that W&B cannot be reached, or that there is no such project.
     """
     import wandb
     from wandb.errors import AuthenticationError, CommError

@@ -34,12 +34,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """Write a checkpoint, and replace an existing file atomically.
-
-        Raises:
-            TypeError: ``storage_options`` were given.
-            OSError: The file cannot be written, for example because the disk is full. The old file is unchanged.
-        """
+        """Write a checkpoint, and replace an existing file atomically; an OSError leaves the old file unchanged."""
         filesystem, local_path = url_to_fs(str(path))
         if storage_options is not None or not isinstance(filesystem, LocalFileSystem):
             super().save_checkpoint(checkpoint, path, storage_options)

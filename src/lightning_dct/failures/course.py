@@ -77,12 +77,9 @@ class Course:
     def come_to(self, what: str, said: str, peers: Sequence[int], patience_s: float | None = None) -> str:
         """Come to the next place, and wait for the others if this rank or one of them asks; how they differ, if so.
 
-        Args:
-            what: What this rank does there. Exchanges begin with ``EXCHANGE``, and are asked about only if they follow
-                others in a new order.
-            said: ``what`` in words, for messages.
-            peers: The ranks that do the same, this one included.
-            patience_s: How long this rank waits for the others if one of them asks; None for no limit.
+        ``what`` is what this rank and its ``peers``, this one included, do there, ``said`` in words. Exchanges begin
+        with ``EXCHANGE``, and are asked about only if they follow others in a new order. The wait ends after
+        ``patience_s``; None for no limit.
         """
         ranks = tuple(peers)
         with self._turn:

@@ -60,11 +60,9 @@ class Lifeline:
     def open(cls, wanted: bool | int = True) -> Lifeline | None:
         """Connect all ranks of the default process group, or none of them: a collective call.
 
-        ``wanted`` is False for no lifeline; a number is the port on which rank 0 listens.
-
-        Returns:
-            This rank's lifeline. None for a single process or if no rank wants one, and, with a warning on every rank,
-            if some rank cannot connect or does not want to.
+        ``wanted`` is False for no lifeline; a number is the port on which rank 0 listens. The result is None for a
+        single process or if no rank wants one, and, with a warning on every rank, if some rank cannot connect or does
+        not want to.
         """
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return None
