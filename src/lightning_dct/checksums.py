@@ -11,9 +11,8 @@ from torch import Tensor
 
 from lightning_dct.kernels.bits import as_bytes
 
-# Tensors of at least so many bytes are first reduced to this many sums of 64-bit words.
-LARGE = 1 << 16
-WORDS = 16
+LARGE = 1 << 16  # tensors of at least so many bytes are first reduced to sums
+WORDS = 16  # so many sums, of 64-bit words
 
 
 class CheckpointError(ValueError):

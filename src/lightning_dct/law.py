@@ -102,8 +102,7 @@ class RunLength(NamedTuple):
 class RunSettings:
     """The settings of a run as it goes on: they fit its length, or send ever fewer bytes if the length is not known.
 
-    ``ranks`` exchange with each other. Their optimizers make at most ``steps`` steps each, fewer for a reason
-    ``unknown``.
+    Each optimizer of ``ranks`` that exchange makes at most ``steps`` steps, fewer for a reason ``unknown``.
     """
 
     def __init__(self, given: Given, ranks: int, steps: float, unknown: str = "") -> None:

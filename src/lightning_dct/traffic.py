@@ -94,8 +94,7 @@ class TrafficTotals:
 class Clock:
     """Wall time of the host. :class:`~lightning_dct.compress.awaited.StreamClock` is that of a GPU."""
 
-    # Marks a moment.
-    mark: Callable[[], Any] = staticmethod(perf_counter)
+    mark: Callable[[], Any] = staticmethod(perf_counter)  # marks a moment
 
     def has_passed(self, mark: Any) -> bool:
         """Whether a marked moment has come; a GPU runs behind its host."""
@@ -211,10 +210,7 @@ def plain_table(rows: Sequence[Sequence[str]]) -> str:
         what  bytes
         ddp   1,000
     """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-
-    def line(row: Sequence[str]) -> str:
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-        return "  ".join([row[0].ljust(widths[0]), *cells[1:]])
-
-    return "\n".join(map(line, rows))
+    first, *others = zip(*rows, strict=True)
+    columns = [[cell.ljust(max(map(len, first))) for cell in first]]
+    columns += [[cell.rjust(max(map(len, column))) for cell in column] for column in others]
+    return "\n".join("  ".join(row) for row in zip(*columns, strict=True))

@@ -22,8 +22,7 @@ from lightning_dct.checkpoint.format import no_checkpoint_name
 
 LONGEST_WAIT_S = 60.0
 OWN_FOLDERS = "Give each run a folder of its own: `default_root_dir`, or `dirpath` of `ModelCheckpoint`."
-# The lock files that this process holds, by checkpoint.
-_locks: dict[str, IO[str]] = {}
+_locks: dict[str, IO[str]] = {}  # those that this process holds, by checkpoint
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):

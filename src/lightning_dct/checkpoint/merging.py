@@ -22,8 +22,7 @@ def merge_states(states: Sequence[Mapping[str, Any]], stages: int = 1) -> dict[s
     """The state a rank starts from, made of the states that it has read.
 
     The ranks' residuals, of their own gradients and of the sums they own, enter the model as their *mean* over the
-    ranks. Every rank of a new world starts with that mean, which conserves it for any two world sizes. The mean is
-    computed in fp64.
+    ranks, in fp64. Every rank of a new world starts with that mean, which conserves it for any two world sizes.
 
     ``states`` is one state (the rank's own), or those of all ranks of the saved world, of which ``stages`` ranks
     together held one replica. In the result each entry of ``"modules"`` is the list of that module's states. Parts that

@@ -40,35 +40,24 @@ MOST_RANKS = 10_000  # of a plan, which counts the bytes of every rank
 class Step:
     """One exchange of the whole model, in the final layout of its buckets.
 
-    Attributes:
-        sent: Bytes that each rank sends to other nodes and inside its own, int64, shape ``[ranks, 2]``. If no node has
-            several ranks, or there is one node, all count as sent to other nodes.
-        entries: Entries of the buckets that are compressed; the others are all-reduced.
-        residual_bytes: Of each rank, for its own gradients and for the sums that it owns, int64, shape ``[ranks]``.
+    If no node has several ranks, or there is one node, all bytes count as sent to other nodes.
     """
 
-    sent: Tensor
-    entries: int
-    residual_bytes: Tensor
+    sent: Tensor  # bytes of each rank to other nodes and inside its own, int64, shape `[ranks, 2]`
+    entries: int  # of the buckets that are compressed; the others are all-reduced
+    residual_bytes: Tensor  # of each rank, for its own gradients and the sums that it owns, int64, shape `[ranks]`
 
 
 @dataclass(frozen=True)
 class Row:
-    """One exchange, or ``"ddp"`` for the dense all-reduce.
-
-    Attributes:
-        step: The bytes of one exchange, once in ``local_steps``. All other figures are of an optimizer step.
-        ratio: The logged compression ratio, of the rank that sends most; between nodes for ``hierarchical``.
-        link_seconds: How long the busiest node's link is busy.
-        compressing_seconds: How long a rank compresses.
-    """
+    """One exchange, or ``"ddp"`` for the dense all-reduce; its figures are of an optimizer step."""
 
     name: str
-    step: Step
+    step: Step  # once in `local_steps`
     local_steps: int
-    ratio: float
-    link_seconds: float
-    compressing_seconds: float
+    ratio: float  # as it is logged, of the rank that sends most; between nodes for `hierarchical`
+    link_seconds: float  # of the busiest node's link
+    compressing_seconds: float  # of a rank
 
     @property
     def seconds(self) -> float:

@@ -28,19 +28,12 @@ BUCKET_LIMITS = [_DEFAULT_FIRST_BUCKET_BYTES, getattr(ddp, "_DEFAULT_BUCKET_CAP_
 
 @dataclass(frozen=True)
 class Workload:
-    """Tensors whose gradients are synchronised.
+    """Tensors whose gradients are synchronised; only their sizes, dtypes and ``requires_grad`` matter."""
 
-    Attributes:
-        parameters: By name in the model's order, frozen ones included; only sizes, dtypes and ``requires_grad`` matter.
-        not_counted: Entries whose gradients are sent in another way or depend on the data, by the reason.
-        sparse: Those with sparse gradients, of which a dense exchange sends the rows that a batch looks up.
-        buffers: Bytes of the running statistics of normalisation layers, and of all other buffers.
-    """
-
-    parameters: Mapping[str, Tensor]
-    not_counted: Mapping[str, int]
-    sparse: Collection[str] = ()
-    buffers: tuple[int, int] = (0, 0)
+    parameters: Mapping[str, Tensor]  # by name in the model's order, frozen ones included
+    not_counted: Mapping[str, int]  # entries that are sent in another way or depend on the data, by the reason
+    sparse: Collection[str] = ()  # those with sparse gradients: a dense exchange sends the rows that a batch looks up
+    buffers: tuple[int, int] = (0, 0)  # bytes of the running statistics of normalisation layers, and of all others
 
     @cached_property
     def buckets(self) -> tuple[tuple[str, ...], ...]:

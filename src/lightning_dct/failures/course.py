@@ -57,12 +57,10 @@ class Course:
         self._send = send
         self._turn = threading.Condition()
         self.counts: Counter[tuple[int, ...]] = Counter()
-        # The last of these places that all agree on.
-        self._agreed: Counter[tuple[int, ...]] = Counter()
+        self._agreed: Counter[tuple[int, ...]] = Counter()  # the last of these places that all agree on
         self._done: deque[dict[str, Any]] = deque(maxlen=MEMORY)
         self._asked: list[dict[str, Any]] = []
-        # When this rank has come to its last place, unless it has asked about it.
-        self._since: float | None = None
+        self._since: float | None = None  # when it has come to its last place, unless it has asked about it
         # After how many places this rank was found in which collective of the user's own, and since when.
         self._found, self._found_since = (0, ""), 0.0
         # The last things that this rank has done, and all that it has done in such an order.

@@ -59,10 +59,8 @@ class Hub:
         # The questions on which not all agree yet, and by ranks, the last place on which all do.
         self._open: dict[tuple[tuple[int, ...], int], _Question] = {}
         self._agreed: dict[tuple[int, ...], int] = {}
-        # By rank that has left, how many places it has come to.
-        self._came_to: dict[int, dict[tuple[int, ...], int]] = {}
-        # Seconds of a step and of waiting in it, by rank.
-        self.paces: dict[int, tuple[float, float]] = {}
+        self._came_to: dict[int, dict[tuple[int, ...], int]] = {}  # how many places a rank that has left had come to
+        self.paces: dict[int, tuple[float, float]] = {}  # by rank, seconds of a step and of waiting in it
         self.thread = threading.Thread(target=self._run, name="lightning_dct hub", daemon=True)
         self.thread.start()
 

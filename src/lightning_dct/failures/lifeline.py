@@ -46,8 +46,7 @@ class Lifeline:
         self._connection = connection
         self._hub_who = hub_who
         self._hub = hub
-        # A signal handler may interrupt its own thread while that sends.
-        self._sending = threading.RLock()
+        self._sending = threading.RLock()  # a signal handler may interrupt its own thread while that sends
         self._course = Course(rank, self._send)
         self._ends_with = ""
         self._over = threading.Event()  # this rank has left, or has failed by itself
