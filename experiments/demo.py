@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from comparison.runs import Runner, Strategy, plan_run
 from comparison.table import higher_is_better, main_metric, markdown, plt
-from lightning_dct.cost.forecast import SentBytes, Step, layout_of, link_seconds
+from lightning_dct.cost.forecast import layout_of, link_seconds
 from lightning_dct.traffic import rate_text
 from zoo.table import ALLOWED
 
@@ -90,8 +92,7 @@ class Shown:
 
 def seconds_on_link(num_bytes: float) -> float:
     """How long ``plan`` says that the link of each rank is busy with so many bytes."""
-    sent = (SentBytes(round(num_bytes)),) * RANKS
-    return link_seconds(Step(sent, 0, (0,) * RANKS), layout_of(RANKS, RANKS), LINK)
+    return link_seconds(torch.tensor([[round(num_bytes), 0]] * RANKS), layout_of(RANKS, RANKS), LINK)
 
 
 def table(trainings: Sequence[Shown]) -> str:

@@ -6,15 +6,15 @@ It needs ``DCTStrategy(compress="gradients")``, and builds on the residuals of i
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 
-from lightning_dct.callbacks.requirements import require_dct
+from lightning_dct.callbacks.schedules import DCTCallback
 from lightning_dct.compress.bucket_plan import real_dtype, real_numel
 from lightning_dct.config import check_integer
 from lightning_dct.exchange.collectives import all_reduce_mean
 
 
-class ErrorAveraging(Callback):
+class ErrorAveraging(DCTCallback):
     """Average residuals over the ranks (Xu and Huang, *Step-Ahead Error Feedback*, AAAI 2021, section 4).
 
         e_r  =  (1/W) * sum over ranks of e        every ``every_n_steps`` optimizer steps
@@ -37,7 +37,7 @@ class ErrorAveraging(Callback):
 
     def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
         """Refuse strategies that exchange no gradients, and nodes that send as one."""
-        require_dct(trainer, self)
+        super().setup(trainer, module, stage)
         if trainer.strategy.config.compress != "gradients":
             raise MisconfigurationException(
                 "`ErrorAveraging` acts on the residuals of gradients, and this strategy exchanges updates. Use"

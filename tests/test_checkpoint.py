@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_dct import CheckpointError, DCTStrategy
 from lightning_dct.checkpoint import format as saved
 from lightning_dct.checkpoint.format import check_state
-from lightning_dct.checkpoint.merging import merge_states, with_edited_groups, without_place
+from lightning_dct.checkpoint.merging import merge_states, with_edited_groups
 from lightning_dct.checkpoint.reading import agreed_notes, read_state
 from lightning_dct.embedding.table_files import Piece, RowFiles, write_rows
 from strategies_for_hypothesis import examples
@@ -189,7 +189,6 @@ def test_own_weights_of_another_world_are_the_mean() -> None:
     assert merged["weights"]["b"].item() == 0.5 + 1j
     assert merged["weights"]["seen"].tolist() == 10**8
     assert merged["weights"]["c"].shape == (0, 2)
-    assert without_place(merged).keys() == merged.keys() - {"optimizers", "in_flight"}
     assert merged["exchange_clocks"] is states[0]["exchange_clocks"]
     assert merge_states(states[:1]) == {**states[0], "modules": {}}
     assert "weights" not in merge_states([state({}), state({})])
@@ -202,16 +201,17 @@ def test_own_weights_of_another_world_are_the_mean() -> None:
 def test_shards_of_one_replica_are_whole_for_another_layout(
     tmp_path: Path, world_size: int, stages: int, holds_shards: bool, whole: bool
 ) -> None:
-    """Oracle: the rows of both ranks, and no rank's moments, which belong to its rows only."""
+    """Oracle: the rows of both ranks, no rank's moments, which belong to its rows only, and no updates on their way."""
     path, note = str(tmp_path / "a.ckpt"), saved.make_note(2, 7, "5f0c93ab", stages=2)
     for rank in range(2):
-        rows = {"weights": {"a": torch.full((2, 3), float(rank))}, "shards": {"a": [2, 3]}, "scaler": {"scale": 2.0}}
-        own = state({"a": torch.full((6,), 1.0 + rank)}, **rows, optimizers=[{"state": {}, "param_groups": []}])
+        rows = {"weights": {"a": torch.full((2, 3), float(rank))}, "shards": {"a": [2, 3]}}
+        alone = {"optimizers": [{"state": {}, "param_groups": []}], "scaler": {"scale": 2.0}, "in_flight": {}}
+        own = state({"a": torch.full((6,), 1.0 + rank)}, **rows, **alone)
         saved.write_state(TorchCheckpointIO(), path, note, rank, own)
     read = read_state(TorchCheckpointIO(), path, note, 1, world_size, stages, holds_shards)
     assert read["weights"]["a"].tolist() == ([[0.0] * 3] * 2 if whole else []) + [[1.0] * 3] * 2
     assert read["residuals"]["a"].tolist() == ([1.0] * 6 if whole else []) + [2.0] * 6
-    assert {"optimizers", "scaler", "shards"}.isdisjoint(read) == whole
+    assert {"optimizers", "scaler", "in_flight", "shards"}.isdisjoint(read) == whole
 
 
 @pytest.mark.parametrize("theirs", [[], [{"param_groups": []}], [{"param_groups": [{"lr": 1.0}]}] * 2])

@@ -16,15 +16,18 @@ from torch.optim import Optimizer
 from lightning_dct.__about__ import __version__
 from lightning_dct.checksums import checksums_of
 
+TRAINER_SETTINGS = (
+    *("max_epochs", "max_steps", "min_epochs", "min_steps", "accumulate_grad_batches", "gradient_clip_val"),
+    *("gradient_clip_algorithm", "limit_train_batches", "limit_val_batches", "val_check_interval"),
+    *("check_val_every_n_epoch", "num_sanity_val_steps", "precision"),
+)
+
 
 def check_agreement(settings: Mapping[str, Any], model: Module, group: dist.ProcessGroup | None) -> None:
-    """Compare settings, versions and the model over all ranks.
+    """Compare settings, versions and the model over all ranks of a group, or all; a ValueError if they differ.
 
     The model must have the same parameters (names, shapes, dtypes and ``requires_grad``), except those that
-    DistributedDataParallel ignores. ``group`` are the ranks; None means all.
-
-    Raises:
-        ValueError: The first setting or parameter that differs, with each rank's value; on every rank.
+    DistributedDataParallel ignores. Every rank names the first setting or parameter that differs, with all values.
     """
     parameters = describe_parameters(model)
     checksum = zlib.crc32(repr(parameters).encode())
@@ -42,23 +45,18 @@ def check_agreement(settings: Mapping[str, Any], model: Module, group: dist.Proc
 
 
 def describe_parameters(model: Module) -> dict[str, str]:
-    """Shape, dtype and ``requires_grad`` of each parameter, by name.
-
-    Raises:
-        ValueError: A parameter has no shape yet.
-    """
+    """Shape, dtype and ``requires_grad`` of each parameter, by name; a ValueError if one has no shape yet."""
     ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
-    parameters = {name: p for name, p in model.named_parameters() if name not in ignored}
-    for name, parameter in parameters.items():
-        if is_lazy(parameter):
+    found = {}
+    for name, one in ((name, one) for name, one in model.named_parameters() if name not in ignored):
+        if is_lazy(one):
             raise ValueError(
                 f"Parameter {name!r} of a lazy layer has no shape yet, so ranks cannot begin with the same weights. Run"
                 " a batch through the model in `configure_model`, or give the layer its sizes."
             )
-    return {
-        name: f"{list(p.shape)} {str(p.dtype).removeprefix('torch.')} {'trained' if p.requires_grad else 'frozen'}"
-        for name, p in parameters.items()
-    }
+        kind = "trained" if one.requires_grad else "frozen"
+        found[name] = f"{list(one.shape)} {str(one.dtype).removeprefix('torch.')} {kind}"
+    return found
 
 
 def describe_optimizers(optimizers: Sequence[Optimizer], names: Mapping[Tensor, str]) -> dict[str, Any]:
@@ -78,10 +76,13 @@ def describe_optimizers(optimizers: Sequence[Optimizer], names: Mapping[Tensor, 
     return found
 
 
-def describe_schedulers(configs: Sequence[Any]) -> dict[str, Any]:
-    """The class of each of Lightning's learning-rate schedulers, when it steps, and its settings, by name."""
-    found: dict[str, Any] = {"number of schedulers": len(configs)}
-    for number, one in enumerate(configs):
+def describe_run(trainer: Any, names: Mapping[Tensor, str]) -> dict[str, Any]:
+    """The settings of a Lightning Trainer, of its optimizers, and of its learning-rate schedulers, by name."""
+    found = {f"Trainer({name})": getattr(trainer, name) for name in TRAINER_SETTINGS}
+    found["automatic_optimization"] = trainer.lightning_module.automatic_optimization
+    found |= describe_optimizers(trainer.optimizers, names)
+    found["number of schedulers"] = len(trainer.lr_scheduler_configs)
+    for number, one in enumerate(trainer.lr_scheduler_configs):
         own = f"of scheduler {number}"
         settings = {name: getattr(one, name) for name in ("interval", "frequency", "monitor")}
         settings |= getattr(one.scheduler, "state_dict", dict)()
@@ -104,20 +105,16 @@ def _plain(value: Any) -> Any:
 def check_alike(shared: Mapping[str, Tensor], others: Mapping[str, Tensor], peers: Sequence[int]) -> None:
     """Compare this rank's parameters with those of its peers, and warn if parameters that are not shared differ.
 
-    All ranks call this together, also those with other peers.
-
-    Raises:
-        RuntimeError: Shared parameters differ; on every rank.
+    All ranks call this together, also those with other peers. If shared ones differ, all raise a RuntimeError.
     """
     sums = [checksums_of(tensors) for tensors in (shared, others)]
     known = gather_objects((tuple(peers), zlib.crc32(repr(sums).encode())))
     if len(set(known)) == len({of for of, _ in known}):
         return
     # The checksums of each parameter are sent only if some differ.
-    everyone = dict(enumerate(gather_objects((tuple(peers), sums))))
+    everyone = gather_objects((min(peers), sums))
     for kind in (0, 1):
-        for rank, (of, theirs) in everyone.items():
-            first = min(of)
+        for rank, (first, theirs) in enumerate(everyone):
             other = everyone[first][1][kind]
             names = [name for name in other | theirs[kind] if other.get(name) != theirs[kind].get(name)]
             if names and kind == 0:

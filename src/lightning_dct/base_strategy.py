@@ -22,12 +22,10 @@ from torch.optim import Optimizer
 
 from lightning_dct.activations.module import module_settings
 from lightning_dct.activations.split_point import SplitPoint
-from lightning_dct.agreement import check_agreement, describe_optimizers, describe_schedulers, gather_objects
+from lightning_dct.agreement import check_agreement, describe_run, gather_objects
+from lightning_dct.callbacks import internal
 from lightning_dct.callbacks.compression_monitor import CompressionMonitor
-from lightning_dct.callbacks.evaluations import EvaluationJoin, SharedWeightsView
-from lightning_dct.callbacks.failures import FailureNotice, SignalsAfterStep
-from lightning_dct.callbacks.requirements import AVERAGING, run_length, share_done, trainer_settings
-from lightning_dct.callbacks.run_advice import RunAdvice
+from lightning_dct.callbacks.run_advice import RunAdvice, run_length, share_done
 from lightning_dct.callbacks.schedules import ThresholdRefresh
 from lightning_dct.clipping import install_clipping, remove_clipping
 from lightning_dct.compress.awaited import SPAN, clock_of, recorded
@@ -83,7 +81,7 @@ class DCTStrategyBase(CheckpointedStrategy):
         if trainer is None:
             return
         for callback in trainer.callbacks if self.not_copied_because else ():
-            if isinstance(callback, AVERAGING):
+            if isinstance(callback, internal.AVERAGING):
                 raise ValueError(
                     f"`{type(callback).__name__}` does not work with `{type(self).__name__}`: it copies the model,"
                     f" {self.not_copied_because}. Average checkpoints after training."
@@ -93,10 +91,10 @@ class DCTStrategyBase(CheckpointedStrategy):
             return [one for one in callbacks if not any(isinstance(given, type(one)) for given in trainer.callbacks)]
 
         reports = () if trainer.barebones else (CompressionMonitor(), RunAdvice())
-        before, after = ((FailureNotice(),), (SignalsAfterStep(),)) if self._lifelines else ((), ())
-        views = missing(SharedWeightsView()) if self.config.compress == "updates" else []
+        before, after = ((internal.FailureNotice(),), (internal.SignalsAfterStep(),)) if self._lifelines else ((), ())
+        views = missing(internal.SharedWeightsView()) if self.config.compress == "updates" else []
         # First, because other callbacks may need all ranks when evaluation ends, or after an exception.
-        first = missing(*before, EvaluationJoin())
+        first = missing(*before, internal.EvaluationJoin())
         last = missing(ThresholdRefresh(self.config.refresh_every), *reports, *after)
         # Lightning keeps checkpoint callbacks last.
         rest = sorted([*trainer.callbacks, *last], key=lambda callback: isinstance(callback, Checkpoint))
@@ -146,9 +144,7 @@ class DCTStrategyBase(CheckpointedStrategy):
         trainer.callbacks.sort(key=_place_of)  # type: ignore[attr-defined]
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
-            optimizing = describe_optimizers(self.optimizers, self._parameter_names())
-            schedulers = describe_schedulers(self.lr_scheduler_configs)
-            check_agreement({**trainer_settings(trainer), **optimizing, **schedulers}, Module(), None)
+            check_agreement(describe_run(trainer, self._parameter_names()), Module(), None)
 
     def on_train_start(self) -> None:
         """Choose the settings that were left out by the length of the run, which is known now."""
@@ -368,4 +364,5 @@ def check_torch(kind: type) -> None:
 
 def _place_of(callback: pl.Callback) -> int:
     """Notices come first, and the view of the shared weights opens before all other callbacks."""
-    return -2 if isinstance(callback, FailureNotice) else -1 if isinstance(callback, SharedWeightsView) else 0
+    first = (internal.FailureNotice, internal.SharedWeightsView)
+    return next((place for place, kind in enumerate(first) if isinstance(callback, kind)), len(first))

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from lightning_dct.kernels.bits import as_bytes
 
-# Tensors of at least so many bytes are first reduced to this many sums of 64-bit words.
-LARGE = 1 << 16
-WORDS = 16
+LARGE = 1 << 16  # tensors of at least so many bytes are first reduced to sums
+WORDS = 16  # so many sums, of 64-bit words
 
 
 class CheckpointError(ValueError):
@@ -67,11 +66,8 @@ def _shortened(data: Tensor) -> Tensor:
 def check_sums(folder: Path, part: int, parts: int) -> None:
     """Compare every ``parts``-th of a folder's files, from number ``part`` on, with its checksum.
 
-    A file, and a folder that Lightning's own strategy has saved, hold no checksums to compare with.
-
-    Raises:
-        FileNotFoundError: A file is missing.
-        ValueError: A file or the checksums are damaged.
+    A missing file is a FileNotFoundError, a damaged one a ValueError. A file, and a folder that Lightning's own
+    strategy has saved, hold no checksums to compare with.
     """
     if not (folder / SUMS).exists():
         return

@@ -25,8 +25,8 @@ from lightning_dct.cost.timing import measure_speed
 from lightning_dct.cost.workload import Workload, load_module, one_tensor, workload_of
 from lightning_dct.law import Given, RunLength
 
+# More than any model has; beyond it sizes in bytes overflow the int64 of tensors.
 MOST_PARAMETERS = 10**15
-"""More than any model has; beyond it sizes in bytes overflow the int64 of tensors."""
 _FACTORS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 
 
@@ -193,8 +193,7 @@ def _may_be_replaced(file: Path) -> bool:
     return not beginning or b"".join(beginning.split()).startswith(b'{"entity":')
 
 
-Command = tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]
-COMMANDS: dict[str, Command] = {
+COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]] = {
     "plan": ("Bytes, time and memory of a run, for each exchange, before it starts.", add_plan, plan),
     "dashboard": ("A W&B workspace of bytes, residuals and quality, or its JSON.", add_dashboard, dashboard),
 }

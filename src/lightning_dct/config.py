@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from inspect import Parameter, signature
 from numbers import Integral
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin
 
 from lightning_dct.kernels import KernelName
 
@@ -15,7 +15,6 @@ VALUE_FORMATS: tuple[str, ...] = get_args(ValueFormat)
 ExchangeName = Literal["auto", "all_gather", "two_phase", "hierarchical"]
 MissingState = Literal["error", "reset"]
 Compress = Literal["updates", "gradients"]
-CHOICES = {"exchange": ExchangeName, "kernel": KernelName, "missing_state": MissingState, "value_format": ValueFormat}
 # Settings for updates only.
 OF_UPDATES = ("local_steps", "overlap_steps", "warmup_steps", "residual_decay")
 
@@ -76,6 +75,9 @@ class DCTConfig:
     missing_state: MissingState = "error"
 
     def __post_init__(self) -> None:
+        for one in fields(self):
+            if get_origin(one.type) is Literal:
+                check_choice(one.name, getattr(self, one.name), get_args(one.type))
         if self.density is None:
             object.__setattr__(self, "density", DCTConfig.density)
         check_density("density", self.density)
@@ -90,16 +92,10 @@ class DCTConfig:
         # enter checkpoints or other processes.
         plain = {str(pattern): float(density) for pattern, density in self.density_per_parameter.items()}
         object.__setattr__(self, "density_per_parameter", plain)
-        self._check_rounds()
         check_integer("refresh_every", self.refresh_every, minimum=1)
         check_integer("min_tensor_size", self.min_tensor_size, minimum=0)
-        for setting, choices in CHOICES.items():
-            check_choice(setting, getattr(self, setting), get_args(choices))
         if not isinstance(self.adapt_threshold, bool):
             raise TypeError(f"`adapt_threshold` must be True or False, got {self.adapt_threshold!r}.")
-
-    def _check_rounds(self) -> None:
-        check_choice("compress", self.compress, get_args(Compress))
         updates = self.compress == "updates"
         check_integer("overlap_steps", self.overlap_steps, minimum=0)
         if self.local_steps is None:
@@ -107,13 +103,12 @@ class DCTConfig:
         check_integer("local_steps", self.local_steps, minimum=1)
         check_integer("warmup_steps", self.warmup_steps, minimum=0)
         check_density("residual_decay", self.residual_decay, "what remains of a residual", "To keep all of it")
-        given = {name: getattr(self, name) for name in OF_UPDATES}
-        left_out = {one.name: one.default for one in fields(self) if one.name in OF_UPDATES} | {"local_steps": 1}
-        if not updates and given != left_out:
-            changed = ", ".join(f"{name}={value}" for name, value in given.items() if value != left_out[name])
+        defaults = {name: getattr(DCTConfig, name) for name in OF_UPDATES} | {"local_steps": 1}
+        changed = [f"{name}={value}" for name, default in defaults.items() if (value := getattr(self, name)) != default]
+        if changed and not updates:
             raise ValueError(
-                f"`compress='gradients'` exchanges gradients in every step and keeps all residuals; got {changed}."
-                " Leave that out, or use `compress='updates'`."
+                "`compress='gradients'` exchanges gradients in every step and keeps all residuals; got"
+                f" {', '.join(changed)}. Leave that out, or use `compress='updates'`."
             )
         if self.overlap_steps > self.local_steps:
             raise ValueError(
@@ -160,9 +155,8 @@ class DCTConfig:
 
 
 # Arguments of constructors that strategies set themselves.
-SET_BY_STRATEGIES = {"self", "config", "given", "module", "device_ids"} | {
-    "data_parallel_size", "tensor_parallel_size", "wrap_unit", "shard_settings",
-}  # fmt: skip
+SET_BY_STRATEGIES = {"self", "config", "given", "module", "device_ids", "wrap_unit", "shard_settings"}
+SET_BY_STRATEGIES |= {"data_parallel_size", "tensor_parallel_size"}
 # What users give to a strategy and is the Trainer's.
 OF_TRAINER = {"accelerator", "devices", "num_nodes", "precision", "max_steps", "max_epochs", "accumulate_grad_batches"}
 
@@ -174,10 +168,7 @@ class UsageError(ValueError):
 def check_keywords(kind: type, given: Iterable[str], *more: type) -> None:
     """Refuse unknown keyword arguments of a class and suggest the nearest names (TypeError).
 
-    Args:
-        kind: The class; it forwards keyword arguments to its base classes.
-        given: The names of its keyword arguments.
-        *more: The classes whose settings it takes, for the message; some may be none of its bases.
+    It forwards keyword arguments to its base classes. It takes the settings of ``more``, too, which the message names.
     """
     taken = {
         name

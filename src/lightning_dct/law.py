@@ -27,23 +27,15 @@ CANDIDATES = tuple((1, density) for density in (0.3, 0.2, 0.1, 0.05, 0.03)) + tu
     (steps, density) for steps in (2, 4, 8, 16, 32, 64) for density in (0.3, 0.1)
 )
 """Local steps and densities that a run chooses from."""
-BY_LENGTH = frozenset({"local_steps", "density"})
-"""Settings that the length of a run chooses, if they are left out."""
-BOUND = 1.0
-"""The loss that a run may give up, in percent."""
-CAUTION = 2.0
-"""Safety factor: a run may lose this many times the loss that the law predicts."""
-ENTRIES = 1 << 20
-"""Entries of the tensor whose bytes rank the settings."""
-LONGEST = 10**12
-"""Steps of a run that allows everything."""
-SHORTEST = 1000
-"""A run of unknown length is assumed to make this many steps, or twice as many as it has made."""
+BY_LENGTH = frozenset({"local_steps", "density"})  # what the length of a run chooses, if it is left out
+BOUND = 1.0  # the loss that a run may give up, in percent
+CAUTION = 2.0  # safety factor: a run may lose this many times the loss that the law predicts
+ENTRIES = 1 << 20  # of the tensor whose bytes rank the settings
+LONGEST = 10**12  # steps of a run that allows everything
+SHORTEST = 1000  # a run of unknown length is assumed to make so many steps, or twice as many as it has made
 COUNTED = "with manual optimization DCT counts each optimizer's steps"
-FEWEST_COUNTED = 8
-"""Steps of an optimizer after which its total can be extrapolated."""
-OFF = 0.25
-"""Relative error of the expected number of steps above which settings are chosen again."""
+FEWEST_COUNTED = 8  # steps of an optimizer after which its total can be extrapolated
+OFF = 0.25  # relative error of the expected number of steps above which settings are chosen again
 
 
 def expected_loss(config: DCTConfig, ranks: int, steps: float) -> float:
@@ -63,12 +55,7 @@ def steps_needed(config: DCTConfig, ranks: int) -> int:
 
 @dataclass(frozen=True)
 class Given:
-    """The settings that a user has given.
-
-    Attributes:
-        config: These, and default values of the others.
-        left_out: The settings that the length of the run chooses.
-    """
+    """The settings that a user has given, with default values of the others; a run's length chooses those left out."""
 
     config: DCTConfig
     left_out: frozenset[str] = frozenset()
@@ -106,24 +93,17 @@ class Given:
 
 
 class RunLength(NamedTuple):
-    """How long a run is.
+    """How long a run is; infinite where nothing bounds it."""
 
-    Attributes:
-        steps: Upper bound on the steps of each optimizer; infinite if nothing bounds them.
-        unknown: Why there may be fewer; empty if the bound is exact.
-        batches: Batches of the whole run; infinite if nothing bounds them, 0 if steps need no counting.
-    """
-
-    steps: float
-    unknown: str = ""
-    batches: float = 0.0
+    steps: float  # the most that each optimizer makes
+    unknown: str = ""  # why there may be fewer; empty if the bound is exact
+    batches: float = 0.0  # of the whole run; 0 if steps need no counting
 
 
 class RunSettings:
     """The settings of a run as it goes on: they fit its length, or send ever fewer bytes if the length is not known.
 
-    ``ranks`` exchange with each other. Their optimizers make at most ``steps`` steps each, fewer for a reason
-    ``unknown``.
+    Each optimizer of ``ranks`` that exchange makes at most ``steps`` steps, fewer for a reason ``unknown``.
     """
 
     def __init__(self, given: Given, ranks: int, steps: float, unknown: str = "") -> None:

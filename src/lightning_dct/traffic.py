@@ -1,15 +1,8 @@
 """Counts the bytes and the time that communication costs, and writes them as text: no torch, no Lightning.
 
 Each payload is counted at its collective, as the bytes that this rank sends for it, and beside them the bytes that the
-dense fp32 exchange of the same tensors would have sent:
-
-====================  ================================================================
-collective            bytes one rank sends (``W`` ranks, ``B`` bytes a rank)
-====================  ================================================================
-all-reduce (ring)     ``2 * (W - 1) / W * B``
-all-gather (ring)     ``(W - 1) * B``
-all-to-all            the parts of other ranks
-====================  ================================================================
+dense fp32 exchange of the same tensors would have sent. An all-reduce and an all-gather count as rings, an all-to-all
+as the parts of other ranks.
 
 If nodes of ``L`` ranks exchange gradients by node, ``bytes_sent`` and ``bytes_dense`` are bytes *between* nodes, and
 bytes inside a node have a total of their own. A ring over all ranks in the order of the nodes leaves a node at one of
@@ -101,8 +94,7 @@ class TrafficTotals:
 class Clock:
     """Wall time of the host. :class:`~lightning_dct.compress.awaited.StreamClock` is that of a GPU."""
 
-    # Marks a moment.
-    mark: Callable[[], Any] = staticmethod(perf_counter)
+    mark: Callable[[], Any] = staticmethod(perf_counter)  # marks a moment
 
     def has_passed(self, mark: Any) -> bool:
         """Whether a marked moment has come; a GPU runs behind its host."""
@@ -114,11 +106,7 @@ class Clock:
 
 
 class Traffic:
-    """The counter itself.
-
-    Args:
-        span: Makes the context, given the name of a piece of work, in which profilers show that work.
-        clock: Takes the times.
+    """The counter itself; ``span`` makes the context, given the name of some work, in which profilers show that work.
 
     Example:
         >>> traffic = Traffic()
@@ -222,10 +210,7 @@ def plain_table(rows: Sequence[Sequence[str]]) -> str:
         what  bytes
         ddp   1,000
     """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-
-    def line(row: Sequence[str]) -> str:
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-        return "  ".join([row[0].ljust(widths[0]), *cells[1:]])
-
-    return "\n".join(map(line, rows))
+    first, *others = zip(*rows, strict=True)
+    columns = [[cell.ljust(max(map(len, first))) for cell in first]]
+    columns += [[cell.rjust(max(map(len, column))) for cell in column] for column in others]
+    return "\n".join("  ".join(row) for row in zip(*columns, strict=True))

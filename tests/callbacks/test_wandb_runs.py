@@ -10,11 +10,12 @@ import pytest
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
+from wandb_workspaces.reports.v2 import interface as panels
 
 from distributed.test_logging import Memory
 from distributed.training import Module, loader, rank, trainer_for
 from lightning_dct import CompressionMonitor, DCTPipelineStrategy, DCTStrategy, SplitPoint
-from lightning_dct.callbacks.wandb_runs import STEP, SUMMARIES, Panel, sections, settings_of
+from lightning_dct.callbacks.wandb_runs import STEP, SUMMARIES, sections, settings_of
 from offline_runs import OfflineRun
 from rivals.hooks import CountedDDPStrategy
 
@@ -149,18 +150,25 @@ def test_table_at_the_end(trained: Any) -> None:
     assert ("Inside the model, rank 0 of 2, 12 exchanges", "bytes sent") in figures
 
 
-def keys_of(panel: Panel) -> tuple[str, ...]:
-    return panel.keys[:1] if panel.kind == "bars" else panel.keys
+def keys_of(panel: Any) -> list[str]:
+    match panel:
+        case panels.LinePlot():
+            return panel.y
+        case panels.CustomChart():
+            return [panel.query["summaryTable"]["tableKey"]]
+    return [panel.table_name]
 
 
 def test_the_dashboard_shows_what_a_run_logs_and_all_of_it(trained: Any) -> None:
     run, _, _ = trained
-    panels = [panel for panels in sections().values() for panel in panels]
+    panel_list = [panel for in_section in sections().values() for panel in in_section]
+    trades = [panel for panel in panel_list if isinstance(panel, panels.ScatterPlot)]
     history = {key.partition(".")[0] for row in run.history for key in row}
-    shown = {key for panel in panels if panel.kind != "trade" for key in keys_of(panel)}
+    shown = {key for panel in panel_list if panel not in trades for key in keys_of(panel)}
     assert shown <= history
     assert {key for key in history if key.startswith("dct/")} <= shown
-    for key in (key for panel in panels if panel.kind == "trade" for key in panel.keys):
+    assert len(trades) == 1
+    for key in (axis.name for panel in trades for axis in (panel.x, panel.y)):
         name, _, kind = key.partition(".")
         found = run.state["summary"][name]
         assert isinstance(found[kind] if kind else found, float), key

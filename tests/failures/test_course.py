@@ -14,7 +14,8 @@ def test_a_rank_that_has_been_asked_asks_too() -> None:
     """
     sent: list[dict[str, Any]] = []
     course = Course(0, sent.append)
-    course.ask({"place": 1, "what": "the end", "said": "", "peers": ALL, "rank": 2, "counts": [(ALL, 1)]})
+    asked = {"place": 1, "what": "the end", "said": "", "peers": ALL, "rank": 2, "counts": [(ALL, 1)]}
+    assert course.hear({"ask": asked}) == ""
     assert course.come_to("the end", "the end of training", ALL, patience_s=0.0) == ""
     agrees, asks = sent
     assert agrees == {"agrees": 1, "peers": ALL, "apart": ""}

@@ -142,7 +142,7 @@ def test_the_hub_ends_with_rank_0(job: Callable) -> None:
     """Oracle: the others hear it, as no death; no thread is left."""
     hub, lines = job(3)
     lines[0].say({"left": True})
-    hub.join()
+    hub.thread.join()
     for line in lines[1:]:
         assert line.wait_for("over") == {"over": ""}
 

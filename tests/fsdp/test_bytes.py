@@ -60,7 +60,7 @@ def test_each_rank_counts_its_shards(ranks: Any, replicas: int, exchange: str, s
         replica, place = divmod(rank, shards)
         own = Workload({name: shard(one, shards, place) for name, one in parameters.items()}, {})
         peers = NodeLayout(places[place::shards])
-        sent = compressed_step(exchange, config, own, peers).sent[replica]
-        assert counted.bytes_sent == STEPS // 4 * sent.between
-        assert counted.bytes_inside_node == STEPS // 4 * sent.inside + inside
-        assert counted.bytes_dense == STEPS * dense_step(own, peers).sent[replica].between
+        between_nodes, on_node = compressed_step(exchange, config, own, peers).sent[replica]
+        assert counted.bytes_sent == STEPS // 4 * between_nodes
+        assert counted.bytes_inside_node == STEPS // 4 * on_node + inside
+        assert counted.bytes_dense == STEPS * dense_step(own, peers).sent[replica, 0]

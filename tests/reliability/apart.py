@@ -20,7 +20,7 @@ from lightning_dct import (
     SplitSequential,
     Updates,
 )
-from lightning_dct.callbacks import failures
+from lightning_dct.callbacks import internal
 from lightning_dct.failures import course, lifeline
 
 
@@ -165,7 +165,7 @@ def train(way: str, folder: str) -> None:
     if way.startswith(("fabric", "loop")):
         loop(way)
         return
-    failures.PATIENCE_S = 200.0  # the others may be slow on a busy machine
+    internal.PATIENCE_S = 200.0  # the others may be slow on a busy machine
     fewer = "fewer" in way and os.environ["RANK"] == "0"
     batches = 12 if not fewer else 1 if "only one" in way else 9
     torch.manual_seed(0)

@@ -46,9 +46,8 @@ class CompressionRatio(Metric):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        zero = torch.zeros((), dtype=torch.float64)
-        self.add_state("bytes_sent", zero.clone(), dist_reduce_fx="sum")
-        self.add_state("bytes_dense", zero.clone(), dist_reduce_fx="sum")
+        for name in ("bytes_sent", "bytes_dense"):
+            self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, traffic: TrafficTotals) -> None:
         """Add what was sent since the last update: ``strategy.traffic.totals - totals_at_last_update``."""
@@ -102,39 +101,35 @@ class CompressionMonitor(pl.Callback):
         self.tensors_every_n_steps = tensors_every_n_steps
         self._at_fit_start: dict[str, TrafficTotals] = {}
         self._bytes_of_ddp: int | None = None  # in a step
-        self._described: tuple[Any] | None = None  # the settings that loggers know
-        self._seconds, self._since = 0.0, perf_counter()
+        self._described: dict[str, Any] = {}  # the settings that loggers know
+        self._since = 0.0  # when training began, moved by the time of validations
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Begin counting, also in a resumed run."""
-        self._next_tensors_at = 0
-        self._seconds, self._since = 0.0, perf_counter()
-        self._described = None
+        self._next_tensors_at, self._since, self._described = 0, perf_counter(), {}
         strategy = trainer.strategy
         self._bytes_of_ddp, self._began_at = None, trainer.global_step
         if type(strategy) is DDPStrategy and strategy._ddp_comm_hook is None:
             entries = sum(real_numel(parameter) for parameter in pl_module.parameters() if parameter.requires_grad)
             self._bytes_of_ddp = all_reduce_bytes(FP32_BYTES * entries, trainer.world_size)
-        totals = self._totals(trainer)
+        totals = self._at_fit_start = self._at_last_log = self._totals(trainer)
+        self._steps_before = totals["dp"].steps if totals else 0
         if not totals:
             rank_zero_warn(
                 f"`CompressionMonitor` has nothing to report: {type(strategy).__name__} does not count its"
                 " traffic. Use `Trainer(strategy='dct')`."
             )
-        else:
-            self._at_fit_start = self._at_last_log = totals
-            self._steps_before = totals["dp"].steps
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Describe the run to W&B and CSV files if its settings are new, and log when the Trainer logs."""
         # Not before the first step: the strategy chooses settings when training starts, after this callback's turn.
-        if trainer.is_global_zero and self._described != (described := (wandb_runs.config_of(trainer.strategy),)):
-            self._described = described
+        if trainer.is_global_zero and self._described != (settings := wandb_runs.settings_of(trainer)):
+            self._described = settings
             for logger in trainer.loggers:
                 if isinstance(logger, WandbLogger):
-                    wandb_runs.describe_run(logger.experiment, wandb_runs.settings_of(trainer))
+                    wandb_runs.describe_run(logger.experiment, settings)
                 elif isinstance(logger, CSVLogger):
-                    logger.log_hyperparams({wandb_runs.CONFIG_KEY: wandb_runs.settings_of(trainer)})
+                    logger.log_hyperparams({wandb_runs.CONFIG_KEY: settings})
         totals = self._totals(trainer)
         if not totals:
             return
@@ -151,7 +146,7 @@ class CompressionMonitor(pl.Callback):
         dp, mp = recent["dp"], recent["mp"]
         metrics = {
             "dct/overhead_ms": 1e3 * (dp.seconds + mp.seconds) / dp.steps,
-            "dct/seconds": self._seconds + perf_counter() - self._since,
+            "dct/seconds": perf_counter() - self._since,
         }
         if sent := dp.bytes_sent + mp.bytes_sent:
             metrics["dct/compression_ratio"] = (dp.bytes_dense + mp.bytes_dense) / sent
@@ -178,11 +173,11 @@ class CompressionMonitor(pl.Callback):
 
     def on_validation_start(self, *_: Any) -> None:
         """Leave validations out of the time."""
-        self._seconds += perf_counter() - self._since
+        self._validating_since = perf_counter()
 
     def on_validation_end(self, *_: Any) -> None:
         """Go on with the time."""
-        self._since = perf_counter()
+        self._since += perf_counter() - self._validating_since
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print the tables, and log them to W&B."""

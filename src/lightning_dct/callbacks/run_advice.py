@@ -1,4 +1,4 @@
-"""Advises a run: on unfit settings before it begins, and at its end on the time of its steps, with a verdict."""
+"""Advises a run: on settings unfit for its length before it begins, and at its end on the time of its steps."""
 
 import math
 from collections.abc import Mapping
@@ -7,29 +7,58 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
+from lightning.pytorch import callbacks
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_dct.callbacks.requirements import InternalCallback, run_length
+from lightning_dct.callbacks.internal import InternalCallback
 from lightning_dct.config import DCTConfig
 from lightning_dct.cost.forecast import Forecast, layout_of
 from lightning_dct.cost.timing import MeasuredLink, Speed, measure_link, measure_speed
 from lightning_dct.cost.workload import one_tensor
 from lightning_dct.kernels import faster_kernel_missing
-from lightning_dct.law import BY_LENGTH, CAUTION, Given, RunLength, RunSettings, expected_loss, steps_needed
+from lightning_dct.law import BY_LENGTH, CAUTION, COUNTED, Given, RunLength, RunSettings, expected_loss, steps_needed
 from lightning_dct.traffic import FP32_BYTES, Traffic, TrafficTotals, rate_text
 
-DELAYS_OF_GRADIENTS = 10
-"""A run with gradients should last this many delays, to make up for its start."""
-MUCH = 0.1
-"""Smallest share of a step that is worth advice."""
-TOO_SLOW = 1 / 3
-"""Smallest share of a step spent waiting for one rank that brings a warning during training."""
-TELL_EVERY_S = 5.0
-"""Seconds between two reports of a rank's times to rank 0."""
-SKIPPED = 3
-"""First steps that are left out: they compile, allocate, and let DistributedDataParallel rebuild its buckets."""
-FEWEST = 10
-"""With fewer steps there are no means."""
+DELAYS_OF_GRADIENTS = 10  # so many should a run with gradients last, to make up for its start
+MUCH = 0.1  # smallest share of a step that is worth advice
+TOO_SLOW = 1 / 3  # smallest share of a step spent waiting for one rank that brings a warning during training
+TELL_EVERY_S = 5.0  # between two reports of a rank's times to rank 0
+SKIPPED = 3  # first steps, which compile, allocate, and let DistributedDataParallel rebuild its buckets
+FEWEST = 10  # with fewer steps there are no means
+LIGHTNINGS_EPOCHS = 1000  # `max_epochs` of a Trainer that was given no limit
+FIRST_COUNTED = 16  # batches after which a run's steps are counted first
+
+
+def run_length(trainer: pl.Trainer) -> RunLength:
+    """How long a fit is. For steps that are not known Lightning says -1 (data without a length)."""
+    steps, epochs, most = float(trainer.estimated_stepping_batches), trainer.max_epochs or -1, trainer.max_steps
+    steps = math.inf if steps < 0 else steps
+    batches = float(trainer.num_training_batches) * (math.inf if epochs < 0 else epochs)
+    unknown = "" if trainer.lightning_module.automatic_optimization else COUNTED
+    if unknown and most > 0:  # of all optimizers together
+        steps = min(steps, most / max(1, len(trainer.optimizers)))
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, callbacks.GradientAccumulationScheduler) and math.isfinite(batches):
+            each = map(callback.get_accumulate_grad_batches, range(epochs))
+            steps = sum(math.ceil(trainer.num_training_batches / accumulated) for accumulated in each)
+            steps, batches = min(steps, most if most > 0 else math.inf), 0.0
+        if isinstance(callback, callbacks.EarlyStopping | callbacks.Timer):
+            unknown = f"`{type(callback).__name__}` may end it"
+    if epochs == LIGHTNINGS_EPOCHS and most < 0 and unknown in ("", COUNTED):
+        unknown = f"max_epochs={epochs} is what Lightning takes for a run without any limit"
+    return RunLength(steps, unknown, batches)
+
+
+def share_done(trainer: pl.Trainer, batches: float) -> float:
+    """The share of a fit that is done, after 16, 32, 64 ... batches, where steps are counted.
+
+    Elsewhere, and if nothing bounds the fit, it is 0.
+    """
+    done = trainer.fit_loop.epoch_loop.total_batch_idx
+    if not batches or done < FIRST_COUNTED or done & (done - 1):
+        return 0.0
+    limits = ((trainer.global_step, trainer.max_steps), (trainer.current_epoch, trainer.max_epochs or 0))
+    return max(done / batches, *(reached / most for reached, most in limits if most > 0))
 
 
 @dataclass(frozen=True)
@@ -54,19 +83,14 @@ class StepClock:
         self._sums = [0.0, 0.0, 0.0]  # as in `StepCosts`
         # The end of the step before those that are not in the sums yet, with the totals up to it.
         self._since: tuple[Any, TrafficTotals] | None = None
-        # The end of the last step, and how many there were.
-        self._last: tuple[Any, int] = None, 0
 
     def after_step(self, traffic: Traffic) -> None:
         """Note the end of a step."""
         self._seen += 1
-        self._traffic, now, steps = traffic, traffic.clock.mark(), traffic.totals.steps
-        if self._since is not None:
-            self._steps += steps - self._last[1]
-        elif self._seen >= SKIPPED:
+        self._traffic, self._last = traffic, traffic.clock.mark()
+        if self._since is None and self._seen >= SKIPPED:
             # From here on times must be complete. This waits for a GPU.
-            self._since = now, traffic.settle()
-        self._last = now, steps
+            self._since = self._last, traffic.settle()
 
     def pause(self) -> None:
         """Leave out the time from the last step to the next."""
@@ -76,7 +100,8 @@ class StepClock:
     @property
     def costs(self) -> StepCosts | None:
         """The means; None after too few steps. This waits for a GPU."""
-        if self._steps < FEWEST:
+        recent = 0 if self._since is None else self._traffic.totals.steps - self._since[1].steps
+        if self._steps + recent < FEWEST:
             return None
         self._add_up()
         return StepCosts(*(seconds / self._steps for seconds in self._sums))
@@ -84,11 +109,11 @@ class StepClock:
     def _add_up(self) -> None:
         if self._since is None:
             return
-        (start, before), (stop, _) = self._since, self._last
-        after = self._traffic.settle()
+        (start, before), after = self._since, self._traffic.settle()
         spent = after - before
-        new = self._traffic.clock.seconds(start, stop), spent.seconds, spent.seconds_waiting
-        self._sums, self._since = [sum(pair) for pair in zip(self._sums, new, strict=True)], (stop, after)
+        new = self._traffic.clock.seconds(start, self._last), spent.seconds, spent.seconds_waiting
+        self._sums, self._steps = [sum(pair) for pair in zip(self._sums, new, strict=True)], self._steps + spent.steps
+        self._since = self._last, after
 
 
 class SlowRank(NamedTuple):
@@ -159,8 +184,7 @@ class RunAdvice(InternalCallback):
         if lifeline is None or (costs := self._clock.costs) is None:
             return
         self._tell_at = perf_counter() + TELL_EVERY_S
-        lifeline.tell_pace(costs.total, costs.waiting)
-        slow = slowest_rank(lifeline.paces)
+        slow = slowest_rank(lifeline.tell_pace(costs.total, costs.waiting))
         if slow is not None and slow.share_of_step > TOO_SLOW and not self._has_warned:
             self._has_warned = True
             rank_zero_warn(
@@ -239,9 +263,10 @@ def _on_gradients(given: Given, ranks: int, length: RunLength, dense: str) -> li
 
 def _on_updates(given: Given, ranks: int, length: RunLength, dense: str) -> list[str]:
     """Says which settings were chosen, and whether the run is long enough for them."""
-    (steps, unknown, _), run = length, RunSettings(given, ranks, length.steps, length.unknown)
-    config = run.at(0)
-    settings, notes = _settings(config), []
+    steps, unknown, _ = length
+    run = RunSettings(given, ranks, steps, unknown)
+    config, notes = run.at(0), []
+    settings = _settings(config)
     if given.left_out and (unknown or math.isinf(steps)):
         why, grows = f" ({unknown})" if unknown else "", ", and fewer bytes as it goes on" if run.grows else ""
         notes.append(f"The length of this run is not known{why}: DCT takes {settings}{grows}.")

@@ -10,7 +10,6 @@ from torch import Tensor, float64, int32, zeros, zeros_like
 from torch.optim import Optimizer
 
 from lightning_dct.activations.module import modules_of
-from lightning_dct.callbacks.requirements import require_dct
 from lightning_dct.config import check_density, check_integer
 from lightning_dct.embedding.growing import GrowingEmbeddingBags
 from lightning_dct.embedding.pruning import INDEX_BYTES_A_ROW, PIECES, prune
@@ -19,7 +18,20 @@ from lightning_dct.sync.setup import parameter_names
 from lightning_dct.sync.shared_weights import as_real
 
 
-class ThresholdRefresh(Callback):
+class DCTCallback(Callback):
+    """A callback that works with the strategies of this package only."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse other strategies, with a MisconfigurationException."""
+        strategy = trainer.strategy
+        if not hasattr(strategy, "synchronizer"):
+            raise MisconfigurationException(
+                f"`{type(self).__name__}` needs `Trainer(strategy='dct')` or a `DCTStrategy`; this Trainer's"
+                f" strategy is {type(strategy).__name__}. Change the strategy or remove the callback."
+            )
+
+
+class ThresholdRefresh(DCTCallback):
     """Refresh the thresholds periodically (Gupta et al., KDD 2021, section 3).
 
     Steps are counted as completed synchronisations: one for each optimizer step, whatever ``accumulate_grad_batches``
@@ -37,10 +49,6 @@ class ThresholdRefresh(Callback):
         check_integer("ThresholdRefresh(every_n_steps)", every_n_steps, minimum=1)
         self.every_n_steps = every_n_steps
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse strategies without thresholds, with a MisconfigurationException."""
-        require_dct(trainer, self)
-
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         """Request a refresh when one is due; the next synchronisation performs it."""
         strategy: Any = trainer.strategy
@@ -51,7 +59,7 @@ class ThresholdRefresh(Callback):
             synchronizer.request_refresh()
 
 
-class AccordionSchedule(Callback):
+class AccordionSchedule(DCTCallback):
     """Choose between two densities by critical learning regimes.
 
     Agarwal et al., *Adaptive Gradient Communication via Critical Learning Regime Identification*, MLSys 2021,
@@ -99,7 +107,7 @@ class AccordionSchedule(Callback):
 
     def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
         """Refuse strategies that do not exchange the whole model between all ranks."""
-        require_dct(trainer, self)
+        super().setup(trainer, module, stage)
         if getattr(trainer.strategy, "stages", 1) > 1:
             raise MisconfigurationException(
                 "`AccordionSchedule` decides by the whole model, and each rank of a pipeline or of a sharded replica"
@@ -161,10 +169,10 @@ class AccordionSchedule(Callback):
 
     def _moved_by(self, strategy: Any) -> float:
         """The norm of ``D``, over the interval that ends."""
-        if strategy.updates is None:
-            return _norm(self._kept)
-        shared = _shared_weights(strategy)
-        return _norm({name: shared[name] - old.to(shared[name].device) for name, old in self._kept.items()})
+        moved, shared = dict(self._kept), _shared_weights(strategy)
+        for name in moved.keys() & shared.keys():
+            moved[name] = shared[name] - moved[name].to(shared[name].device)
+        return math.hypot(*(float(as_real(tensor).norm(dtype=float64)) for tensor in moved.values()))
 
     def _now(self, trainer: Trainer) -> int:
         strategy: Any = trainer.strategy
@@ -177,11 +185,7 @@ def _shared_weights(strategy: Any) -> dict[str, Tensor]:
     return {} if weights is None else {name: weights.shared(name) for name in weights.parameters}
 
 
-def _norm(tensors: dict[str, Tensor]) -> float:
-    return math.hypot(*(float(as_real(tensor).norm(dtype=float64)) for tensor in tensors.values()))
-
-
-class EmbeddingPruning(Callback):
+class EmbeddingPruning(DCTCallback):
     """Prune the rows of all :class:`~lightning_dct.ShardedEmbeddingBags` once, in the middle of training.
 
     Each rank keeps those quarters of its rows that matter most. The score of a quarter is how often its row was
@@ -207,10 +211,6 @@ class EmbeddingPruning(Callback):
         )
         check_integer("EmbeddingPruning(at_step)", at_step, minimum=1)
         self.keep, self.at_step = keep, at_step
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse strategies without sharded tables."""
-        require_dct(trainer, self)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start to count requests, unless a checkpoint has brought counts or pruned rows."""
@@ -252,7 +252,7 @@ class EmbeddingPruning(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Warn if it was not time in the whole run."""
-        if _completed_steps(trainer) < self.at_step and _tables_of(pl_module):
+        if _completed_steps(trainer) < self.at_step:
             rank_zero_warn(
                 f"`EmbeddingPruning(at_step={self.at_step})` has pruned nothing: the run has ended at step"
                 f" {_completed_steps(trainer)}. Lower `at_step`."

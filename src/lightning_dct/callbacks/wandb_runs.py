@@ -1,27 +1,15 @@
 """W&B: axes, summaries, settings, histograms and tables of a run, and a workspace of panels that shows them.
 
-Rank 0 logs these keys beside the scalars of every logger:
-
-============================  ========================================================================================
-key                           value
-============================  ========================================================================================
-dct/dp/log10_density          histogram over tensors: share of the entries that is sent
-dct/dp/log10_threshold        histogram over the compressed tensors: the smallest magnitude that is sent
-dct/dp/log10_residual_norm    histogram over the tensors with a residual: its norm on rank 0
-dct/dp/tensors                table of the same figures, one row per tensor
-dct/mp/log10_threshold        histogram over all thresholds inside the model
-dct/summary                   table: the one printed at the end of fit
-============================  ========================================================================================
-
-The run's config has the settings under ``lightning_dct``, by which runs can be grouped: the strategy's name, the number
-of ranks and the fields of :class:`~lightning_dct.DCTConfig`. The workspace has every key that
-:class:`~lightning_dct.CompressionMonitor` logs, and those of quality, which the user names.
+Rank 0 logs the keys of ``docs/dashboards.md`` beside the scalars of every logger. The run's config has the settings
+under ``lightning_dct``, by which runs can be grouped: the strategy's name, the number of ranks and the fields of
+:class:`~lightning_dct.DCTConfig`. The workspace has every key that :class:`~lightning_dct.CompressionMonitor` logs, and
+those of quality, which the user names.
 """
 
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import WandbLogger
@@ -30,17 +18,14 @@ from lightning_dct.config import DCTConfig, UsageError
 from lightning_dct.sync.synchronizer import TensorFigures
 
 CONFIG_KEY = "lightning_dct"
-STEP = "trainer/global_step"
-"""The optimizer step, which Lightning's logger adds to every row."""
+STEP = "trainer/global_step"  # the optimizer step, which Lightning's logger adds to every row
 _OF_PARTS = {"compression_ratio": "last,mean", "density": "last,mean", "threshold": "last", "residual_norm": "last,max"}
 SUMMARIES = {"dct/compression_ratio": "last,mean", "dct/overhead_ms": "mean,max"}
 SUMMARIES |= {f"dct/{part}/{key}": summary for part in ("dp", "mp") for key, summary in _OF_PARTS.items()}
 """How W&B summarizes the history of a metric; for other metrics it shows the last value."""
 
-QUALITY = ("train/loss", "val/loss")
-"""Keys of the model's quality, as the experiments of this repository log them."""
-GROUPS = ("strategy", "density", "value_format")
-"""Settings by which runs are grouped, outermost first."""
+QUALITY = ("train/loss", "val/loss")  # of the model, as the experiments of this repository log it
+GROUPS = ("strategy", "density", "value_format")  # settings by which runs are grouped, outermost first
 RATIO, TENSORS = "dct/compression_ratio", "dct/dp/tensors"
 
 
@@ -59,16 +44,12 @@ def describe_run(run: Any, settings: Mapping[str, Any]) -> None:
     run.config.update({CONFIG_KEY: dict(settings)}, allow_val_change=True)
 
 
-def config_of(strategy: Any) -> Any:
-    """The current settings; of another package's strategy its ``config`` attribute, or None."""
-    return getattr(getattr(strategy, "synchronizer", None) or strategy, "config", None)
-
-
 def settings_of(trainer: pl.Trainer) -> dict[str, Any]:
     """The current settings of synchronisation: plain numbers, strings and dicts."""
     strategy = trainer.strategy
     settings = {"strategy": getattr(strategy, "strategy_name", type(strategy).__name__), "ranks": trainer.world_size}
-    if isinstance(config := config_of(strategy), DCTConfig):  # DeepSpeed has another `config`
+    config = getattr(getattr(strategy, "synchronizer", None) or strategy, "config", None)
+    if isinstance(config, DCTConfig):  # DeepSpeed has another `config`
         settings |= vars(config)
     pipeline = ("stages", "micro_batches", "schedule")
     return settings | {name: getattr(strategy, name) for name in pipeline if hasattr(strategy, name)}
@@ -105,62 +86,65 @@ def summary_media(tables: Mapping[str, Iterable[tuple[str, str]]]) -> dict[str, 
     return {"dct/summary": wandb.Table(columns=["table", "figure", "value"], data=rows)}
 
 
-class Panel(NamedTuple):
-    """One panel.
-
-    Attributes:
-        title: Above it.
-        keys: Logged keys; for ``trade`` of the horizontal and the vertical axis, for ``bars`` a table and its column.
-        kind: ``curves`` over steps, ``log`` for a logarithmic axis, ``trade`` for a point a run, ``bars`` or ``table``.
-    """
-
-    title: str
-    keys: tuple[str, ...]
-    kind: str = "curves"
-
-
-def sections(quality: Sequence[str] = QUALITY) -> dict[str, list[Panel]]:
+def sections(quality: Sequence[str] = QUALITY) -> dict[str, list[Any]]:
     """All panels by section; each key of quality gets one, and the last key also against the ratio."""
+    from wandb_workspaces.reports.v2 import interface as panels
+
+    def curves(title: str, *keys: str, log: bool = False) -> Any:
+        return panels.LinePlot(title=title, x=STEP, y=list(keys), log_y=log or None)
+
+    def against_ratio(key: str) -> Any:
+        across, upwards = map(panels.SummaryMetric, (f"{RATIO}.mean", key))
+        return panels.ScatterPlot(title=f"{key} against compression ratio", x=across, y=upwards, log_x=True)
+
+    def bars(title: str, column: str) -> Any:
+        return panels.CustomChart(
+            query={"summaryTable": {"tableKey": TENSORS}},
+            chart_name="wandb/bar/v0",
+            chart_fields={"label": "tensor", "value": column},
+            chart_strings={"title": title},
+        )
+
+    def table(key: str) -> Any:
+        return panels.WeavePanelSummaryTable(table_name=key)
+
     return {
-        "Quality": [
-            *(Panel(key, (key,)) for key in quality),
-            *(Panel(f"{key} against compression ratio", (f"{RATIO}.mean", key), "trade") for key in quality[-1:]),
-        ],
+        "Quality": [*(curves(key, key) for key in quality), *map(against_ratio, quality[-1:])],
         "Bytes": [
-            Panel("data parallelism: bytes sent, rank 0", ("dct/dp/bytes_sent",)),
-            Panel("data parallelism: sent, and dense fp32", ("dct/dp/bytes_sent", "dct/dp/bytes_dense"), "log"),
-            Panel("", ("dct/summary",), "table"),
+            curves("data parallelism: bytes sent, rank 0", "dct/dp/bytes_sent"),
+            curves("data parallelism: sent, and dense fp32", "dct/dp/bytes_sent", "dct/dp/bytes_dense", log=True),
+            table("dct/summary"),
         ],
         "Compression ratio": [
-            Panel("all traffic, against dense fp32", (RATIO,), "log"),
-            Panel("data parallelism, against dense fp32", ("dct/dp/compression_ratio",), "log"),
+            curves("all traffic, against dense fp32", RATIO, log=True),
+            curves("data parallelism, against dense fp32", "dct/dp/compression_ratio", log=True),
         ],
         "Thresholds and densities per tensor": [
-            Panel("threshold, median of all tensors", ("dct/dp/threshold",), "log"),
-            Panel("thresholds of all tensors, log10", ("dct/dp/log10_threshold",)),
-            Panel("threshold", (TENSORS, "threshold"), "bars"),
-            Panel("density: entries sent over entries due", ("dct/dp/density",)),
-            Panel("densities of all tensors, log10", ("dct/dp/log10_density",)),
-            Panel("density", (TENSORS, "density"), "bars"),
-            Panel("", (TENSORS,), "table"),
+            curves("threshold, median of all tensors", "dct/dp/threshold", log=True),
+            curves("thresholds of all tensors, log10", "dct/dp/log10_threshold"),
+            bars("threshold", "threshold"),
+            curves("density: entries sent over entries due", "dct/dp/density"),
+            curves("densities of all tensors, log10", "dct/dp/log10_density"),
+            bars("density", "density"),
+            table(TENSORS),
         ],
         "Residual norms": [
-            Panel("norm over all tensors, rank 0", ("dct/dp/residual_norm",)),
-            Panel("norms of all tensors, log10", ("dct/dp/log10_residual_norm",)),
-            Panel("residual norm", (TENSORS, "residual_norm"), "bars"),
+            curves("norm over all tensors, rank 0", "dct/dp/residual_norm"),
+            curves("norms of all tensors, log10", "dct/dp/log10_residual_norm"),
+            bars("residual norm", "residual_norm"),
         ],
         "Time": [
-            Panel("compressing, ms a step", ("dct/overhead_ms",)),
-            Panel("seconds of training, without validations", ("dct/seconds",)),
+            curves("compressing, ms a step", "dct/overhead_ms"),
+            curves("seconds of training, without validations", "dct/seconds"),
         ],
         "Split points": [
-            Panel("compression ratio, against dense fp32", ("dct/mp/compression_ratio",), "log"),
-            Panel("bytes sent, and dense fp32", ("dct/mp/bytes_sent", "dct/mp/bytes_dense"), "log"),
-            Panel("density: entries sent over entries due", ("dct/mp/density",)),
-            Panel("threshold, median", ("dct/mp/threshold",), "log"),
-            Panel("all thresholds, log10", ("dct/mp/log10_threshold",)),
-            Panel("norm of the residual, rank 0", ("dct/mp/residual_norm",)),
-            Panel("forwards with more entries than a payload holds", ("dct/mp/overflows",)),
+            curves("compression ratio, against dense fp32", "dct/mp/compression_ratio", log=True),
+            curves("bytes sent, and dense fp32", "dct/mp/bytes_sent", "dct/mp/bytes_dense", log=True),
+            curves("density: entries sent over entries due", "dct/mp/density"),
+            curves("threshold, median", "dct/mp/threshold", log=True),
+            curves("all thresholds, log10", "dct/mp/log10_threshold"),
+            curves("norm of the residual, rank 0", "dct/mp/residual_norm"),
+            curves("forwards with more entries than a payload holds", "dct/mp/overflows"),
         ],
     }
 
@@ -170,8 +154,7 @@ def make_workspace(entity: str, project: str, name: str, quality: Sequence[str] 
     from wandb_workspaces import workspaces
 
     made = []
-    for row, (title, panels) in enumerate(sections(quality).items()):
-        shown = [_make(panel) for panel in panels]
+    for row, (title, shown) in enumerate(sections(quality).items()):
         for column, panel in enumerate(shown):
             # A random id, the default, would change a file under version control in every line.
             panel._id = f"lightningdct{row}{column}"
@@ -200,8 +183,7 @@ def to_json(workspace: Any) -> str:
 def push(entity: str | None, project: str, name: str, quality: Sequence[str]) -> str:
     """Save the dashboard as a new view of a project, by default of the user's default entity; return the view's URL.
 
-    Raises:
-        UsageError: No user is logged in, W&B cannot be reached, or there is no such project.
+    A UsageError says that no user is logged in, that W&B cannot be reached, or that there is no such project.
     """
     import wandb
     from wandb.errors import AuthenticationError, CommError
@@ -228,22 +210,3 @@ def push(entity: str | None, project: str, name: str, quality: Sequence[str]) ->
             f" `--project` and `--entity`, or log a run there first: `WandbLogger(project={project!r})`."
         ) from error
     return url
-
-
-def _make(panel: Panel) -> Any:
-    from wandb_workspaces.reports.v2 import interface as panels
-
-    match panel.kind:
-        case "trade":
-            across, upwards = map(panels.SummaryMetric, panel.keys)
-            return panels.ScatterPlot(title=panel.title, x=across, y=upwards, log_x=True)
-        case "bars":
-            return panels.CustomChart(
-                query={"summaryTable": {"tableKey": panel.keys[0]}},
-                chart_name="wandb/bar/v0",
-                chart_fields={"label": "tensor", "value": panel.keys[1]},
-                chart_strings={"title": panel.title},
-            )
-        case "table":
-            return panels.WeavePanelSummaryTable(table_name=panel.keys[0])
-    return panels.LinePlot(title=panel.title, x=STEP, y=list(panel.keys), log_y=panel.kind == "log" or None)

@@ -22,8 +22,7 @@ from lightning_dct.checkpoint.format import no_checkpoint_name
 
 LONGEST_WAIT_S = 60.0
 OWN_FOLDERS = "Give each run a folder of its own: `default_root_dir`, or `dirpath` of `ModelCheckpoint`."
-# The lock files that this process holds, by checkpoint.
-_locks: dict[str, IO[str]] = {}
+_locks: dict[str, IO[str]] = {}  # those that this process holds, by checkpoint
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -34,12 +33,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """Write a checkpoint, and replace an existing file atomically.
-
-        Raises:
-            TypeError: ``storage_options`` were given.
-            OSError: The file cannot be written, for example because the disk is full. The old file is unchanged.
-        """
+        """Write a checkpoint, and replace an existing file atomically; an OSError leaves the old file unchanged."""
         filesystem, local_path = url_to_fs(str(path))
         if storage_options is not None or not isinstance(filesystem, LocalFileSystem):
             super().save_checkpoint(checkpoint, path, storage_options)
@@ -63,10 +57,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 def lock(path: str) -> None:
     """Keep other processes from saving the same checkpoint until :func:`unlock`; wait for one that is saving it.
 
-    The lock ends with this process, however it ends. There is none in storage services, and on disks without locks.
-
-    Raises:
-        RuntimeError: Another process has been saving the checkpoint for a minute.
+    The wait ends with a RuntimeError after a minute, and the lock with this process, however it ends. There is none in
+    storage services, and on disks without locks.
     """
     filesystem, place = url_to_fs(path)
     if not isinstance(filesystem, LocalFileSystem) or place in _locks:

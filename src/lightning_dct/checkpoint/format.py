@@ -33,14 +33,11 @@ from lightning_dct.traffic import TrafficTotals
 
 CHECKPOINT_KEY = "lightning_dct"
 FORMAT_VERSION = 4
-# What every error about a damaged file suggests.
-REMEDY = "Restore it from a copy, or resume from an earlier checkpoint."
-# How a file of `torch.save` begins.
-_ZIP = b"PK\x03\x04"
+REMEDY = "Restore it from a copy, or resume from an earlier checkpoint."  # of every damaged file
+_ZIP = b"PK\x03\x04"  # how a file of `torch.save` begins
 
-
-# What a value must be, with the test of it; or the rules of a dict's keys and entries; or a rule for each field.
-Rule = tuple[str, Callable[[Any], bool]] | tuple["Rule", "Rule"] | dict[str, "Rule"]
+# What a value must be, in words of `_TESTS`; or the rules of a dict's keys and entries; or a rule for each field.
+Rule = str | tuple["Rule", "Rule"] | dict[str, "Rule"]
 
 
 def _is_count(value: Any) -> bool:
@@ -48,89 +45,82 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 10**12
 
 
-def _is_number(value: Any, least: float) -> bool:
+def _is_number(value: Any, least: float, most: float = sys.float_info.max) -> bool:
     # This refuses NaN, and integers beyond the largest float.
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= sys.float_info.max
-
-
-def _is_real_or_complex(value: Any) -> bool:
-    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= most
 
 
 def _is_list(value: Any) -> bool:
     return isinstance(value, Tensor) and value.layout == torch.strided and value.ndim == 1 and value.is_floating_point()
 
 
-_NAME: Rule = ("a name", lambda value: isinstance(value, str))
-_COUNT: Rule = ("a count", _is_count)
-_ONE_OR_MORE: Rule = ("a number from 1 on", lambda value: _is_count(value) and value > 0)
-_FLAG: Rule = ("0 or 1", lambda value: isinstance(value, int) and value in (0, 1))
-_RESIDUAL: Rule = (
-    "a list of finite numbers",
-    lambda value: _is_list(value) and value.numel() > 0 and bool(value.isfinite().all()),
-)
-_TOTALS: Rule = (
-    ("counted here", lambda key: key in {field.name for field in fields(TrafficTotals)}),
-    ("a number from 0 on", lambda value: _is_number(value, 0)),
-)
+_TESTS: dict[str, Callable[[Any], bool]] = {
+    "0 or 1": lambda value: isinstance(value, int) and value in (0, 1),
+    "a count": _is_count,
+    "a dense tensor": lambda value: isinstance(value, Tensor) and value.layout == torch.strided,
+    "a gradient": lambda value: isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()),
+    "a list": lambda value: isinstance(value, list),
+    "a list of finite numbers": lambda value: _is_list(value) and value.numel() > 0 and bool(value.isfinite().all()),
+    "a list of floating-point numbers": _is_list,
+    "a name": lambda value: isinstance(value, str),
+    "a name for files": lambda value: isinstance(value, str) and bool(re.fullmatch("[0-9a-z]{1,32}", value)),
+    "a number from 0 on": lambda value: _is_number(value, 0),
+    "a number from 1 on": lambda value: _is_count(value) and value > 0,
+    "a number or a name": lambda value: isinstance(value, (int, str)),
+    "a positive number": lambda value: _is_number(value, sys.float_info.min),
+    "a share": lambda value: _is_number(value, sys.float_info.min, 1),
+    "anything": lambda value: True,
+    "counted here": lambda value: value in {field.name for field in fields(TrafficTotals)},
+}
 _NOTE: dict[str, Rule] = {
-    "world_size": _ONE_OR_MORE,
-    "synchronisations": _COUNT,
-    # It becomes part of file names.
-    "save": ("a name", lambda value: isinstance(value, str) and bool(re.fullmatch("[0-9a-z]{1,32}", value))),
-    "stages": _ONE_OR_MORE,
-    "has_state": _FLAG,
-    "has_rows": _FLAG,
-    # By rank; empty if they are not known.
-    "fingerprints": ("a list of checksums", lambda value: isinstance(value, list)),
+    "world_size": "a number from 1 on",
+    "synchronisations": "a count",
+    "save": "a name for files",
+    "stages": "a number from 1 on",
+    "has_state": "0 or 1",
+    "has_rows": "0 or 1",
+    "fingerprints": "a list",  # by rank; empty if they are not known
 }
 NOTE_FIELDS = ("format_version", *_NOTE, "checksum")
 _STATE: dict[str, Rule] = {
-    "synchronisations": _COUNT,
-    "steps_since_refresh": _COUNT,
-    "thresholds": {
-        "values": (_NAME, ("a positive number", lambda value: _is_number(value, sys.float_info.min))),
-        "targets": (_NAME, _COUNT),
-    },
-    "residuals": (_NAME, _RESIDUAL),
-    "owned": (_NAME, (_COUNT, _RESIDUAL)),
-    "traffic": _TOTALS,
+    "synchronisations": "a count",
+    "steps_since_refresh": "a count",
+    "thresholds": {"values": ("a name", "a positive number"), "targets": ("a name", "a count")},
+    "residuals": ("a name", "a list of finite numbers"),
+    "owned": ("a name", ("a count", "a list of finite numbers")),
+    "traffic": ("counted here", "a number from 0 on"),
 }
 _OPTIONAL: dict[str, Rule] = {
-    "accumulated": (_NAME, ("a gradient", _is_real_or_complex)),
-    "identity": (_NAME, ("a number or a name", lambda value: isinstance(value, (int, str)))),
+    "accumulated": ("a name", "a gradient"),
+    "identity": ("a name", "a number or a name"),
     # With updates each rank has its own between two exchanges, and buffers of any dtype. They may hold NaN.
-    "weights": (_NAME, ("a dense tensor", lambda value: isinstance(value, Tensor) and value.layout == torch.strided)),
-    # Checksums of the shared weights.
-    "shared": (_NAME, _COUNT),
-    "optimizers": ("a list", lambda value: isinstance(value, list)),
-    # A checksum of the hyperparameters in Lightning's file.
-    "groups": _COUNT,
-    "exchange_clocks": (_NAME, _COUNT),
-    "in_flight": (_NAME, ("a list of floating-point numbers", _is_list)),
-    # That was set in mid-run.
-    "density": ("a share", lambda value: _is_number(value, sys.float_info.min) and value <= 1),
+    "weights": ("a name", "a dense tensor"),
+    "shared": ("a name", "a count"),  # checksums of the shared weights
+    "optimizers": "a list",
+    "groups": "a count",  # a checksum of the hyperparameters in Lightning's file
+    "exchange_clocks": ("a name", "a count"),
+    "in_flight": ("a name", "a list of floating-point numbers"),
+    "density": "a share",  # that was set in mid-run
     # With a Trainer.
-    "split_traffic": _TOTALS,
-    "modules": (_NAME, (_NAME, ("a state", lambda value: True))),
+    "split_traffic": ("counted here", "a number from 0 on"),
+    "modules": ("a name", ("a name", "anything")),
 }
 
 
 def _fault(value: Any, rule: Rule) -> str:
     """The fault of a value, as a sentence without its subject; empty for a valid value."""
+    if isinstance(rule, str):
+        return "" if _TESTS[rule](value) else f" is not {rule}"
     if isinstance(rule, dict):
         if not isinstance(value, Mapping) or value.keys() != rule.keys():
             return f" is not a dict of {' and '.join(rule)}"
         return next((f"[{name!r}]{fault}" for name, part in rule.items() if (fault := _fault(value[name], part))), "")
-    first, second = rule
-    if isinstance(first, str):
-        return "" if second(value) else f" is not {first}"  # type: ignore[operator]
     if not isinstance(value, Mapping):
         return " is not a dict"
     for key, entry in value.items():
-        if fault := _fault(key, first):
+        if fault := _fault(key, rule[0]):
             return f" has the key {key!r}, which{fault}"
-        if fault := _fault(entry, second):  # type: ignore[arg-type]
+        if fault := _fault(entry, rule[1]):
             return f"[{key!r}]{fault}"
     return ""
 
@@ -244,11 +234,8 @@ def read_checked(
     """Read a rank's compression state, from a file of this identity.
 
     Only tensors and plain data are unpickled, unless the user loads with ``weights_only=False``.
-    ``fingerprint`` is what :func:`fingerprint_of` returned when the file was written; empty if nothing is known.
-
-    Raises:
-        OSError: The file is missing, or may not be read.
-        CheckpointError: The file is corrupt, was changed, is something else, or belongs to another rank or save.
+    ``fingerprint`` is what :func:`fingerprint_of` returned when the file was written; empty if nothing is known. An
+    OSError says that the file is missing or may not be read, a CheckpointError that it is not what was saved.
     """
     try:
         found = fingerprint_of(file, compare=True)
@@ -281,7 +268,7 @@ def check_state(state: Any) -> None:
 
     Unknown parts are ignored.
     """
-    fault = _fault(state, (_NAME, ("anything", lambda value: True)))
+    fault = _fault(state, ("a name", "anything"))
     fault = fault or next((f" has no field {part}" for part in _STATE if part not in state), "")
     if fault:
         raise CheckpointError(f"it{fault}")
@@ -295,14 +282,9 @@ def check_state(state: Any) -> None:
 def fingerprint_of(file: str, compare: bool) -> str:
     """A checksum of what ``torch.save`` has written, made from the checksums in its index; empty for other files.
 
-    Args:
-        file: The file, or a folder that ``DCTFSDPStrategy`` has saved, wherever fsspec reads.
-        compare: Read all of a file on a local disk and compare it with its checksums, which ``torch.load`` does not.
-            Storage services have checksums of their own.
-
-    Raises:
-        OSError: The file is missing, or may not be read.
-        zipfile.BadZipFile: The file is truncated or does not match its checksums.
+    ``file`` may also be a folder that ``DCTFSDPStrategy`` has saved, wherever fsspec reads. With ``compare``, all of a
+    file on a local disk is compared with its checksums, which ``torch.load`` does not; storage services have their own.
+    A truncated or corrupt file is a zipfile.BadZipFile.
     """
     files, place = url_to_fs(file)
     if files.isdir(place):

@@ -13,17 +13,20 @@ from torch import Tensor
 from lightning_dct.checksums import CheckpointError
 from lightning_dct.compress.memory import add_pieces, pieces_extent
 
+# Parts of a state without a meaning in another layout. A mean of the ranks' optimizers or loss scalers would continue
+# none of them, and of shards they have other rows. Updates in flight are still in the ranks' own weights: sent again.
+OF_ONE_RANK = ("optimizers", "scaler", "in_flight")
+
 
 def merge_states(states: Sequence[Mapping[str, Any]], stages: int = 1) -> dict[str, Any]:
     """The state a rank starts from, made of the states that it has read.
 
     The ranks' residuals, of their own gradients and of the sums they own, enter the model as their *mean* over the
-    ranks. Every rank of a new world starts with that mean, which conserves it for any two world sizes. The mean is
-    computed in fp64.
+    ranks, in fp64. Every rank of a new world starts with that mean, which conserves it for any two world sizes.
 
     ``states`` is one state (the rank's own), or those of all ranks of the saved world, of which ``stages`` ranks
-    together held one replica. In the result each entry of ``"modules"`` is the list of that module's states.
-    :func:`without_place` removes what then belongs to no rank.
+    together held one replica. In the result each entry of ``"modules"`` is the list of that module's states. Parts that
+    are ``OF_ONE_RANK`` are those of the first.
     """
     modules = {name: [state["modules"][name] for state in states] for name in states[0].get("modules", {})}
     merged = {**states[0], "modules": modules}
@@ -44,15 +47,6 @@ def merge_states(states: Sequence[Mapping[str, Any]], stages: int = 1) -> dict[s
             for part in states[0]["thresholds"]
         }
     return merged
-
-
-def without_place(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state for ranks in another layout than those that saved.
-
-    A mean of the ranks' optimizers or loss scalers would continue none of them, and of shards they have other rows.
-    Updates in flight are still in the ranks' own weights, and are sent again.
-    """
-    return {part: value for part, value in state.items() if part not in ("optimizers", "scaler", "in_flight")}
 
 
 def _mean_over_replicas(states: Sequence[Mapping[str, Any]], part: str, replicas: int) -> dict[str, Tensor]:

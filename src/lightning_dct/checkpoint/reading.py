@@ -13,12 +13,11 @@ from torch import Tensor
 
 from lightning_dct.agreement import gather_objects
 from lightning_dct.checkpoint import format as saved
-from lightning_dct.checkpoint.merging import merge_states, put_together, without_place
+from lightning_dct.checkpoint.merging import OF_ONE_RANK, merge_states, put_together
 from lightning_dct.checksums import CheckpointError, checksum_of
 from lightning_dct.sync.synchronizer import Synchronizer
 
-# The errors after which `missing_state="reset"` continues.
-RESETTABLE = (FileNotFoundError, ValueError)
+RESETTABLE = (FileNotFoundError, ValueError)  # errors after which `missing_state="reset"` continues
 Result = TypeVar("Result")
 
 
@@ -27,13 +26,8 @@ def on_all_ranks(
 ) -> list[Result]:
     """The results of all ranks, or the error of one rank, raised on every rank; a collective call.
 
-    Args:
-        read: Reads a part of the checkpoint ``path``, without a collective call.
-        path: Lightning's file, for messages.
-        kinds: Errors that are raised as they are, if no rank has another one.
-
-    Raises:
-        CheckpointError: For any other error.
+    ``read`` reads a part of the checkpoint ``path``, without a collective call. Errors of these ``kinds`` are raised as
+    they are, if no rank has another one; any other error becomes a CheckpointError.
     """
     result: Any = None
     failure: Exception | None = None
@@ -66,11 +60,7 @@ def _unreadable(path: str, error: Exception) -> CheckpointError:
 def compared(path: str) -> Iterator[list[str]]:
     """Compare Lightning's file, which is read within, with its checksums; the fingerprint of each rank's file.
 
-    A collective call.
-
-    Raises:
-        FileNotFoundError: Some rank does not find it. Raised on every rank.
-        CheckpointError: Some rank's file is corrupt. Raised on every rank.
+    A collective call: if some rank's file is missing or corrupt, all raise a FileNotFoundError or a CheckpointError.
     """
     found = on_all_ranks(lambda: saved.fingerprint_of(path, compare=True), path)
     if not all(found):
@@ -86,12 +76,10 @@ def compared(path: str) -> Iterator[list[str]]:
 
 
 def agreed_notes(notes: Any, path: str, fingerprints: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """The notes that this rank found in a checkpoint, if all ranks found the same; a collective call.
+    """The notes that this rank found in a checkpoint, if all ranks found the same, else a CheckpointError on all.
 
-    A checkpoint of plain DDP or of weights alone has none. ``fingerprints`` are those of the ranks' files of Lightning.
-
-    Raises:
-        CheckpointError: A rank's notes are corrupt, or two ranks read different files. Raised on every rank.
+    A collective call. A checkpoint of plain DDP or of weights alone has none. ``fingerprints`` are those of the ranks'
+    files of Lightning.
     """
 
     def read() -> dict[str, Any]:
@@ -101,11 +89,11 @@ def agreed_notes(notes: Any, path: str, fingerprints: Sequence[str] = ()) -> lis
             )
         for note in notes:
             saved.check_note(note, path)
-        of_module = [f" of module {number}" if number else "" for number in range(len(notes))]
-        pairs = [
-            (note, which, field) for note, which in zip(notes, of_module, strict=True) for field in saved.NOTE_FIELDS
-        ]
-        return {f"{saved.CHECKPOINT_KEY}{which}[{field!r}]": note.get(field) for note, which, field in pairs}
+        return {
+            f"{saved.CHECKPOINT_KEY}{f' of module {number}' if number else ''}[{field!r}]": note.get(field)
+            for number, note in enumerate(notes)
+            for field in saved.NOTE_FIELDS
+        }
 
     check_alike(dict(enumerate(on_all_ranks(read, path))), path)
     check_alike({rank: {"checksum": theirs} for rank, theirs in enumerate(fingerprints)}, path)
@@ -121,21 +109,13 @@ def digest_of(synchronizer: Synchronizer) -> dict[str, Any]:
 
 
 def check_replicas(digests: Sequence[Mapping[str, Any]], path: str) -> None:
-    """Compare the digests of all ranks, by rank, among those that exchange with each other.
-
-    Raises:
-        CheckpointError: They disagree.
-    """
+    """Refuse digests that differ among ranks that exchange with each other (CheckpointError)."""
     for ranks in {tuple(digest["ranks"]) for digest in digests if digest}:
         check_alike({rank: digests[rank] for rank in ranks}, path)
 
 
 def check_alike(everyone: Mapping[int, Mapping[str, Any]], path: str) -> None:
-    """Compare values that ranks have read from a checkpoint, by rank and field.
-
-    Raises:
-        CheckpointError: They disagree; with the field and each rank's value.
-    """
+    """Refuse fields that ranks have read otherwise from a checkpoint, with each rank's value (CheckpointError)."""
     for field in dict.fromkeys(field for theirs in everyone.values() for field in theirs):
         values = {rank: theirs.get(field) for rank, theirs in everyone.items()}
         if any(value != values[min(values)] for value in values.values()):
@@ -152,13 +132,9 @@ def restore_state(
     """The state that this rank starts from; a collective call.
 
     ``strategy`` is any of this package's, ``note`` has been checked, and ``weights_only`` is the user's. If any rank's
-    file is missing or was saved with another ``compress``, ``config.missing_state`` chooses: an error, or all ranks
-    start without residuals. Ranks that exchanged all of their gradients have none, and may exchange updates.
-
-    Raises:
-        FileNotFoundError: The state of some rank is missing. Raised on every rank.
-        CheckpointError: Some rank cannot use the file it read. Raised on every rank.
-        ValueError: The state was saved with another ``compress``. Raised on every rank.
+    file is missing or was saved with another ``compress``, ``config.missing_state`` chooses: a FileNotFoundError or
+    ValueError on every rank, or all ranks start without residuals. A file that some rank cannot use is a
+    CheckpointError on every rank. Ranks that exchanged all of their gradients have none, and may exchange updates.
     """
     config = strategy.config
     state: dict[str, Any] = {}
@@ -192,9 +168,8 @@ def restore_state(
 
 def state_of_nothing(synchronisations: int) -> dict[str, Any]:
     """The state of a rank that has nothing to send, after so many steps."""
-    nothing: dict[str, Any] = {name: {} for name in ("residuals", "owned", "traffic", "modules")}
-    nothing["thresholds"] = {"values": {}, "targets": {}}
-    return {**nothing, "synchronisations": synchronisations, "steps_since_refresh": 0}
+    counted = {"synchronisations": synchronisations, "steps_since_refresh": 0, "traffic": {}}
+    return {**counted, "thresholds": {"values": {}, "targets": {}}, "residuals": {}, "owned": {}, "modules": {}}
 
 
 def read_state(
@@ -210,11 +185,8 @@ def read_state(
     """Read the state a rank starts from: its own, or the merged states of all ranks if the layout has changed.
 
     :func:`check_note` has accepted ``note``; ``world_size``, ``stages`` and ``holds_shards`` (of every parameter, and
-    not whole stages) describe the layout now.
-
-    Raises:
-        CheckpointError: A file is corrupt, or belongs to another rank, save or step.
-        FileNotFoundError: The files are not beside the checkpoint.
+    not whole stages) describe the layout now. A corrupt file, or that of another rank, save or step, is a
+    CheckpointError, a missing one a FileNotFoundError.
     """
     saved_stages = note["stages"]
     same_layout = (world_size, stages) == (note["world_size"], saved_stages)
@@ -239,7 +211,8 @@ def read_state(
         if "shards" in states[0]:
             replicas = [states[first : first + saved_stages] for first in range(0, len(states), saved_stages)]
             states, saved_stages = [put_together(replica) for replica in replicas], 1
-        return without_place(merge_states(states, saved_stages))
+        merged = merge_states(states, saved_stages)
+        return {part: value for part, value in merged.items() if part not in OF_ONE_RANK}
     except Exception as error:
         # torch raises many kinds of errors on tensors that do not fit.
         raise CheckpointError(

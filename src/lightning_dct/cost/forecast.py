@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from lightning_dct.compress.bucket_plan import BucketPlan, Plans, real_dtype, real_numel
 from lightning_dct.config import DCTConfig
@@ -32,65 +33,31 @@ from lightning_dct.traffic import (
 )
 
 DENSE = "ddp"
-MOST_RANKS = 10_000
-"""Limit of a plan, which counts the bytes of every rank."""
-
-
-@dataclass(frozen=True)
-class SentBytes:
-    """Bytes that one rank sends in a step.
-
-    Attributes:
-        between: To ranks on other nodes; all bytes if no node has several ranks, or there is one node.
-        inside: To ranks on its own node.
-    """
-
-    between: int = 0
-    inside: int = 0
-
-    @property
-    def total(self) -> int:
-        """Both."""
-        return self.between + self.inside
-
-    def __add__(self, other: SentBytes) -> SentBytes:
-        return SentBytes(self.between + other.between, self.inside + other.inside)
+MOST_RANKS = 10_000  # of a plan, which counts the bytes of every rank
 
 
 @dataclass(frozen=True)
 class Step:
     """One exchange of the whole model, in the final layout of its buckets.
 
-    Attributes:
-        sent: By each rank, in their order.
-        entries: Entries of the buckets that are compressed; the others are all-reduced.
-        residual_bytes: Of each rank, for its own gradients and for the sums that it owns.
+    If no node has several ranks, or there is one node, all bytes count as sent to other nodes.
     """
 
-    sent: tuple[SentBytes, ...]
-    entries: int
-    residual_bytes: tuple[int, ...]
+    sent: Tensor  # bytes of each rank to other nodes and inside its own, int64, shape `[ranks, 2]`
+    entries: int  # of the buckets that are compressed; the others are all-reduced
+    residual_bytes: Tensor  # of each rank, for its own gradients and the sums that it owns, int64, shape `[ranks]`
 
 
 @dataclass(frozen=True)
 class Row:
-    """One exchange.
-
-    Attributes:
-        name: ``"ddp"`` for the dense all-reduce, or the exchange.
-        step: The bytes of one exchange, rank by rank.
-        local_steps: Optimizer steps from one exchange to the next. All other figures are of a step.
-        ratio: The logged compression ratio, of the rank that sends most; between nodes for ``hierarchical``.
-        link_seconds: How long the busiest node's link is busy in a step.
-        compressing_seconds: How long a rank compresses in a step.
-    """
+    """One exchange, or ``"ddp"`` for the dense all-reduce; its figures are of an optimizer step."""
 
     name: str
-    step: Step
+    step: Step  # once in `local_steps`
     local_steps: int
-    ratio: float
-    link_seconds: float
-    compressing_seconds: float
+    ratio: float  # as it is logged, of the rank that sends most; between nodes for `hierarchical`
+    link_seconds: float  # of the busiest node's link
+    compressing_seconds: float  # of a rank
 
     @property
     def seconds(self) -> float:
@@ -100,19 +67,15 @@ class Row:
     @property
     def most_sent(self) -> int:
         """Bytes of the rank that sends most."""
-        return max(sent.total for sent in self.step.sent) // self.local_steps
+        return int(self.step.sent.sum(1).max()) // self.local_steps
 
 
 @dataclass(frozen=True)
 class Forecast:
     """The exchanges of a run on two ranks or more, with equally many on every node.
 
-    Attributes:
-        config: The settings.
-        workload: What is synchronised.
-        layout: Where the ranks run.
-        link: Bits a second of each node's link, or of each rank's where all are on one node.
-        speed: Cost of compressing on this machine, at the settings' density and value format.
+    ``link`` is the bits a second of each node's link, or of each rank's where all are on one node. ``speed`` is the
+    cost of compressing at the settings' density and value format.
     """
 
     config: DCTConfig
@@ -131,16 +94,15 @@ class Forecast:
         """The dense all-reduce, and each exchange that is possible."""
         config, layout, every = self.config, self.layout, self.config.local_steps
         dense = dense_step(self.workload, layout)
-        rows = [Row(DENSE, dense, 1, 1.0, link_seconds(dense, layout, self.link), 0.0)]
+        rows = [Row(DENSE, dense, 1, 1.0, link_seconds(dense.sent, layout, self.link), 0.0)]
         for name in ("all_gather", "two_phase", "hierarchical"):
             if name == "hierarchical" and layout.obstacle is not None:
                 continue
             step = compressed_step(name, config, self.workload, layout)
-            if name == "hierarchical":
-                ratio = dense.sent[0].between / max(1, *(sent.between for sent in step.sent))
-            else:
-                ratio = dense.sent[0].total / max(1, *(sent.total for sent in step.sent))  # all gradients may be sparse
-            busy = link_seconds(step, layout, self.link)
+            kinds = slice(0, 1 if name == "hierarchical" else 2)
+            most_sent = max(1, int(step.sent[:, kinds].sum(1).max()))  # all gradients may be sparse
+            ratio = int(dense.sent[0, kinds].sum()) / most_sent
+            busy = link_seconds(step.sent, layout, self.link)
             compressing = self.speed.seconds(name, step.entries, len(layout.places), layout.ranks_per_node)
             rows.append(Row(name, step, every, ratio * every, busy / every, compressing / every))
         return tuple(rows)
@@ -159,69 +121,67 @@ class Forecast:
 
 def dense_step(workload: Workload, layout: NodeLayout) -> Step:
     """The all-reduce of all gradients in fp32, the reference of ratios."""
-    ranks = len(layout.places)
-    sizes = [sum(real_numel(workload.parameters[name]) for name in bucket) for bucket in workload.buckets]
-    sent = sum((_ring(all_reduce_bytes(FP32_BYTES * size, ranks), layout) for size in sizes), SentBytes())
-    return Step((sent,) * ranks, 0, (0,) * ranks)
+    sent = torch.zeros(len(layout.places), 2, dtype=torch.int64)
+    for bucket in workload.buckets:
+        entries = sum(real_numel(workload.parameters[name]) for name in bucket)
+        sent += _ring(all_reduce_bytes(FP32_BYTES * entries, len(sent)), layout)
+    return Step(sent, 0, torch.zeros_like(sent[:, 0]))
 
 
 def compressed_step(exchange: str, config: DCTConfig, workload: Workload, layout: NodeLayout) -> Step:
     """One of the compressed exchanges of two or more ranks; ``"hierarchical"`` needs a layout without an obstacle."""
     world_size, local = len(layout.places), layout.ranks_per_node
-    traversals, owners = link_traversals(exchange, world_size, local), {"two_phase": world_size, "hierarchical": local}
-    plans = Plans(config, traversals)
-    among = owners.get(exchange, 0)
+    traversals = link_traversals(exchange, world_size, local)
+    plans, among = Plans(config, traversals), {"two_phase": world_size, "hierarchical": local}.get(exchange, 0)
     pieces = share_model(config, workload.parameters, traversals, among) if among else {}
-    sent, residuals, entries = [SentBytes()] * world_size, [0] * world_size, 0
+    sent, entries = torch.zeros(world_size, 2, dtype=torch.int64), 0
+    residuals = torch.zeros(world_size, dtype=torch.int64)
     for names in workload.buckets_under(config):
         tensors = [workload.parameters[name] for name in names]
         plan = plans.of(names, [*map(real_numel, tensors)], real_dtype(tensors[0]))
-        shards = cut(plan, pieces, among).shards if among else ()
-        to_owners = _two_phase(shards, layout) if exchange == "two_phase" and not plan.is_dense else []
-        entries += 0 if plan.is_dense else sum(plan.sizes)
-        for rank in range(world_size):
-            if plan.is_dense:
-                itemsize = 2 if config.averages_in_bf16 and plan.dtype == torch.float32 else plan.dtype.itemsize
-                sent[rank] += _ring(all_reduce_bytes(sum(plan.sizes) * itemsize, world_size), layout)
-                if config.compress == "updates":
-                    sent[rank] += _ring(all_reduce_bytes(TAG_BYTES, world_size), layout)
-            elif exchange == "all_gather":
-                sent[rank] += _ring(all_gather_bytes(plan.num_bytes, world_size), layout)
-                residuals[rank] += _residual_bytes(plan)
-            elif exchange == "two_phase":
-                sent[rank] += to_owners[rank]
-                residuals[rank] += _residual_bytes(plan) + _residual_bytes(shards[rank].packed)
-            else:
-                own = shards[rank % local]
-                sent[rank] += _hierarchical(plan, own, layout)
-                residuals[rank] += _residual_bytes(own.packed)
-    return Step(tuple(sent), entries, tuple(residuals))
+        if plan.is_dense:
+            itemsize = 2 if config.averages_in_bf16 and plan.dtype == torch.float32 else plan.dtype.itemsize
+            sent += _ring(all_reduce_bytes(sum(plan.sizes) * itemsize, world_size), layout)
+            if config.compress == "updates":
+                sent += _ring(all_reduce_bytes(TAG_BYTES, world_size), layout)
+            continue
+        entries += sum(plan.sizes)
+        if exchange == "all_gather":
+            sent += _ring(all_gather_bytes(plan.num_bytes, world_size), layout)
+            residuals += _residual_bytes(plan)
+            continue
+        shards = cut(plan, pieces, among).shards
+        owned = torch.tensor([_residual_bytes(shard.packed) for shard in shards])
+        if exchange == "two_phase":
+            sent += _two_phase(shards, layout)
+            residuals += owned + _residual_bytes(plan)
+        else:  # ranks are in the order of the nodes, and each node has an owner of every shard
+            sent += torch.stack([_hierarchical(plan, shard, layout) for shard in shards]).repeat(world_size // local, 1)
+            residuals += owned.repeat(world_size // local)
+    return Step(sent, entries, residuals)
 
 
-def _ring(num_bytes: int, layout: NodeLayout) -> SentBytes:
+def _ring(num_bytes: int, layout: NodeLayout) -> Tensor:
     between = bytes_between_nodes(num_bytes, len(layout.places), layout.ranks_per_node)
-    return SentBytes(between, num_bytes - between)
+    return torch.tensor([between, num_bytes - between])
 
 
-def _two_phase(shards: Sequence[Shard], layout: NodeLayout) -> list[SentBytes]:
+def _two_phase(shards: Sequence[Shard], layout: NodeLayout) -> Tensor:
     """Each rank sends each owner its part, and then all ranks the compressed sums that it owns."""
-    ranks, local = len(shards), layout.ranks_per_node
-    owned = [shard.plan.num_bytes for shard in shards]
-    owned_by_node = [sum(owned[first : first + local]) for first in range(0, ranks, local)]
-    everything, sent = sum(owned), []
-    for rank, shard in enumerate(shards):
-        sums, on_node = shard.sums.num_bytes, owned_by_node[rank // local]
-        inside = on_node - owned[rank] + (local - 1) * sums
-        sent.append(SentBytes(everything - on_node + (ranks - local) * sums, inside))
-    return sent
+    local = layout.ranks_per_node
+    owned = torch.tensor([shard.plan.num_bytes for shard in shards])
+    sums = torch.tensor([shard.sums.num_bytes for shard in shards])
+    on_node = owned.view(-1, local).sum(1).repeat_interleave(local)
+    between = owned.sum() - on_node + (len(shards) - local) * sums
+    return torch.stack([between, on_node - owned + (local - 1) * sums], dim=1)
 
 
-def _hierarchical(plan: BucketPlan, own: Shard, layout: NodeLayout) -> SentBytes:
+def _hierarchical(plan: BucketPlan, own: Shard, layout: NodeLayout) -> Tensor:
     """Dense inside the node, one shard's payload between nodes, then the payloads of all nodes inside."""
     nodes, local = len(layout.nodes), layout.ranks_per_node
     payload = own.packed.num_bytes
     inside = all_reduce_bytes(sum(plan.sizes) * plan.dtype.itemsize, local) + all_gather_bytes(nodes * payload, local)
-    return SentBytes(all_gather_bytes(payload, nodes), inside)
+    return torch.tensor([all_gather_bytes(payload, nodes), inside])
 
 
 def _residual_bytes(plan: BucketPlan) -> int:
@@ -229,11 +189,7 @@ def _residual_bytes(plan: BucketPlan) -> int:
 
 
 def layout_of(world_size: int, nodes: int) -> NodeLayout:
-    """Ranks spread evenly over nodes, in their order.
-
-    Raises:
-        ValueError: There is one rank, there are too many, or the nodes do not divide them.
-    """
+    """Ranks spread evenly over nodes, in their order; a ValueError for impossible numbers."""
     if world_size < 2:
         raise ValueError(f"`--world-size {world_size}`: a single rank exchanges nothing. Give 2 or more")
     if world_size > MOST_RANKS:
@@ -247,34 +203,29 @@ def layout_of(world_size: int, nodes: int) -> NodeLayout:
     return NodeLayout(tuple(divmod(rank, world_size // nodes) for rank in range(world_size)))
 
 
-def link_seconds(step: Step, layout: NodeLayout, link: float) -> float:
-    """The seconds for which the busiest node's link is busy, the exchange inside that node included.
+def link_seconds(sent: Tensor, layout: NodeLayout, link: float) -> float:
+    """The seconds for which the busiest node's link is busy with what ranks send, inside that node included.
 
     The ranks of a node share its link. Like ``exchange="auto"``, this assumes that bytes inside a node move faster.
     """
-    local = layout.ranks_per_node
-    nodes = [step.sent[first : first + local] for first in range(0, len(step.sent), local)]
-    busiest = max(sum(sent.between + sent.inside / INSIDE_IS_FASTER for sent in node) for node in nodes)
-    return 8 * busiest / link
+    cost = sent[:, 0] + sent[:, 1].double() / INSIDE_IS_FASTER
+    return 8 * float(cost.view(-1, layout.ranks_per_node).sum(1).max()) / link
 
 
 def describe(forecast: Forecast, more: Sequence[str]) -> str:
     """The title, the table and the notes, with some more."""
-    notes = "\n".join(f"- {note}" for note in [*_notes(forecast), *more])
-    return f"{_title(forecast)}\n\n{plain_table(_table(forecast))}\n\n{notes}"
-
-
-def _title(forecast: Forecast) -> str:
     config, layout = forecast.config, forecast.layout
     sizes = forecast.workload.sizes_under(config)
     every = "step" if config.local_steps == 1 else f"{config.local_steps:,} steps"
     what = "gradients" if config.compress == "gradients" else f"updates every {every}"
-    return (
+    title = (
         f"{_many(sum(sizes), 'parameter')} in {_many(len(sizes), 'tensor')},"
         f" {100 * config.density:g}% of the entries, {config.value_format} values, {what};"
         f" {_many(len(layout.places), 'rank')} on {_many(len(layout.nodes), 'node')},"
         f" {rate_text(forecast.link)} from each {'rank' if len(layout.nodes) == 1 else 'node'}"
     )
+    notes = "\n".join(f"- {note}" for note in [*_notes(forecast), *more])
+    return f"{title}\n\n{plain_table(_table(forecast))}\n\n{notes}"
 
 
 def _table(forecast: Forecast) -> list[list[str]]:
@@ -287,7 +238,7 @@ def _table(forecast: Forecast) -> list[list[str]]:
         ["ms on the link", *(f"{1e3 * row.link_seconds:,.1f}" for row in columns)],
         ["ms compressing", *(f"{1e3 * row.compressing_seconds:,.1f}" for row in columns)],
         ["ms together", *(f"{1e3 * row.seconds:,.1f}" for row in columns)],
-        ["residuals on a rank", *(format_bytes(max(row.step.residual_bytes)) for row in columns)],
+        ["residuals on a rank", *(format_bytes(int(row.step.residual_bytes.max())) for row in columns)],
     ]
     if any(buffers := forecast.workload.buffers):
         each = all_reduce_bytes(buffers[0], len(forecast.layout.places)) + buffers[1]
@@ -295,7 +246,7 @@ def _table(forecast: Forecast) -> list[list[str]]:
         most = (each // row.local_steps if updates and row.name != DENSE else sum(buffers) for row in columns)
         rows.append(["bytes of buffers, at most", *(f"{num_bytes:,}" for num_bytes in most)])
     if forecast.layout.ranks_per_node > 1:
-        between = (max(sent.between for sent in row.step.sent) // row.local_steps for row in columns)
+        between = (int(row.step.sent[:, 0].max()) // row.local_steps for row in columns)
         rows.insert(2, ["of them to other nodes", *(f"{num_bytes:,}" for num_bytes in between)])
     return rows
 

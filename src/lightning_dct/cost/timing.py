@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 from time import perf_counter
 
@@ -21,40 +22,29 @@ from lightning_dct.traffic import FP32_BYTES, all_reduce_bytes
 MEASURED_ENTRIES = 4_000_000
 SENDERS = 4
 LEAST_ROUNDS = 3
-SIZES = tuple(1 << power for power in (16, 18, 20))
-"""Bytes of the tensors that are timed, one after the other."""
-LONGEST = 0.02
-"""Seconds after which no larger tensor is tried: a slow link shows its rate early."""
+SIZES = (1 << 16, 1 << 18, 1 << 20)  # bytes of the tensors that are all-reduced, one after the other
+LONGEST = 0.02  # seconds after which no larger tensor is tried: a slow link shows its rate early
 ROUNDS = 2
 
 
 @dataclass(frozen=True)
 class Speed:
-    """The cost of each entry of a tensor, sent or not, at one density and value format.
+    """The cost of each entry of a tensor, sent or not, at one density and value format, in seconds."""
 
-    Attributes:
-        compress: Seconds an entry: add, compare, compact, pack.
-        clear: Seconds an entry for a result to be added to.
-        add: Seconds an entry and sender: unpack and add.
-        how: The measurement in words.
-    """
-
-    compress: float
-    clear: float
-    add: float
-    how: str
+    compress: float  # add, compare, compact, pack
+    clear: float  # make room for a sum
+    add: float  # unpack and add, for each sender
+    how: str  # the measurement in words
 
     def seconds(self, exchange: str, entries: int, world_size: int, ranks_per_node: int) -> float:
         """The seconds that a rank compresses and decompresses in a step of so many compressed entries."""
+        gather = self.compress + self.clear + world_size * self.add
         if exchange == "all_gather":
-            per_entry = self.compress + self.clear + world_size * self.add
-        elif exchange == "two_phase":
-            sums = self.compress + self.clear + world_size * self.add
-            per_entry = self.compress + sums / world_size + self.clear + self.add
-        else:
-            nodes = world_size // ranks_per_node
-            per_entry = self.compress / ranks_per_node + self.clear + nodes * self.add
-        return entries * per_entry
+            return entries * gather
+        if exchange == "two_phase":
+            return entries * (self.compress + gather / world_size + self.clear + self.add)
+        nodes = world_size // ranks_per_node
+        return entries * (self.compress / ranks_per_node + self.clear + nodes * self.add)
 
 
 def measure_speed(config: DCTConfig, sizes: Sequence[int], seconds: float, device: torch.device) -> Speed:
@@ -127,27 +117,22 @@ class MeasuredLink:
 
 def measure_link(group: dist.ProcessGroup, device: torch.device) -> MeasuredLink:
     """Time all-reduces of growing size; a collective call of two ranks or more, whose bytes are not counted."""
-    # The first one connects and synchronises the ranks.
-    _timed_all_reduce(torch.zeros(1, device=device), group)
-    sizes: list[int] = []
+    # Connects and synchronises the ranks.
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
     times: list[float] = []
     for size in SIZES:
         tensor = torch.zeros(size // FP32_BYTES, device=device)
         # With the slowest rank's time, all ranks stop at the same size.
-        own = min(_timed_all_reduce(tensor, group) for _ in range(ROUNDS))
+        own = min(_timed(partial(dist.all_reduce, tensor, group=group), device) for _ in range(ROUNDS))
         slowest = torch.tensor(own, dtype=torch.float64, device=device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
         times.append(slowest.item())
-        sizes.append(size)
-        if len(sizes) > 1 and times[-1] > LONGEST:
+        if len(times) > 1 and times[-1] > LONGEST:
             break
     # Noise may make the line steeper than through zero, on which small tensors would take no time.
-    slope = min(max(0.0, (times[-1] - times[-2]) / (sizes[-1] - sizes[-2])), times[-1] / sizes[-1])
-    return MeasuredLink(group.size(), max(0.0, times[-1] - sizes[-1] * slope), slope)
-
-
-def _timed_all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> float:
-    return _timed(lambda: dist.all_reduce(tensor, group=group), tensor.device)
+    smaller = SIZES[len(times) - 2]
+    slope = min(max(0.0, (times[-1] - times[-2]) / (size - smaller)), times[-1] / size)
+    return MeasuredLink(group.size(), max(0.0, times[-1] - size * slope), slope)
 
 
 def _timed(action: Callable[[], object], device: torch.device) -> float:

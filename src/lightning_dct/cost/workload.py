@@ -28,20 +28,12 @@ BUCKET_LIMITS = [_DEFAULT_FIRST_BUCKET_BYTES, getattr(ddp, "_DEFAULT_BUCKET_CAP_
 
 @dataclass(frozen=True)
 class Workload:
-    """Tensors whose gradients are synchronised.
+    """Tensors whose gradients are synchronised; only their sizes, dtypes and ``requires_grad`` matter."""
 
-    Attributes:
-        parameters: By name in the model's order, frozen ones included. They may be on the meta device, because only
-            sizes, dtypes and ``requires_grad`` matter.
-        not_counted: Entries whose gradients are sent in another way or depend on the data, by the reason.
-        sparse: Those with sparse gradients, of which a dense exchange sends the rows that a batch looks up.
-        buffers: Bytes of the running statistics of normalisation layers, and of all other buffers.
-    """
-
-    parameters: Mapping[str, Tensor]
-    not_counted: Mapping[str, int]
-    sparse: Collection[str] = ()
-    buffers: tuple[int, int] = (0, 0)
+    parameters: Mapping[str, Tensor]  # by name in the model's order, frozen ones included
+    not_counted: Mapping[str, int]  # entries that are sent in another way or depend on the data, by the reason
+    sparse: Collection[str] = ()  # those with sparse gradients: a dense exchange sends the rows that a batch looks up
+    buffers: tuple[int, int] = (0, 0)  # bytes of the running statistics of normalisation layers, and of all others
 
     @cached_property
     def buckets(self) -> tuple[tuple[str, ...], ...]:
@@ -74,38 +66,30 @@ def one_tensor(entries: int) -> Workload:
 
 
 def workload_of(module: nn.Module) -> Workload:
-    """The tensors of a model.
-
-    Raises:
-        ValueError: Nothing of it is trained, or the size of something is not known yet.
-    """
-    sparse = {
-        id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse
-    }
+    """The tensors of a model; a ValueError if nothing of it is trained, or a size is not known yet."""
+    embeddings = (part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag))
+    sparse = {part.weight for part in embeddings if part.sparse}
     tables = list(modules_of(module, ShardedEmbeddingBags).values())
-    sharded = {id(table.weight) for table in tables}
-    parameters: dict[str, Tensor] = {}
+    names = parameter_names(module)
     not_counted: dict[str, int] = {}
-    rows_only = set()
     if tables:
         rows = sum(table.num_rows * table.embedding_dim for table in tables)
         not_counted["the batches decide which rows of ShardedEmbeddingBags are sent"] = rows
-    for parameter, name in parameter_names(module).items():
-        if id(parameter) in sharded:
-            continue
+    sharded = {table.weight for table in tables}
+    parameters: dict[str, Tensor] = {name: one for one, name in names.items() if one not in sharded}
+    for name, parameter in parameters.items():
         if is_lazy(parameter):
             raise ValueError(
                 f"`--module`: the size of parameter {name!r} is not known before data have gone through the model. Give"
                 " lazy layers their sizes"
             )
-        parameters[name] = parameter
-        if id(parameter) in sparse:
-            rows_only.add(name)
-            reason = (
-                "gradients of Embedding(sparse=True) are sent uncompressed, for the rows that a batch looks up (their"
-                " updates are counted)"
-            )
-            not_counted[reason] = not_counted.get(reason, 0) + parameter.numel()
+    rows_only = {name: one.numel() for name, one in parameters.items() if one in sparse}
+    if rows_only:
+        reason = (
+            "gradients of Embedding(sparse=True) are sent uncompressed, for the rows that a batch looks up (their"
+            " updates are counted)"
+        )
+        not_counted[reason] = sum(rows_only.values())
     if not any(parameter.requires_grad and parameter.numel() for parameter in parameters.values()):
         raise ValueError(
             f"`--module`: {type(module).__name__} has no parameter whose gradient is synchronised. Name a module that"
@@ -120,14 +104,8 @@ def workload_of(module: nn.Module) -> Workload:
 def load_module(path: str, keywords: Mapping[str, Any]) -> nn.Module:
     """Make a module from its import path, on the meta device where it can be: without memory for its parameters.
 
-    Nothing else is called: a path on a command line may come from anywhere.
-
-    Args:
-        path: ``package.module:Class`` of a module, or a function of the user's own that returns one.
-        keywords: For its constructor.
-
-    Raises:
-        ValueError: It cannot be imported or made; the message names the option and says why.
+    ``path`` is ``package.module:Class`` of a module, or a function of the user's own that returns one. Nothing else is
+    called, because a path on a command line may come from anywhere. What cannot be made is a ValueError.
     """
     try:
         made_by = pkgutil.resolve_name(path)
@@ -160,10 +138,8 @@ def load_module(path: str, keywords: Mapping[str, Any]) -> nn.Module:
 
 def _makes_modules(found: Any) -> bool:
     """Whether something is a class of modules, or a function in a file that was not installed."""
-    if isinstance(found, type):
-        return issubclass(found, nn.Module)
     if not isinstance(found, FunctionType):
-        return False
+        return isinstance(found, type) and issubclass(found, nn.Module)
     file = Path(found.__code__.co_filename).resolve()
     installed = {"site-packages", "dist-packages"}.intersection(file.parts)
     return file.exists() and not installed and not file.is_relative_to(Path(sysconfig.get_path("stdlib")).resolve())

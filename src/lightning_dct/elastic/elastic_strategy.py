@@ -28,9 +28,8 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_dct.callbacks.evaluations import EvaluationJoin
-from lightning_dct.callbacks.requirements import InternalCallback, run_length
-from lightning_dct.callbacks.run_advice import RunAdvice
+from lightning_dct.callbacks.internal import EvaluationJoin, InternalCallback
+from lightning_dct.callbacks.run_advice import RunAdvice, run_length
 from lightning_dct.elastic import joining
 from lightning_dct.elastic.elastic_updates import HANDS_OVER, ElasticUpdates, Header, refuse_not_in_place
 from lightning_dct.elastic.present import LIGHTHOUSE, RESTARTED, PresentRanks, import_torchft

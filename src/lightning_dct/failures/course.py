@@ -31,8 +31,7 @@ from typing import Any
 
 # Places that a rank remembers. It can be ahead of another by no more than the exchanges it has in flight.
 MEMORY = 1024
-# Places before one that make it another.
-ORDER = 8
+ORDER = 8  # places before one that make it another
 # Seconds at a place after which a rank asks about it. A step may take longer, and then an answer says that all is well.
 LATE_S = 10.0
 SAME_BATCHES = (
@@ -50,23 +49,20 @@ IN_FORWARD = f"{EXCHANGE} in forward"
 class Course:
     """One rank's places and stop points, shared by its main thread and the one that listens to the hub.
 
-    ``send`` sends a message to the hub.
+    ``counts`` has how many places this rank has come to, by the ranks that share them.
     """
 
     def __init__(self, rank: int, send: Callable[[dict[str, Any]], None]) -> None:
         self._rank = rank
         self._send = send
         self._turn = threading.Condition()
-        # By the ranks that share them: how many places this rank has come to, and the last one that all agree on.
-        self._counts: Counter[tuple[int, ...]] = Counter()
-        self._agreed: Counter[tuple[int, ...]] = Counter()
+        self.counts: Counter[tuple[int, ...]] = Counter()
+        self._agreed: Counter[tuple[int, ...]] = Counter()  # the last of these places that all agree on
         self._done: deque[dict[str, Any]] = deque(maxlen=MEMORY)
         self._asked: list[dict[str, Any]] = []
-        # When this rank has come to its last place, unless it has asked about it.
-        self._since: float | None = None
-        # How many places this rank had come to when it was found in a collective of the user's own, and since when.
-        self._found: tuple[int, str] = (0, "")
-        self._found_since = 0.0
+        self._since: float | None = None  # when it has come to its last place, unless it has asked about it
+        # After how many places this rank was found in which collective of the user's own, and since when.
+        self._found, self._found_since = (0, ""), 0.0
         # The last things that this rank has done, and all that it has done in such an order.
         self._recent: deque[str] = deque(ORDER * [""], maxlen=ORDER)
         self._usual: set[tuple[str, ...]] = set()
@@ -77,24 +73,18 @@ class Course:
         self._released = False
 
     def come_to(self, what: str, said: str, peers: Sequence[int], patience_s: float | None = None) -> str:
-        """Come to the next place, and wait for the others if this rank or one of them asks.
+        """Come to the next place, and wait for the others if this rank or one of them asks; how they differ, if so.
 
-        Args:
-            what: What this rank does there. Exchanges begin with ``EXCHANGE``, and are asked about only if they follow
-                others in a new order.
-            said: ``what`` in words, for messages.
-            peers: The ranks that do the same, this one included.
-            patience_s: How long this rank waits for the others if one of them asks; None for no limit.
-
-        Returns:
-            How this rank and another one differ, or an empty string.
+        ``what`` is what this rank and its ``peers``, this one included, do there, ``said`` in words. Exchanges begin
+        with ``EXCHANGE``, and are asked about only if they follow others in a new order. The wait ends after
+        ``patience_s``; None for no limit.
         """
         ranks = tuple(peers)
         with self._turn:
-            self._counts[ranks] += 1
-            place = self._counts[ranks]
+            self.counts[ranks] += 1
+            place = self.counts[ranks]
             mine = {"place": place, "what": what, "said": said, "peers": ranks, "rank": self._rank}
-            mine["counts"] = list(self._counts.items())
+            mine["counts"] = list(self.counts.items())
             self._done.append(mine)
             is_exchange, order = what.startswith(EXCHANGE), (*self._recent, what)
             self._recent.append(what if is_exchange else "")
@@ -123,8 +113,8 @@ class Course:
         """
         now, found = time.monotonic(), _own_collective()
         with self._turn:
-            if self._found != (self._counts.total(), found):
-                self._found, self._found_since = (self._counts.total(), found), now
+            if self._found != (here := (self.counts.total(), found)):
+                self._found, self._found_since = here, now
             where = found if now - self._found_since >= LATE_S else ""
             messages = [{"elsewhere": where, "place": one["place"], "peers": one["peers"]} for one in self._asked]
             left = LATE_S if self._since is None else self._since + LATE_S - now
@@ -135,25 +125,31 @@ class Course:
             self._send(message)
         return left
 
-    def counts(self) -> list[tuple[tuple[int, ...], int]]:
-        """How many places this rank has come to, by the ranks that share them."""
-        with self._turn:
-            return list(self._counts.items())
+    def hear(self, message: dict[str, Any]) -> str:
+        """Act on the hub's message about a place or a stop point; how this rank differs from the one that asks, if so.
 
-    def ask(self, theirs: dict[str, Any]) -> str:
-        """Answer another rank, now or when this one comes to that place; return how they differ."""
+        A question is answered now, or when this rank comes to that place. Asked for its stop points, this rank tells
+        how many it has passed, and waits at the next one until it knows where all act on the signal.
+        """
+        mine = None
         with self._turn:
-            mine = next((one for one in self._done if _same_number(theirs, one)), None)
-            if mine is None:
-                self._asked.append(theirs)
-                return ""
-        return self._answer(theirs, mine)
-
-    def agree(self, place: int, peers: Sequence[int]) -> None:
-        """These ranks do the same up to this one of their places."""
-        with self._turn:
-            self._agreed[tuple(peers)] = max(self._agreed[tuple(peers)], place)
+            passed = self._passed
+            if "ask" in message:
+                mine = next((one for one in self._done if _same_number(message["ask"], one)), None)
+                if mine is None:
+                    self._asked.append(message["ask"])
+            elif "agreed" in message:
+                peers = tuple(message["peers"])
+                self._agreed[peers] = max(self._agreed[peers], message["agreed"])
+            elif "where" in message:
+                self._signals.add(message["where"])
+            elif "act_on" in message:
+                self._signals.discard(message["act_on"])
+                self._due.setdefault(message["place"], []).append(message["act_on"])
             self._turn.notify_all()
+        if "where" in message:
+            self._send({"asked": message["where"], "passed": passed})
+        return "" if mine is None else self._answer(message["ask"], mine)
 
     def pass_stop_point(self) -> list[int]:
         """Pass one more, once the signals that all ranks act on there are known."""
@@ -161,19 +157,6 @@ class Course:
             self._passed += 1
             self._turn.wait_for(lambda: self._released or not self._signals)
             return sorted(self._due.pop(self._passed, []))
-
-    def ask_for_stop_point(self, signal_number: int) -> int:
-        """The count so far; the rank waits for :meth:`settle_stop_point` at the next one."""
-        with self._turn:
-            self._signals.add(signal_number)
-            return self._passed
-
-    def settle_stop_point(self, signal_number: int, place: int) -> None:
-        """All ranks act on the signal at this stop point."""
-        with self._turn:
-            self._signals.discard(signal_number)
-            self._due.setdefault(place, []).append(signal_number)
-            self._turn.notify_all()
 
     def release(self) -> None:
         """Stop waiting: no answer will come."""

@@ -27,16 +27,13 @@ from lightning_dct.failures.sockets import WELCOME, accept, listen, pair, receiv
 
 # A death makes other ranks fail, and their reports may arrive first. So the hub waits before it decides.
 SETTLE_S = 1.0
-# Timeout of sending a message.
-PATIENCE_S = 10.0
-# Beyond one for each rank, this many unknown callers may wait; the hub drops the oldest first.
-STRANGERS = 16
-# Ranks whose reports a message has: those of all could be too long for it.
-MOST_NAMED = 8
+PATIENCE_S = 10.0  # for a message to be sent
+STRANGERS = 16  # unknown callers that may wait, beyond one for each rank; the hub drops the oldest first
+MOST_NAMED = 8  # ranks whose reports a message has: those of all could be too long for it
 
 
 class Hub:
-    """Serves all lifelines in a thread until rank 0, which messages call ``who``, has left.
+    """Serves all lifelines in its ``thread`` until rank 0, which messages call ``who``, has left.
 
     ``token`` is the secret of this job's ranks, and ``own`` the connection of rank 0, which needs no network. An
     OSError means that the hub cannot listen on the port.
@@ -50,7 +47,8 @@ class Hub:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._nameless: list[_Caller] = []
-        self._members: dict[int, _Caller] = {}
+        self.own, end = pair()
+        self._members = {0: self._connected(end, rank=0, who=who)}
         self._dead: dict[int, str] = {}
         self._failed: dict[int, str] = {}
         self._left: set[int] = set()
@@ -61,19 +59,10 @@ class Hub:
         # The questions on which not all agree yet, and by ranks, the last place on which all do.
         self._open: dict[tuple[tuple[int, ...], int], _Question] = {}
         self._agreed: dict[tuple[int, ...], int] = {}
-        # By rank that has left, how many places it has come to.
-        self._came_to: dict[int, dict[tuple[int, ...], int]] = {}
-        # Seconds of a step and of waiting in it, by rank.
-        self.paces: dict[int, tuple[float, float]] = {}
-        self.own, end = pair()
-        self._members[0] = self._connected(end)
-        self._members[0].rank, self._members[0].who = 0, who
-        self._thread = threading.Thread(target=self._run, name="lightning_dct hub", daemon=True)
-        self._thread.start()
-
-    def join(self) -> None:
-        """Wait until the thread has ended, as it does when rank 0 has left."""
-        self._thread.join()
+        self._came_to: dict[int, dict[tuple[int, ...], int]] = {}  # how many places a rank that has left had come to
+        self.paces: dict[int, tuple[float, float]] = {}  # by rank, seconds of a step and of waiting in it
+        self.thread = threading.Thread(target=self._run, name="lightning_dct hub", daemon=True)
+        self.thread.start()
 
     def _run(self) -> None:
         try:
@@ -103,7 +92,7 @@ class Hub:
                 with suppress(OSError):  # the caller has closed the connection
                     self._nameless.append(self._connected(accept(self._listener)))
                 if len(self._nameless) > self._world_size + STRANGERS:
-                    self._drop(self._nameless.pop(0))
+                    self._drop(self._nameless[0])
             elif key.data.connection.fileno() >= 0:  # not dropped a moment ago
                 self._receive(key.data)
         if self._decide_at is not None and (self._all_have_ended() or time.monotonic() >= self._decide_at):
@@ -112,8 +101,6 @@ class Hub:
     def _receive(self, caller: _Caller) -> None:
         if not (how := receive(caller.connection, caller.buffer, partial(self._handle, caller))):
             return
-        if caller in self._nameless:
-            self._nameless.remove(caller)
         self._drop(caller)
         if caller.rank is not None and caller.rank not in self._left:
             # A process that ends after it has reported a failure has left.
@@ -157,9 +144,9 @@ class Hub:
         elif "place" in message:
             self._ask(caller.rank, tuple(message["peers"]), message)
         elif "agrees" in message:
-            if message["apart"] and self._failure is None:
+            if message["apart"]:
                 self._announce([], message["apart"])
-            elif not message["apart"]:
+            else:
                 self._settle_place(tuple(message["peers"]), int(message["agrees"]), caller.rank)
 
     def _admit(self, caller: _Caller, message: dict[str, Any]) -> None:
@@ -178,9 +165,8 @@ class Hub:
         if len(self._members) == self._world_size:
             self._selector.unregister(self._listener)
             self._listener.close()
-            for caller in self._nameless:
-                self._drop(caller)
-            self._nameless.clear()
+            while self._nameless:
+                self._drop(self._nameless[0])
 
     def _settle_signals(self) -> None:
         """Announce the stop point at which all ranks act on a signal, once all remaining ranks have answered."""
@@ -229,10 +215,9 @@ class Hub:
                 self._send(self._members[other], {"agreed": place, "peers": peers})
 
     def _announce_apart(self, question: dict[str, Any], rank: int, where: str) -> None:
-        if self._failure is None:
-            both = sorted([(question["rank"], question["said"]), (rank, where)])
-            places = " and ".join(f"rank {one} to {said}" for one, said in both)
-            self._announce([], f"The ranks have come apart: {places}. {SAME_BATCHES}")
+        both = sorted([(question["rank"], question["said"]), (rank, where)])
+        places = " and ".join(f"rank {one} to {said}" for one, said in both)
+        self._announce([], f"The ranks have come apart: {places}. {SAME_BATCHES}")
 
     def _decide_soon(self) -> None:
         if self._decide_at is None and self._failure is None:
@@ -249,17 +234,21 @@ class Hub:
         self._announce(sorted(blamed), "; ".join(reports[:MOST_NAMED] + more))
 
     def _announce(self, blamed: list[int], failure: str) -> None:
-        self._failure = {"blamed": blamed, "failure": failure}
+        """Tell all ranks the first failure; what follows from it is no news."""
         self._decide_at = None
-        self._send_all(self._failure)
+        if self._failure is None:
+            self._failure = {"blamed": blamed, "failure": failure}
+            self._send_all(self._failure)
 
-    def _connected(self, connection: socket.socket) -> _Caller:
+    def _connected(self, connection: socket.socket, rank: int | None = None, who: str = "") -> _Caller:
         connection.settimeout(PATIENCE_S)
-        caller = _Caller(connection)
+        caller = _Caller(connection, rank, who)
         self._selector.register(connection, selectors.EVENT_READ, caller)
         return caller
 
     def _drop(self, caller: _Caller) -> None:
+        if caller in self._nameless:
+            self._nameless.remove(caller)
         self._selector.unregister(caller.connection)
         caller.connection.close()
 
@@ -287,6 +276,6 @@ class _Caller:
     """One connection, and its rank once that is known."""
 
     connection: socket.socket
+    rank: int | None
+    who: str
     buffer: bytearray = field(default_factory=bytearray)
-    rank: int | None = None
-    who: str = ""

@@ -32,12 +32,9 @@ from lightning_dct.failures.course import Course
 from lightning_dct.failures.hub import Hub
 from lightning_dct.failures.sockets import address_towards, enter, receive, write_line
 
-# How long a rank may take to be let in by the hub.
-CONNECT_S = 10.0
-# How long a failing rank waits for the hub's answer.
-ANSWER_S = 5.0
-# How long a lost rank may take to end by itself.
-GRACE_S = 10.0
+CONNECT_S = 10.0  # for a rank to be let in by the hub
+ANSWER_S = 5.0  # for a failing rank to wait for the hub's answer
+GRACE_S = 10.0  # for a lost rank to end by itself
 
 
 class Lifeline:
@@ -49,8 +46,7 @@ class Lifeline:
         self._connection = connection
         self._hub_who = hub_who
         self._hub = hub
-        # A signal handler may interrupt its own thread while that sends.
-        self._sending = threading.RLock()
+        self._sending = threading.RLock()  # a signal handler may interrupt its own thread while that sends
         self._course = Course(rank, self._send)
         self._ends_with = ""
         self._over = threading.Event()  # this rank has left, or has failed by itself
@@ -63,11 +59,9 @@ class Lifeline:
     def open(cls, wanted: bool | int = True) -> Lifeline | None:
         """Connect all ranks of the default process group, or none of them: a collective call.
 
-        ``wanted`` is False for no lifeline; a number is the port on which rank 0 listens.
-
-        Returns:
-            This rank's lifeline. None for a single process or if no rank wants one, and, with a warning on every rank,
-            if some rank cannot connect or does not want to.
+        ``wanted`` is False for no lifeline; a number is the port on which rank 0 listens. The result is None for a
+        single process or if no rank wants one, and, with a warning on every rank, if some rank cannot connect or does
+        not want to.
         """
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return None
@@ -122,35 +116,30 @@ class Lifeline:
         return self._course.pass_stop_point()
 
     def come_to(self, what: str, said: str, peers: Sequence[int], patience_s: float | None = None) -> None:
-        """Come to a place where some ranks do the same; see :mod:`lightning_dct.failures.course`.
+        """Come to a place where some ranks do the same, as :mod:`lightning_dct.failures.course` explains.
 
-        Raises:
-            RuntimeError: They do not, or a rank has died or failed.
+        A RuntimeError says that they do not, or that a rank has died or failed.
         """
         if not self._over.is_set():
             difference = self._course.come_to(what, said, peers, patience_s)
             if problem := difference or self._ends_with:
                 raise RuntimeError(f"{problem}.")
 
-    def tell_pace(self, step: float, waiting: float) -> None:
-        """Tell rank 0 how long a step takes here and how long it waits in it, in seconds."""
+    def tell_pace(self, step: float, waiting: float) -> dict[int, tuple[float, float]]:
+        """Tell rank 0 the seconds of a step here, and of waiting in it; on rank 0, what all ranks have told last."""
         self._send({"pace": [step, waiting]})
-
-    @property
-    def paces(self) -> dict[int, tuple[float, float]]:
-        """On rank 0, what all ranks have told last, by rank; elsewhere nothing."""
         return {} if self._hub is None else dict(self._hub.paces)
 
     def close(self) -> None:
         """Leave: this rank is done. No thread remains."""
         self._over.set()
         self._hub_may_end = True
-        self._send({"left": self._course.counts()})
+        self._send({"left": list(self._course.counts.items())})
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_WR)
         self._thread.join(ANSWER_S)
         if self._hub is not None:
-            self._hub.join()
+            self._hub.thread.join()
 
     def _send(self, message: dict[str, Any]) -> None:
         with self._sending, suppress(OSError):  # the thread notices the end of the connection
@@ -171,26 +160,16 @@ class Lifeline:
         self._connection.close()
 
     def _handle(self, message: dict[str, Any]) -> None:
-        if "where" in message:
-            number = int(message["where"])
-            self._send({"asked": number, "passed": self._course.ask_for_stop_point(number)})
-        elif "act_on" in message:
-            self._course.settle_stop_point(int(message["act_on"]), int(message["place"]))
-        elif "ask" in message:
-            if difference := self._course.ask(message["ask"]):
-                self._decide(difference, [])
-        elif "agreed" in message:
-            self._course.agree(int(message["agreed"]), message["peers"])
-        elif "failure" in message:
+        if "failure" in message:
             self._decide(str(message["failure"]), message["blamed"])
         elif "over" in message:
             self._hub_may_end = True
-            if not message["over"]:
+            if not (bug := message["over"]):
                 self.failure = self.failure or f"{self._hub_who} has left"
             else:
-                self._print(
-                    f"the ranks' lifelines have ended ({message['over']}); a rank that dies may be noticed late."
-                )
+                self._print(f"the ranks' lifelines have ended ({bug}); a rank that dies may be noticed late.")
+        elif difference := self._course.hear(message):
+            self._decide(difference, [])
 
     def _decide(self, failure: str, blamed: list[int]) -> None:
         if self._decided.is_set():

@@ -32,9 +32,7 @@ from lightning_dct.failures.sockets import name_of_this_host
 FROM_AGENT = "TORCHELASTIC_USE_AGENT_STORE"
 PREFIX = "lightning_dct"
 POLL_S = 0.01
-# Far longer than gloo's threads need for the interpreter.
-LET_FINISH_S = 0.1
-
+LET_FINISH_S = 0.1  # far longer than gloo's threads need for the interpreter
 # Kept until this process ends, because the other ranks may use the store until they end.
 _own: list[TCPStore] = []
 
@@ -42,11 +40,8 @@ _own: list[TCPStore] = []
 def meet_in_fresh_store(timeout: timedelta | None) -> None:
     """Let this process use a store of this start only; call it before the process group is made.
 
-    Does nothing without torchrun, for a single rank, the second time, and if the group exists. ``timeout`` limits the
-    wait for the other ranks; None stands for torch's half an hour.
-
-    Raises:
-        RuntimeError: Some ranks have not come; the message names them.
+    Does nothing without torchrun, for a single rank, the second time, and if the group exists. After ``timeout``, by
+    default torch's half an hour, a RuntimeError names the ranks that have not come.
     """
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if os.environ.get(FROM_AGENT) != "True" or world_size == 1 or dist.is_initialized():

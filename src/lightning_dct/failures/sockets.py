@@ -10,16 +10,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-# A host that does not answer the kernel's probes for 5 + 3 * 4 seconds counts as lost.
-KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 4, "TCP_KEEPCNT": 3}
-# Timeout for bytes that are not acknowledged, in milliseconds.
-UNACKNOWLEDGED_MS = 17_000
-# Ranks send shorter lines.
-LONGEST_LINE = 1 << 16
-# The hub's answer to the hello of a rank.
-WELCOME = {"welcome": True}
-# After the hub has hung up, a rank calls again.
-AGAIN_S = 0.02
+# A host that does not answer the kernel's probes for 5 + 3 * 4 seconds counts as lost; so does one that acknowledges no
+# bytes for as many milliseconds.
+KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 4, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 17_000}
+LONGEST_LINE = 1 << 16  # ranks send shorter ones
+WELCOME = {"welcome": True}  # the hub's answer to the hello of a rank
+AGAIN_S = 0.02  # until a rank calls again, after the hub has hung up
 
 _open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
@@ -51,15 +47,14 @@ def connect(addresses: list[str], port: int, timeout_s: float) -> socket.socket:
     """
     error: OSError = OSError("no address was given")
     deadline = time.monotonic() + timeout_s
-    for number, address in enumerate(addresses):
-        share = max(deadline - time.monotonic(), AGAIN_S) / (len(addresses) - number + 1)
+    for left in range(len(addresses), 0, -1):
+        share = max(deadline - time.monotonic(), AGAIN_S) / (left + 1)
         try:
-            connection = socket.create_connection((address, port), timeout=share)
+            connection = socket.create_connection((addresses[-left], port), timeout=share)
+            connection.settimeout(None)
+            return _noted(_kept_alive(connection))
         except OSError as failure:
             error = failure
-            continue
-        connection.settimeout(None)
-        return _noted(_kept_alive(connection))
     raise error
 
 
@@ -131,11 +126,7 @@ def receive(connection: socket.socket, buffer: bytearray, handle: Callable[[dict
 
 
 def read_lines(buffer: bytearray, received: bytes) -> list[dict[str, Any]]:
-    """The messages that ``received`` completes; ``buffer`` keeps an incomplete one.
-
-    Raises:
-        ValueError: These are no messages.
-    """
+    """The messages that ``received`` completes, or a ValueError; ``buffer`` keeps an incomplete one."""
     buffer += received
     *lines, rest = bytes(buffer).split(b"\n")
     buffer[:] = rest
@@ -151,7 +142,7 @@ def _line(message: dict[str, Any]) -> bytes:
 
 def _kept_alive(connection: socket.socket) -> socket.socket:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in {**KEEP_ALIVE, "TCP_USER_TIMEOUT": UNACKNOWLEDGED_MS}.items():
+    for name, value in KEEP_ALIVE.items():
         if hasattr(socket, name):  # only Linux has all of them
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return connection
