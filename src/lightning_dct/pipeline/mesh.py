@@ -145,15 +145,14 @@ def synchronise_metrics(module: nn.Module, mesh: PipelineMesh) -> list[Metric]:
     Raises:
         ValueError: A metric has ``dist_sync_on_step``, but not all ranks run steps to their end.
     """
-    found = []
-    for name, child in module.named_modules():
-        if isinstance(child, Metric) and child.dist_sync_on_step:
+    metrics = {name: child for name, child in module.named_modules() if isinstance(child, Metric)}
+    for name, metric in metrics.items():
+        if metric.dist_sync_on_step:
             raise ValueError(
                 f"The metric {name!r} has `dist_sync_on_step=True`. Under `DCTPipelineStrategy` steps end on the last"
                 " stage only, and metrics are synchronised when an epoch ends. Leave the setting out."
             )
-        if isinstance(child, Metric) and child.dist_sync_fn is None:
-            found.append(child)
+    found = [metric for metric in metrics.values() if metric.dist_sync_fn is None]
     for metric in found:
         metric.dist_sync_fn = partial(gather_last_stages, mesh)
     return found

@@ -24,9 +24,8 @@ from lightning_dct.failures.course import EXCHANGE
 from lightning_dct.law import Given
 from lightning_dct.pipeline.mesh import PipelineMesh, synchronise_metrics
 from lightning_dct.pipeline.placement import Placement, convert, merge_optimizer_states, part_of_optimizer_state
-from lightning_dct.pipeline.runner import Delivered, Runner, set_aside
+from lightning_dct.pipeline.runner import Delivered, Runner, exchanged, set_aside
 from lightning_dct.pipeline.schedule import SCHEDULES, Pipeline, ScheduleName, check_schedule
-from lightning_dct.pipeline.steps import exchanged
 from lightning_dct.strategy import DCTStrategy
 from lightning_dct.sync.synchronizer import Synchronizer
 

@@ -194,21 +194,20 @@ class Pipeline:
 
     def _build(self) -> Any:
         kind = EarlyReceiver if len(self.stages) == 1 and self.device.type == "cpu" else PipelineStage
-        stages = []
-        for stage in self.stages:
-            loss = torch.empty((), device="meta", requires_grad=True)
-            stages.append(
-                kind(
-                    stage,
-                    stage.index,
-                    len(self.pieces),
-                    self.device,
-                    # With static shapes torch does not run the stage to find them.
-                    input_args=() if stage.arriving is None else stage.arriving.empty("meta", requires_grad=True),
-                    output_args=loss if stage.leaving is None else stage.leaving.empty("meta", requires_grad=True),
-                    group=self.mesh.pipeline,
-                )
+        loss = torch.empty((), device="meta", requires_grad=True)
+        stages = [
+            kind(
+                stage,
+                stage.index,
+                len(self.pieces),
+                self.device,
+                # With static shapes torch does not run the stage to find them.
+                input_args=() if stage.arriving is None else stage.arriving.empty("meta", requires_grad=True),
+                output_args=loss if stage.leaving is None else stage.leaving.empty("meta", requires_grad=True),
+                group=self.mesh.pipeline,
             )
+            for stage in self.stages
+        ]
         # The stage returns the loss itself, divided by the number of micro-batches.
         settings: dict[str, Any] = {"loss_fn": lambda output, target: output, "scale_grads": False}
         if self.schedule == "interleaved_1f1b":
