@@ -32,7 +32,13 @@ from lightning_dct.callbacks.evaluations import EvaluationJoin
 from lightning_dct.callbacks.requirements import InternalCallback, run_length
 from lightning_dct.callbacks.run_advice import RunAdvice
 from lightning_dct.elastic import joining
-from lightning_dct.elastic.elastic_updates import HANDS_OVER, ElasticUpdates, Header, refuse_not_in_place
+from lightning_dct.elastic.elastic_updates import (
+    HANDS_OVER,
+    ElasticUpdates,
+    Header,
+    gather_headers,
+    refuse_not_in_place,
+)
 from lightning_dct.elastic.present import LIGHTHOUSE, RESTARTED, PresentRanks, import_torchft
 from lightning_dct.exchange.collectives import Link
 from lightning_dct.exchange.compressed import AllGather
@@ -86,7 +92,6 @@ class DCTElasticStrategy(DCTStrategy):
         self._given: Mapping[str, Any] | None = None
         self._marked = self._seconds = 0.0  # since the last optimizer step, without what is not training
         self._trained: bool | None = None  # whether the step of this batch was; None if it has none
-        self._length: list[Any] = [math.inf]  # the fields of how long the run is expected to be
         self._last: dict[str, Any] = {"loss": torch.zeros(())}  # what the last step has returned
 
     # Ranks, and what they do together.
@@ -196,8 +201,7 @@ class DCTElasticStrategy(DCTStrategy):
                 time.sleep(1.0)
                 continue
             header = Header(self.global_rank, -1, 0, settings, 0, ready=int(late and not restarted))
-            gathered = present.gather(torch.tensor(header, dtype=torch.int64))
-            headers = [] if gathered is None else [Header(*row) for row in gathered.tolist()]
+            headers = gather_headers(present, header)
             if not headers or any(one.step >= 0 for one in headers):
                 if present.agree() and self._given is not None:
                     break
@@ -228,14 +232,14 @@ class DCTElasticStrategy(DCTStrategy):
         print(f"lightning_dct: rank {self.global_rank} {said}, {present.size()} ranks are present.", flush=True)
 
     def _take_situation(self, situation: Mapping[str, Any]) -> None:
-        self._length = situation["length"]
+        self.length = RunLength(*situation["length"])
         joining.take_situation(self._module, situation)
 
     def _settings(self) -> dict[str, str]:
         return joining.settings_of(self._module, self.given.config, self.fits)
 
     def _agreed_length(self) -> RunLength:
-        return RunLength(*self._length)
+        return self.length  # as the first rank has expected
 
     def _give(self) -> dict[str, Any]:
         """This rank's state for a peer, at a meeting: nothing in it changes before the meeting ends."""
@@ -248,7 +252,7 @@ class DCTElasticStrategy(DCTStrategy):
         with weights.in_model():
             checkpoint = checkpoint_of(self._module.trainer)
         checkpoint[STATE_KEY] = state
-        situation = joining.situation_of(self._module, self._length)
+        situation = joining.situation_of(self._module, self.length[:2])
         given = {"settings": self._settings(), "situation": situation, "checkpoint": checkpoint, "shared": shared}
         return {**self._elastic.give(), **given}
 

@@ -14,7 +14,7 @@ from lightning_dct.__about__ import __version__
 from lightning_dct.agreement import describe_parameters
 from lightning_dct.checksums import checksum_of
 from lightning_dct.config import DCTConfig
-from lightning_dct.elastic.elastic_updates import Header
+from lightning_dct.elastic.elastic_updates import Header, gather_headers
 from lightning_dct.elastic.present import PresentRanks
 
 
@@ -70,17 +70,15 @@ def compare_starts(
     tensors = [value for value in checkpoint["state_dict"].values() if isinstance(value, Tensor)]
     digest = zlib.crc32(repr([checksum_of(tensor) for tensor in tensors]).encode())
     # In a header's fields, because another rank may send one in this meeting.
-    said = Header(digest, int(checkpoint["global_step"]), 0, 0, 0)
-    seen = present.gather(torch.tensor(said, dtype=torch.int64), patience_s)
-    if seen is None:
+    seen = gather_headers(present, Header(digest, int(checkpoint["global_step"]), 0, 0, 0), patience_s)
+    if not seen:
         present.agree()  # that the meeting has failed
-        return False
-    if bool((seen != seen[0]).any()):
+    if len(set(seen)) > 1:
         raise ValueError(
             f"The ranks start with different checkpoints; that of rank {rank} is {path}. Copy the same file and folder"
             " to every machine."
         )
-    return True
+    return bool(seen)
 
 
 def situation_of(module: pl.LightningModule, length: Sequence[Any]) -> dict[str, Any]:
