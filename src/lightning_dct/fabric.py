@@ -134,10 +134,7 @@ class DCTStrategy(DDPStrategy):
         return module
 
     def set_density(self, density: float) -> None:
-        """Send this share of each tensor's entries from the next exchange on, of all modules that are set up.
-
-        As ``DCTStrategy.set_density`` for the Trainer. ``fabric.save`` keeps the density.
-        """
+        """As ``DCTStrategy.set_density`` for the Trainer, for all modules that are set up. ``fabric.save`` keeps it."""
         check_density("set_density(density)", density)
         self._come_to("a change of the density")
         check_agreement({"set_density(density)": float(density)}, Module(), None)

@@ -182,7 +182,7 @@ class CheckpointedStrategy(ParallelStrategy):
             for file in self._outdated:
                 self.checkpoint_io.remove_checkpoint(file)
             self._outdated = [file for file in saved.files_beside(path) if saved.save_of(file) != save]
-        tables, note = self.sharded_tables(), None
+        tables = self.sharded_tables()
         # Checkpoints of weights alone have no optimizer states.
         has_state = self.synchronizer is not None and "optimizer_states" in checkpoint
         if has_state or tables:
@@ -195,8 +195,7 @@ class CheckpointedStrategy(ParallelStrategy):
             if tables:
                 save_rows(saved.rows_path(path, note), tables, self.optimizers if has_state else [])
             # Lightning's file comes last and points at files that all ranks have completed.
-            note = saved.seal(note, gather_objects(written))
-            checkpoint[saved.CHECKPOINT_KEY] = note
+            checkpoint[saved.CHECKPOINT_KEY] = saved.seal(note, gather_objects(written))
         super().save_checkpoint(checkpoint, path, storage_options)
         if self.is_global_zero:
             self._unfinished[path] = self._outdated

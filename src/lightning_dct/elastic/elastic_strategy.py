@@ -21,6 +21,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -154,15 +155,20 @@ class DCTElasticStrategy(DCTStrategy):
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Set up the model, then join the others or start with them."""
-        module = self._module
-        if not module.automatic_optimization:
+        if not self._module.automatic_optimization:
             raise ValueError("`strategy='dct_elastic'` needs automatic optimization. Use `strategy='dct'`.")
-        if trainer.state.fn == TrainerFn.FITTING:
-            joining.refuse_searches(trainer)
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        for callback in callbacks if trainer.state.fn == TrainerFn.FITTING else ():
+            if isinstance(callback, LearningRateFinder | BatchSizeFinder):  # on trial, then back to a checkpoint
+                raise ValueError(
+                    f"`strategy='dct_elastic'` cannot run `{type(callback).__name__}`, because each rank would search"
+                    " by itself. Run the search first, on one machine with `strategy='auto'` or `'dct'`, and give its"
+                    " result to the model."
+                )
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             # Before the view of the shared weights, too.
-            trainer.callbacks.sort(key=lambda one: not isinstance(one, ExchangeAfterBatch))  # type: ignore[attr-defined]
+            callbacks.sort(key=lambda one: not isinstance(one, ExchangeAfterBatch))
             DCTElasticStrategy.fits += 1
             self._join()
 

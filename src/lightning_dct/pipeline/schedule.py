@@ -90,9 +90,8 @@ class EarlyReceiver(PipelineStage):
     NCCL runs the receives of a stream strictly in turn, so an early one would block what comes after it.
     """
 
-    def __init__(self, *arguments: Any, **settings: Any) -> None:
-        super().__init__(*arguments, **settings)
-        self._posted: list[dict[int, list[dist.P2POp]]] = [{}, {}]
+    # Of forward and of backward, by micro-batch.
+    _posted: list[dict[int, list[dist.P2POp]]]
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """The receives of a micro-batch; the first call posts all receives, in the order in which bytes are sent."""

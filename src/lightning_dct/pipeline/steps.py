@@ -63,8 +63,7 @@ def replay(module: pl.LightningModule, calls: Sequence[LogCall]) -> None:
 def split_batch(batch: Any, parts: int) -> list[Any]:
     """Cut the tensors of a nested batch along dimension 0; every part gets all scalars and other objects.
 
-    Raises:
-        ValueError: A tensor cannot be cut into equal parts, tensors have different numbers of rows, or there is none.
+    Tensors that cannot be cut into equal parts, or that have different numbers of rows, are refused (ValueError).
     """
     lengths = _lengths(batch)
     if not lengths:
