@@ -30,20 +30,18 @@ from lightning_dct.pipeline.mesh import StepResults, to_device
 from lightning_dct.pipeline.schedule import Pipeline
 from lightning_dct.pipeline.sequential import NetworkCall, check_context, check_no_gradients
 
-# The errors for ranks of one pipeline with different data, by what differs.
-_DIFFERENT = {
-    "batches": (
-        "read different batches for `{step}`, and all of them must read the same. Begin the script with"
-        " `seed_everything(0, workers=True)`, so that all ranks make, shuffle and augment data alike. If the script"
-        " splits data itself, use `trainer.distributed_sampler_kwargs` (`num_replicas`: pipelines, `rank`: this one)"
-        " instead of `trainer.world_size` and `trainer.global_rank`."
-    ),
-    "keywords": (
-        "called the network with different keyword arguments in `{step}`. They do not cross between stages, so they"
-        " must follow from the batch alone: compute them without state that ranks do not share, or make them part of"
-        " the network's first argument."
-    ),
-}
+# How ranks of one pipeline differ, and the remedy.
+_BATCHES = (
+    "read different batches for `{step}`, and all of them must read the same. Begin the script with"
+    " `seed_everything(0, workers=True)`, so that all ranks make, shuffle and augment data alike. If the script"
+    " splits data itself, use `trainer.distributed_sampler_kwargs` (`num_replicas`: pipelines, `rank`: this one)"
+    " instead of `trainer.world_size` and `trainer.global_rank`."
+)
+_KEYWORDS = (
+    "called the network with different keyword arguments in `{step}`. They do not cross between stages, so they"
+    " must follow from the batch alone: compute them without state that ranks do not share, or make them part of"
+    " the network's first argument."
+)
 
 
 @dataclass
@@ -80,12 +78,12 @@ class Runner:
                 "Trainer(detect_anomaly=True) does not work with `DCTPipelineStrategy`: gradients cross between stages"
                 " as bytes that read as NaN. Look for anomalies with one process and `strategy='auto'`."
             )
-        self._check_same_data("training_step", "batches", batch)
+        self._check_same_data("training_step", _BATCHES, batch)
         micro_batches = self.pipeline.micro_batches
         parts = steps.split_batch(batch, micro_batches)
         with self.pipeline.precision():
             calls = [self._capture("training_step", number, part, *arguments) for number, part in enumerate(parts)]
-        self._check_same_data("training_step", "keywords", [call.context for call in calls])
+        self._check_same_data("training_step", _KEYWORDS, [call.context for call in calls])
         losses: list[Tensor] = []
         logged: list[list[steps.LogCall]] = []
 
@@ -113,9 +111,9 @@ class Runner:
         The step sees the whole batch. Only the network runs in micro-batches, which may differ in size by a row. Each
         is masked by itself, as in training.
         """
-        self._check_same_data(step, "batches", batch)
+        self._check_same_data(step, _BATCHES, batch)
         whole = self._capture(step, 0, batch, *arguments)
-        self._check_same_data(step, "keywords", whole.context)
+        self._check_same_data(step, _KEYWORDS, whole.context)
         calls = steps.split_ragged(whole, self.pipeline.micro_batches, batch)
         outputs = self.pipeline.forward(calls, [self._borders_of(call) for call in calls])
         sent, result = None, None
@@ -199,17 +197,14 @@ class Runner:
             self._borders[key] = trace_borders(pipeline.pieces, call, pipeline.device, pipeline.precision)
         return self._borders[key]
 
-    def _check_same_data(self, step: str, what: str, data: Any) -> None:
-        """Check, in the first batch of each step, that all ranks of the pipeline have the same tensors (ValueError).
-
-        ``what`` is a key of ``_DIFFERENT``.
-        """
-        if (step, what) in self._checked:
+    def _check_same_data(self, step: str, difference: str, data: Any) -> None:
+        """Check, in the first batch of each step, that all ranks of the pipeline have the same tensors (ValueError)."""
+        if (step, difference) in self._checked:
             return
-        self._checked.add((step, what))
+        self._checked.add((step, difference))
         seen = [(leaf.shape, checksum_of(leaf)) for leaf in tree_leaves(data) if isinstance(leaf, Tensor)]
         if any(theirs != seen for theirs in gather_objects(seen, self._mesh.control)):
-            raise ValueError(f"The ranks of one pipeline have {_DIFFERENT[what].format(step=step)}")
+            raise ValueError(f"The ranks of one pipeline have {difference.format(step=step)}")
 
 
 class _Reached(BaseException):
