@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import fields
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple, TypeGuard
 
 import torch.distributed as dist
@@ -94,10 +95,9 @@ class DCTStrategy(DDPStrategy):
         # In the order of setup. Programs such as a cross-validation set up many, and drop them again. Here, because
         # the strategy is pickled before.
         self._synchronized: weakref.WeakKeyDictionary[Module, _Synchronized] = weakref.WeakKeyDictionary()
-        self._optimizers: list[weakref.ref[Optimizer]] = []
         # The synchronizer of a module must see the steps of every optimizer that trains its parameters.
         self._trained: weakref.WeakKeyDictionary[Optimizer, list[Module]] = weakref.WeakKeyDictionary()
-        self._modules_setup = 0
+        self._numbers = count()
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def setup_module(self, module: Module) -> Any:
@@ -128,18 +128,13 @@ class DCTStrategy(DDPStrategy):
         # The synchronizer itself requests refreshes: if a strategy overrides `backward`, Fabric forbids
         # `loss.backward()`.
         synchronizer.refresh_every = self.config.refresh_every
-        self._synchronized[module] = _Synchronized(self._modules_setup, synchronizer, optimizers)
-        self._modules_setup += 1
-        for earlier in self._optimizers:
-            if (optimizer := earlier()) is not None:
-                self._trained_by(optimizer)
+        self._synchronized[module] = _Synchronized(next(self._numbers), synchronizer, optimizers)
+        for optimizer in list(self._trained):
+            self._trained_by(optimizer)
         return module
 
     def set_density(self, density: float) -> None:
-        """Send this share of each tensor's entries from the next exchange on, of all modules that are set up.
-
-        As ``DCTStrategy.set_density`` for the Trainer. ``fabric.save`` keeps the density.
-        """
+        """As ``DCTStrategy.set_density`` for the Trainer, for all modules that are set up. ``fabric.save`` keeps it."""
         check_density("set_density(density)", density)
         self._come_to("a change of the density")
         check_agreement({"set_density(density)": float(density)}, Module(), None)
@@ -166,7 +161,6 @@ class DCTStrategy(DDPStrategy):
             one: name for its in self._synchronized.values() for one, name in its.synchronizer.parameter_names.items()
         }
         check_agreement(describe_optimizers([optimizer], names), Module(), None)
-        self._optimizers.append(weakref.ref(optimizer))
         self._trained_by(optimizer)
         return super().setup_optimizer(optimizer)
 

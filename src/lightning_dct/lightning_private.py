@@ -1,28 +1,14 @@
-"""All that this package uses of Lightning's private parts (2.6) from outside, with the reason for each.
+"""All that this package uses of Lightning's private parts (2.6) from outside, where no public hook lies.
 
 A strategy also inherits private attributes and overrides private methods, which its own file shows.
-
-=================================  ==================================================================================
-private part                       no public hook lies there
-=================================  ==================================================================================
-``_signal_connector``              between Lightning's signal handlers, which broadcast, and data loaders, which take
-                                   long: a handler of ours records the signal, and all ranks act after the same step
-``_broadcast_sigterm_tensor``      Lightning agrees on SIGTERM by a broadcast before every batch: a round trip a step
-``launcher.procs``                 the launcher takes the ends of other ranks for failures, and kills its own first
-``_checkpoint_connector``          the name of the checkpoint that Lightning writes on a signal; a checkpoint for a rank
-                                   that joins, and from one, without a file
-``_logger_connector``              whether this step is logged
-``_batches_that_stepped``          the number by which Lightning logs a step
-``_active_loop``                   whether this batch is the last of an evaluation, also within fit
-``_BackwardSyncControl``           how Fabric accumulates gradients
-``_METADATA_FILENAME``             the mark by which Lightning knows a folder of a distributed checkpoint
-=================================  ==================================================================================
 """
 
 from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
+
+# How Fabric accumulates gradients; and the mark by which Lightning knows a folder of a distributed checkpoint.
 from lightning.fabric.strategies.strategy import _BackwardSyncControl as BackwardSyncControl
 from lightning.fabric.utilities.load import _METADATA_FILENAME as METADATA_FILENAME
 
@@ -31,9 +17,10 @@ _AGREEMENT = "_broadcast_sigterm_tensor"
 
 
 def handle_signals(trainer: pl.Trainer, handler: Callable[[int, Any], None], are_carried: bool) -> None:
-    """Have Lightning register this handler instead of its own; it removes it when the run ends.
+    """Have Lightning register this handler, which records signals, instead of its own; it removes it when the run ends.
 
-    If lifelines carry signals, which costs nothing in a step without one, Lightning broadcasts nothing before a batch.
+    Its own broadcast, or start a save, in the middle of a step. Before every batch it agrees on SIGTERM by a broadcast,
+    a round trip. If lifelines carry signals, which costs nothing in a step without one, it does not.
     """
     connector: Any = trainer._signal_connector
     connector._sigterm_notifier_fn = connector._slurm_sigusr_handler_fn = handler
@@ -53,7 +40,10 @@ def act_on_slurm_signal(trainer: pl.Trainer, signal_number: int) -> None:
 
 
 def end_on_sigterm(trainer: pl.Trainer) -> None:
-    """Note that SIGTERM has been received, and have the launcher leave the other ranks alone."""
+    """Note that SIGTERM has been received, and have the launcher leave the other ranks alone.
+
+    It would take their ends for failures, and kill its own rank first.
+    """
     trainer._signal_connector.received_sigterm = True
     getattr(trainer.strategy.launcher, "procs", []).clear()
 
@@ -69,7 +59,7 @@ def checkpoint_of(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def restore_from(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
-    """Have Lightning restore from this as from a file."""
+    """Have Lightning restore from this as from a file: a rank that joins has none."""
     trainer._checkpoint_connector._loaded_checkpoint = checkpoint
 
 
@@ -84,6 +74,6 @@ def logged_step(trainer: pl.Trainer) -> int:
 
 
 def is_last_of_evaluation(trainer: pl.Trainer) -> bool:
-    """Whether this batch is the last of an evaluation; Lightning may not know."""
+    """Whether this batch is the last of an evaluation, also within fit; Lightning may not know."""
     loop: Any = trainer._active_loop
     return bool(loop.batch_progress.is_last_batch)

@@ -170,8 +170,10 @@ class CheckpointedStrategy(ParallelStrategy):
             self.synchronizer.flush()
         self._finish_saving()
         # Under SLURM every rank looks for a free name, and they may find different ones.
-        begun = self._begin_saving(str(filepath)) if self.is_global_zero else ("", "")
-        path, save, groups = self.broadcast((*begun, checksum_of_groups(checkpoint.get("optimizer_states", []))))
+        save, groups = "", checksum_of_groups(checkpoint.get("optimizer_states", []))
+        if self.is_global_zero:
+            save = self._begin_saving(str(filepath))
+        path, save, groups = self.broadcast((str(filepath), save, groups))
         if self.updates is not None and self.is_fitting:
             self.updates.check_alike()
         if files.cleans_own_disk(self, path):
@@ -179,7 +181,7 @@ class CheckpointedStrategy(ParallelStrategy):
             for file in self._outdated:
                 self.checkpoint_io.remove_checkpoint(file)
             self._outdated = [file for file in saved.files_beside(path) if saved.save_of(file) != save]
-        tables, note = self.sharded_tables(), None
+        tables = self.sharded_tables()
         # Checkpoints of weights alone have no optimizer states.
         has_state = self.synchronizer is not None and "optimizer_states" in checkpoint
         if has_state or tables:
@@ -192,16 +194,15 @@ class CheckpointedStrategy(ParallelStrategy):
             if tables:
                 save_rows(saved.rows_path(path, note), tables, self.optimizers if has_state else [])
             # Lightning's file comes last and points at files that all ranks have completed.
-            note = saved.seal(note, gather_objects(written))
-            checkpoint[saved.CHECKPOINT_KEY] = note
+            checkpoint[saved.CHECKPOINT_KEY] = saved.seal(note, gather_objects(written))
         super().save_checkpoint(checkpoint, path, storage_options)
         if self.is_global_zero:
             self._unfinished[path] = self._outdated
         if files.write_at_once(self.checkpoint_io) is self.checkpoint_io:
             self._finish_saving()
 
-    def _begin_saving(self, path: str) -> tuple[str, str]:
-        """The checkpoint, which other runs then do not save, and the name of this save; on rank 0."""
+    def _begin_saving(self, path: str) -> str:
+        """Keep other runs from saving the checkpoint, and return the name of this save; on rank 0."""
         files.lock(path)
         save, outdated = secrets.token_hex(4), saved.files_beside(path)
         if path in self._saves and not all(saved.save_of(file) in self._saves for file in outdated):
@@ -211,7 +212,7 @@ class CheckpointedStrategy(ParallelStrategy):
         self._saves |= {path, save}
         # A save that fails removes nothing: the checkpoint still points at these files.
         self._unfinished[path], self._outdated = [], outdated
-        return path, save
+        return save
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint and its folder, once the checkpoint that replaces it is written.

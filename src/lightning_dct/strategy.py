@@ -5,10 +5,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
-import lightning.pytorch as pl
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
@@ -105,13 +103,6 @@ class DCTStrategy(DCTStrategyBase, DDPStrategy):
             given, lifelines, accelerator=accelerator, gradient_as_bucket_view=gradient_as_bucket_view, **kwargs
         )
 
-    def setup(self, trainer: pl.Trainer) -> None:
-        """Wrap the model, register the hook and restore the state of a checkpoint."""
-        if trainer.state.fn == TrainerFn.FITTING:
-            # Lightning does this once for each strategy, and a second fit needs it again.
-            self._pl_static_graph_delay_done = False
-        super().setup(trainer)
-
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Synchronise parameters that a callback has unfrozen: DDP ignores those that were frozen when it was made."""
         super().on_train_batch_start(batch, batch_idx)
@@ -135,6 +126,8 @@ class DCTStrategy(DCTStrategyBase, DDPStrategy):
         if self.config.compress == "updates":
             self.synchronizer = self._make_updates()
             return
+        # Lightning does this once for each strategy, and every wrapped model needs it.
+        self._pl_static_graph_delay_done = False
         super().configure_ddp()
         assert isinstance(self.model, DistributedDataParallel)
         if not isinstance(self.synchronizer, GradientSynchronizer):

@@ -31,7 +31,7 @@ class Pretended:
     def meet(self) -> bool:
         return True
 
-    def gather(self, sent: torch.Tensor) -> torch.Tensor:
+    def gather(self, sent: torch.Tensor, patience_s: float | None = None) -> torch.Tensor:
         self.sent.append(sent)
         return torch.stack([sent, *(other(sent) for other in self.others)])
 

@@ -21,6 +21,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -31,7 +32,13 @@ from torch.optim import Optimizer
 from lightning_dct.callbacks.internal import EvaluationJoin, InternalCallback
 from lightning_dct.callbacks.run_advice import RunAdvice, run_length
 from lightning_dct.elastic import joining
-from lightning_dct.elastic.elastic_updates import HANDS_OVER, ElasticUpdates, Header, refuse_not_in_place
+from lightning_dct.elastic.elastic_updates import (
+    HANDS_OVER,
+    ElasticUpdates,
+    Header,
+    gather_headers,
+    refuse_not_in_place,
+)
 from lightning_dct.elastic.present import LIGHTHOUSE, RESTARTED, PresentRanks, import_torchft
 from lightning_dct.exchange.collectives import Link
 from lightning_dct.exchange.compressed import AllGather
@@ -85,7 +92,6 @@ class DCTElasticStrategy(DCTStrategy):
         self._given: Mapping[str, Any] | None = None
         self._marked = self._seconds = 0.0  # since the last optimizer step, without what is not training
         self._trained: bool | None = None  # whether the step of this batch was; None if it has none
-        self._length: list[Any] = [math.inf]  # the fields of how long the run is expected to be
         self._last: dict[str, Any] = {"loss": torch.zeros(())}  # what the last step has returned
 
     # Ranks, and what they do together.
@@ -148,15 +154,20 @@ class DCTElasticStrategy(DCTStrategy):
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Set up the model, then join the others or start with them."""
-        module = self._module
-        if not module.automatic_optimization:
+        if not self._module.automatic_optimization:
             raise ValueError("`strategy='dct_elastic'` needs automatic optimization. Use `strategy='dct'`.")
-        if trainer.state.fn == TrainerFn.FITTING:
-            joining.refuse_searches(trainer)
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        for callback in callbacks if trainer.state.fn == TrainerFn.FITTING else ():
+            if isinstance(callback, LearningRateFinder | BatchSizeFinder):  # on trial, then back to a checkpoint
+                raise ValueError(
+                    f"`strategy='dct_elastic'` cannot run `{type(callback).__name__}`, because each rank would search"
+                    " by itself. Run the search first, on one machine with `strategy='auto'` or `'dct'`, and give its"
+                    " result to the model."
+                )
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             # Before the view of the shared weights, too.
-            trainer.callbacks.sort(key=lambda one: not isinstance(one, ExchangeAfterBatch))  # type: ignore[attr-defined]
+            callbacks.sort(key=lambda one: not isinstance(one, ExchangeAfterBatch))
             DCTElasticStrategy.fits += 1
             self._join()
 
@@ -195,8 +206,7 @@ class DCTElasticStrategy(DCTStrategy):
                 time.sleep(1.0)
                 continue
             header = Header(self.global_rank, -1, 0, settings, 0, ready=int(late and not restarted))
-            gathered = present.gather(torch.tensor(header, dtype=torch.int64))
-            headers = [] if gathered is None else [Header(*row) for row in gathered.tolist()]
+            headers = gather_headers(present, header)
             if not headers or any(one.step >= 0 for one in headers):
                 if present.agree() and self._given is not None:
                     break
@@ -227,14 +237,14 @@ class DCTElasticStrategy(DCTStrategy):
         print(f"lightning_dct: rank {self.global_rank} {said}, {present.size()} ranks are present.", flush=True)
 
     def _take_situation(self, situation: Mapping[str, Any]) -> None:
-        self._length = situation["length"]
+        self.length = RunLength(*situation["length"])
         joining.take_situation(self._module, situation)
 
     def _settings(self) -> dict[str, str]:
         return joining.settings_of(self._module, self.given.config, self.fits)
 
     def _agreed_length(self) -> RunLength:
-        return RunLength(*self._length)
+        return self.length  # as the first rank has expected
 
     def _give(self) -> dict[str, Any]:
         """This rank's state for a peer, at a meeting: nothing in it changes before the meeting ends."""
@@ -247,7 +257,7 @@ class DCTElasticStrategy(DCTStrategy):
         with weights.in_model():
             checkpoint = checkpoint_of(self._module.trainer)
         checkpoint[STATE_KEY] = state
-        situation = joining.situation_of(self._module, self._length)
+        situation = joining.situation_of(self._module, self.length[:2])
         given = {"settings": self._settings(), "situation": situation, "checkpoint": checkpoint, "shared": shared}
         return {**self._elastic.give(), **given}
 

@@ -76,6 +76,12 @@ class Header(NamedTuple):
     buffers: int = 0
 
 
+def gather_headers(present: PresentRanks, own: Header, patience_s: float | None = None) -> list[Header]:
+    """The headers of all ranks of a meeting; empty if that has failed. The wait is that of ``PresentRanks.gather``."""
+    gathered = present.gather(torch.tensor(own, dtype=torch.int64), patience_s)
+    return [] if gathered is None else [Header(*row) for row in gathered.tolist()]
+
+
 class ElasticUpdates(UpdateSynchronizer):
     """Exchanges the updates of one rank's weights with the ranks that are present.
 
@@ -154,10 +160,8 @@ class ElasticUpdates(UpdateSynchronizer):
         self._round = self.present.round
         header = Header(self._rank, self.step, 0, 0, 0, ready=ready, history=self._history)
         for _ in range(FAREWELLS):
-            if not self.present.meet():
-                continue
-            gathered = self.present.gather(torch.tensor(header, dtype=torch.int64))
-            if gathered is not None and self._say_farewell([Header(*row) for row in gathered.tolist()], ready):
+            headers = gather_headers(self.present, header) if self.present.meet() else []
+            if headers and self._say_farewell(headers, ready):
                 return
 
     def _say_farewell(self, headers: list[Header], ready: int) -> bool:
@@ -196,11 +200,10 @@ class ElasticUpdates(UpdateSynchronizer):
         shared = {"cosine": rounds.cosine.value, "history": self._history, "buffers": self.buffers.changed()}
         header = Header(self._rank, rounds.steps, self._trained, num_bytes, nanoseconds, **shared)
         with self.traffic.timed("exchange", "seconds_waiting"):
-            gathered = present.gather(torch.tensor(header, dtype=torch.int64))
-        if gathered is None:
-            present.agree()
+            headers = gather_headers(present, header)
+        if not headers:
+            present.agree()  # that the meeting has failed
             return
-        headers = [Header(*row) for row in gathered.tolist()]
         histories = [header.history for header in headers if header.step >= 0 and not header.ready]
         if len(histories) < len(headers) or len(set(histories)) > 1:
             # A joiner has the weights from before this exchange, so all keep what they would send. A rank that leaves
@@ -222,21 +225,16 @@ class ElasticUpdates(UpdateSynchronizer):
         if own.step < step:  # a rank that is behind reads what the others send with the settings that they have by now
             self._choose_settings(step)
             buckets = self._plans(rounds, step)
-        sends = own.step == step and own.trained > 0
-        self.memory.begin()
-        if sends:
-            self._forget_thresholds([names for names, _ in buckets])
-            payloads = [self._compress(names, plan) for names, plan in buckets]
-        else:
-            payloads = []
         senders = [place for place, header in enumerate(headers) if header.step == step and header.trained > 0]
         changed = reduce(or_, [headers[place].buffers for place in senders], 0)
         uncompressed = self.buffers.to_bytes(changed)
-        size = next(iter(sizes)) - self.buffers.num_bytes + uncompressed.numel()
-        if sends:
+        size = sizes.pop() - self.buffers.num_bytes + uncompressed.numel()
+        sent, payloads = torch.zeros(size, dtype=torch.uint8), []
+        self.memory.begin()
+        if sends := present.rank() in senders:
+            self._forget_thresholds([names for names, _ in buckets])
+            payloads = [self._compress(names, plan) for names, plan in buckets]
             sent = torch.cat([*payloads, uncompressed, sampled.view(torch.uint8)])
-        else:
-            sent = torch.zeros(size, dtype=torch.uint8)
         self.traffic.add(bytes_of_buffers=all_gather_bytes(uncompressed.numel(), present.size()))
         self.exchange.everyone.count(all_gather_bytes(size, present.size()))
         this_round, quorum = present.round, present.quorum
@@ -244,7 +242,7 @@ class ElasticUpdates(UpdateSynchronizer):
             rows = present.gather(sent)
             agreed = present.agree()
         if not agreed or rows is None:
-            parts = [(names, plan, payload) for (names, plan), payload in zip(buckets, payloads, strict=bool(payloads))]
+            parts = [(*bucket, payload) for bucket, payload in zip(buckets, payloads, strict=sends)]
             self._unsure = (this_round, quorum, parts) if sends else None
             if own.step < step:  # the next exchange may be with others that are behind, too
                 self._choose_settings(own.step)

@@ -6,7 +6,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from torch import Tensor
 from torch.nn import Module
 
@@ -14,19 +13,8 @@ from lightning_dct.__about__ import __version__
 from lightning_dct.agreement import describe_parameters
 from lightning_dct.checksums import checksum_of
 from lightning_dct.config import DCTConfig
-from lightning_dct.elastic.elastic_updates import Header
+from lightning_dct.elastic.elastic_updates import Header, gather_headers
 from lightning_dct.elastic.present import PresentRanks
-
-
-def refuse_searches(trainer: pl.Trainer) -> None:
-    """Refuse callbacks that train on trial and then restore a checkpoint on all ranks (ValueError)."""
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, LearningRateFinder | BatchSizeFinder):
-            raise ValueError(
-                f"`strategy='dct_elastic'` cannot run `{type(callback).__name__}`, because each rank would search by"
-                " itself. Run the search first, on one machine with `strategy='auto'` or `'dct'`, and give its result"
-                " to the model."
-            )
 
 
 def settings_of(module: Module, config: DCTConfig, fit: int) -> dict[str, str]:
@@ -59,35 +47,28 @@ def trained_names(module: Module) -> list[str]:
 def compare_starts(
     present: PresentRanks, checkpoint: Mapping[str, Any], rank: int, path: Any, patience_s: float
 ) -> bool:
-    """Compare the checkpoints from which ranks start, and wait ``patience_s`` seconds for the slowest to read its own.
+    """Compare the checkpoints from which ranks start (ValueError if they differ), and whether all have read theirs.
 
-    Returns:
-        Whether all ranks have; if not, one has gone or is slower, and the ranks must meet again.
-
-    Raises:
-        ValueError: The checkpoints differ.
+    This waits ``patience_s`` seconds for the slowest. If one has gone or is slower, the ranks must meet again.
     """
     tensors = [value for value in checkpoint["state_dict"].values() if isinstance(value, Tensor)]
     digest = zlib.crc32(repr([checksum_of(tensor) for tensor in tensors]).encode())
     # In a header's fields, because another rank may send one in this meeting.
-    said = Header(digest, int(checkpoint["global_step"]), 0, 0, 0)
-    seen = present.gather(torch.tensor(said, dtype=torch.int64), patience_s)
-    if seen is None:
+    seen = gather_headers(present, Header(digest, int(checkpoint["global_step"]), 0, 0, 0), patience_s)
+    if not seen:
         present.agree()  # that the meeting has failed
-        return False
-    if bool((seen != seen[0]).any()):
+    if len(set(seen)) > 1:
         raise ValueError(
             f"The ranks start with different checkpoints; that of rank {rank} is {path}. Copy the same file and folder"
             " to every machine."
         )
-    return True
+    return bool(seen)
 
 
 def situation_of(module: pl.LightningModule, length: Sequence[Any]) -> dict[str, Any]:
-    """The state of a run that a rank takes from this one when it starts with it or joins it, as plain data.
+    """What a rank takes from this one when it starts with it or joins it, beside its state, as plain data.
 
-    It has the expected length, the names of trained parameters, and the folders of checkpoint callbacks, because that
-    rank may find another version of a logger's folder.
+    The folders of checkpoint callbacks are there because that rank may find another version of a logger's folder.
     """
     found = [getattr(one, "dirpath", None) for one in module.trainer.checkpoint_callbacks]
     folders = [None if path is None else str(path) for path in found]

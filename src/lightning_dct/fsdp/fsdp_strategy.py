@@ -65,6 +65,7 @@ class DCTFSDPStrategy(DCTStrategyBase, MeshStrategy):
     """
 
     strategy_name = "dct_fsdp"
+    holds_shards = True
     dense_rival = "HSDP"
     when_alone = (
         "A single replica (`replicas=1`, the default on one node) exchanges nothing, so nothing is compressed. Give"
@@ -114,13 +115,6 @@ class DCTFSDPStrategy(DCTStrategyBase, MeshStrategy):
         )
         self._hooks: list[RemovableHandle] = []
 
-    holds_shards = True
-
-    @property
-    def stages(self) -> int:  # type: ignore[override]
-        """The ranks per replica."""
-        return self.shards
-
     def setup(self, trainer: pl.Trainer) -> None:
         """Check the sharding, and set up the exchange between replicas.
 
@@ -144,8 +138,8 @@ class DCTFSDPStrategy(DCTStrategyBase, MeshStrategy):
             ]
             entries = sum(local_of(p).numel() for p in self._parameter_names() if p.requires_grad)
             rank_zero_info(
-                f"DCTFSDPStrategy: replicas={self.replicas}, each sharded over {self.shards} ranks; shared weights take"
-                f" {4 * entries / 1e6:,.1f} MB per rank, 1 / {self.shards} of the model's."
+                f"DCTFSDPStrategy: replicas={self.replicas}, each sharded over {self.stages} ranks; shared weights take"
+                f" {4 * entries / 1e6:,.1f} MB per rank, 1 / {self.stages} of the model's."
             )
 
     def _takes_all_ranks(self) -> bool:
@@ -161,7 +155,7 @@ class DCTFSDPStrategy(DCTStrategyBase, MeshStrategy):
             module.set_custom_all_gather(_Counted(gather, link, all_gather_bytes))
             module.set_custom_reduce_scatter(_Counted(scatter, link, lambda size, ranks: size * (ranks - 1) // ranks))
         # The ranks of a replica have buffers of their own.
-        everyone = Link(dist.distributed_c10d._get_default_group(), self.traffic, self.shards)
+        everyone = Link(dist.distributed_c10d._get_default_group(), self.traffic, self.stages)
         return make_update_synchronizer(
             self, model, group, True, lambda: self.optimizers, ShardWeights(modules), everyone
         )

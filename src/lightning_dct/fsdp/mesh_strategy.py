@@ -47,21 +47,15 @@ class MeshStrategy(ModelParallelStrategy):
         wrap_unit: The unit of :func:`wrap`.
         shard_settings: For ``fully_shard``.
         **kwargs: As for ModelParallelStrategy.
+
+    Attributes:
+        replicas: Their number, once the processes have started.
+        stages: The ranks per replica.
     """
 
     def __init__(self, replicas: int | None, wrap_unit: Unit, shard_settings: dict[str, Any], **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._replicas, self._wrap_unit, self._shard_settings = replicas, wrap_unit, shard_settings
-
-    @property
-    def replicas(self) -> int:
-        """The number of replicas."""
-        return self.num_nodes if self._replicas is None else self._replicas
-
-    @property
-    def shards(self) -> int:
-        """The ranks per replica."""
-        return self.world_size // self.replicas
 
     @property
     def shard_mesh(self) -> DeviceMesh:
@@ -80,12 +74,14 @@ class MeshStrategy(ModelParallelStrategy):
             ValueError: The replicas cannot have the same size.
         """
         self._setup_distributed()
+        self.replicas = self._replicas or self.num_nodes
+        self.stages = self.world_size // self.replicas
         if self.world_size % self.replicas:
             raise ValueError(
                 f"`replicas={self.replicas}` does not divide the {self.world_size} ranks of this run. Use a divisor,"
                 f" such as {self.num_nodes}, one replica per node."
             )
-        shape = (self.replicas, self.shards, 1)
+        shape = (self.replicas, self.stages, 1)
         self._device_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=AXES)
         module: Any = self.lightning_module  # Any: an attribute takes the place of a method
         module._device_mesh = self._device_mesh
@@ -117,10 +113,10 @@ class MeshStrategy(ModelParallelStrategy):
         states = checkpoint.pop("optimizer_states", [])
         tensors |= {f"optimizer_{number}": state for number, state in enumerate(states)}
         sums = {}
-        if self.global_rank < self.shards:
+        if self.global_rank < self.stages:
             save(tensors, checkpoint_id=part, process_group=self.device_mesh[AXES[1]].get_group())
             files = sorted(file.name for file in part.iterdir())
-            sums = {name: checksum_of_file(part / name) for name in files[self.global_rank :: self.shards]}
+            sums = {name: checksum_of_file(part / name) for name in files[self.global_rank :: self.stages]}
         gathered = gather_objects(sums)
         if self.is_global_zero:
             of_all = {name: one for theirs in gathered for name, one in theirs.items()}

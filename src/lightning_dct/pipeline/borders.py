@@ -54,8 +54,8 @@ def trace_borders(
 ) -> list[Border]:
     """Find the borders in a call of the network, one fewer than pieces.
 
-    The pieces run on fake tensors, which have shapes but no memory. So every rank finds all borders, and no state,
-    random number or gradient changes. ``precision`` opens forward's context (autocast).
+    The pieces run on fake tensors, which have shapes but no memory, in forward's context ``precision`` (autocast). So
+    every rank finds all borders, and no state, random number or gradient changes.
 
     Raises:
         ValueError: A piece returns something other than one floating-point tensor to the next.
@@ -67,10 +67,8 @@ def trace_borders(
         value, context = tree_map(lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, call)
         for piece in pieces[:-1]:
             modules = piece.modules
-            state = {
-                name: torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-                for name, tensor in chain(modules.named_parameters(), modules.named_buffers())
-            }
+            named = chain(modules.named_parameters(), modules.named_buffers())
+            state = {name: torch.empty(one.shape, dtype=one.dtype, device=device) for name, one in named}
             try:
                 value = functional_call(modules, state, (value,), context_of(modules, context))
             except Exception as error:

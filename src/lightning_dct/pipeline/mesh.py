@@ -1,8 +1,7 @@
 """The mesh of data-parallel replicas x stages, its process groups, and what ranks share over them.
 
-Rank ``r`` is stage ``r % stages`` of replica ``r // stages``, so neighbouring ranks are the stages of one pipeline.
-Stages exchange activations several times a step, over the fast links inside a node. Replicas exchange a hundredth of
-their updates, over the slow links. The last stage shares the loss and the logs of a step, and the states of metrics.
+Rank ``r`` is stage ``r % stages`` of replica ``r // stages``: the stages of a pipeline are neighbours, because they use
+the fast links inside a node. The last stage shares the loss and the logs of a step, and the states of metrics.
 """
 
 import pickle
@@ -78,13 +77,12 @@ class PipelineMesh:
     def gather_on_first(self, value: Any) -> list[Any]:
         """All stages' objects on global rank 0, in order of stages; elsewhere this rank's alone."""
         values = [value]
-        for stage in range(1, self.stages if self.replica == 0 else 0):
-            if self.stage == stage:
-                dist.send_object_list([to_device(value, "cpu")], dst=0, group=self.control)
-            elif self.stage == 0:
-                box: list[Any] = [None]
-                dist.recv_object_list(box, src=stage, group=self.control)
-                values.append(box[0])
+        if self.replica == 0 and self.stage > 0:
+            dist.send_object_list([to_device(value, "cpu")], dst=0, group=self.control)
+        for stage in range(1, self.stages if dist.get_rank() == 0 else 0):
+            box: list[Any] = [None]
+            dist.recv_object_list(box, src=stage, group=self.control)
+            values += box
         return values
 
 
@@ -142,18 +140,16 @@ def gather_last_stages(mesh: PipelineMesh, state: Tensor, group: Any = None) -> 
 def synchronise_metrics(module: nn.Module, mesh: PipelineMesh) -> list[Metric]:
     """Give metrics without a ``dist_sync_fn`` a :func:`gather_last_stages`, and return them.
 
-    Raises:
-        ValueError: A metric has ``dist_sync_on_step``, but not all ranks run steps to their end.
+    Refuse any with ``dist_sync_on_step``, because not all ranks run steps to their end (ValueError).
     """
-    found = []
-    for name, child in module.named_modules():
-        if isinstance(child, Metric) and child.dist_sync_on_step:
+    metrics = {name: child for name, child in module.named_modules() if isinstance(child, Metric)}
+    for name, metric in metrics.items():
+        if metric.dist_sync_on_step:
             raise ValueError(
                 f"The metric {name!r} has `dist_sync_on_step=True`. Under `DCTPipelineStrategy` steps end on the last"
                 " stage only, and metrics are synchronised when an epoch ends. Leave the setting out."
             )
-        if isinstance(child, Metric) and child.dist_sync_fn is None:
-            found.append(child)
+    found = [metric for metric in metrics.values() if metric.dist_sync_fn is None]
     for metric in found:
         metric.dist_sync_fn = partial(gather_last_stages, mesh)
     return found

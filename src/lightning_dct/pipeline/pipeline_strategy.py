@@ -24,9 +24,8 @@ from lightning_dct.failures.course import EXCHANGE
 from lightning_dct.law import Given
 from lightning_dct.pipeline.mesh import PipelineMesh, synchronise_metrics
 from lightning_dct.pipeline.placement import Placement, convert, merge_optimizer_states, part_of_optimizer_state
-from lightning_dct.pipeline.runner import Delivered, Runner, set_aside
+from lightning_dct.pipeline.runner import Delivered, Runner, exchanged, set_aside
 from lightning_dct.pipeline.schedule import SCHEDULES, Pipeline, ScheduleName, check_schedule
-from lightning_dct.pipeline.steps import exchanged
 from lightning_dct.strategy import DCTStrategy
 from lightning_dct.sync.synchronizer import Synchronizer
 
@@ -102,7 +101,7 @@ class DCTPipelineStrategy(DCTStrategy):
         self.micro_batches = micro_batches
         self.schedule = schedule
         # Set when the processes have started.
-        self.mesh: PipelineMesh | None = None
+        self.mesh: PipelineMesh = None  # type: ignore[assignment]
         self._placement: Any = None  # a Placement, and the Runner of its pieces
         self._runner: Any = None
         self._example_input: Any = None
@@ -149,7 +148,7 @@ class DCTPipelineStrategy(DCTStrategy):
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Cut the model, keep this rank's pieces, and wrap them."""
-        module, mesh = self._module, self._placed
+        module, mesh = self._module, self.mesh
         # Before the cut: after it a rank has only its own pieces.
         check_agreement(module_settings(module), module, None)
         placement = self._placement = Placement(module, mesh, self.schedule == "interleaved_1f1b")
@@ -194,7 +193,7 @@ class DCTPipelineStrategy(DCTStrategy):
     def configure_ddp(self) -> None:
         """Have data parallelism leave other stages' parameters alone."""
         self._module._ddp_params_and_buffers_to_ignore = self._placement.not_synchronised
-        self._ddp_kwargs["process_group"] = self._placed.data_parallel
+        self._ddp_kwargs["process_group"] = self.mesh.data_parallel
         super().configure_ddp()
 
     def teardown(self) -> None:
@@ -245,16 +244,16 @@ class DCTPipelineStrategy(DCTStrategy):
 
     def _come_to_stages(self, step: str) -> None:
         """Come to where the ranks of a pipeline send activations to each other."""
-        self.come_to(f"{EXCHANGE} of activations in {step}", group=self._placed.pipeline)
+        self.come_to(f"{EXCHANGE} of activations in {step}", group=self.mesh.pipeline)
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Combine values over the pipelines: all ranks of a pipeline have the same value, which counts once."""
-        return super().reduce(tensor, self._placed.data_parallel if group is None else group, reduce_op)
+        return super().reduce(tensor, self.mesh.data_parallel if group is None else group, reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks, or any, decided for something."""
         self.come_to("a common decision")
-        votes = sum(gather_objects(bool(decision), self._placed.everyone))
+        votes = sum(gather_objects(bool(decision), self.mesh.everyone))
         return votes == self.world_size if all else votes > 0
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -264,7 +263,7 @@ class DCTPipelineStrategy(DCTStrategy):
         if self._spread is None:
             return state
         # Each stage's part replaces the meta tensors.
-        for part in self._placed.gather_on_first(self._spread.own_part(state))[1:]:
+        for part in self.mesh.gather_on_first(self._spread.own_part(state))[1:]:
             state.update(part)
         return state
 
@@ -274,7 +273,7 @@ class DCTPipelineStrategy(DCTStrategy):
         if self._spread is None:
             return state
         part = part_of_optimizer_state(state, optimizer)
-        return merge_optimizer_states(self._placed.gather_on_first(part))
+        return merge_optimizer_states(self.mesh.gather_on_first(part))
 
     def _own_state_of(self, optimizer: Optimizer) -> dict[str, Any]:
         return part_of_optimizer_state(super()._own_state_of(optimizer), optimizer)
@@ -296,11 +295,6 @@ class DCTPipelineStrategy(DCTStrategy):
     def _restore(self, synchronizer: Synchronizer, state: dict[str, Any]) -> None:
         self._placement.drop_foreign(state)
         super()._restore(synchronizer, state)
-
-    @property
-    def _placed(self) -> PipelineMesh:
-        assert self.mesh is not None
-        return self.mesh
 
     @property
     def _spread(self) -> Placement | None:

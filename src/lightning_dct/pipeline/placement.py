@@ -34,10 +34,7 @@ class Piece:
 class Placement:
     """The pieces of a model on the ranks of a mesh; piece ``i`` lives on stage ``i % stages``.
 
-    With ``interleaved`` a rank runs several.
-
-    Raises:
-        ValueError: The model cannot be cut into pieces for so many stages.
+    With ``interleaved`` a rank runs several. Models that cannot be cut for so many stages are refused (ValueError).
     """
 
     def __init__(self, model: nn.Module, mesh: PipelineMesh, interleaved: bool) -> None:
@@ -91,8 +88,8 @@ class Placement:
         owners: dict[int, int] = {}
         for piece in self.pieces:
             stage = piece.index % self.mesh.stages
-            named = {"parameter": piece.modules.named_parameters(), "buffer": piece.modules.named_buffers()}
-            for what, (name, tensor) in ((kind, one) for kind, found in named.items() for one in found):
+            for name, tensor in chain(piece.modules.named_parameters(), piece.modules.named_buffers()):
+                what = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
                 if owners.setdefault(id(tensor), stage) != stage:
                     raise ValueError(
                         f"The {what} {name!r} of piece {piece.index} is also used on stage {owners[id(tensor)]}:"

@@ -1,6 +1,8 @@
 """Runs the user's steps over a pipeline, and gives the schedule's gradients to DistributedDataParallel.
 
-The last stage runs the steps to their end, and every rank logs.
+A step is ordinary code that calls the network once. To capture the arguments of that call, the network's forward is
+replaced by one that ends the step. To compute a loss, it is replaced by one that returns the last stage's output. So on
+the last stage the code before the call runs twice. It has the same batch and draws the same random numbers both times.
 """
 
 import random
@@ -26,22 +28,20 @@ from lightning_dct.pipeline import steps
 from lightning_dct.pipeline.borders import Border, trace_borders
 from lightning_dct.pipeline.mesh import StepResults, to_device
 from lightning_dct.pipeline.schedule import Pipeline
-from lightning_dct.pipeline.sequential import NetworkCall
+from lightning_dct.pipeline.sequential import NetworkCall, check_context, check_no_gradients
 
-# The errors for ranks of one pipeline with different data, by what differs.
-_DIFFERENT = {
-    "batches": (
-        "read different batches for `{step}`, and all of them must read the same. Begin the script with"
-        " `seed_everything(0, workers=True)`, so that all ranks make, shuffle and augment data alike. If the script"
-        " splits data itself, use `trainer.distributed_sampler_kwargs` (`num_replicas`: pipelines, `rank`: this one)"
-        " instead of `trainer.world_size` and `trainer.global_rank`."
-    ),
-    "keywords": (
-        "called the network with different keyword arguments in `{step}`. They do not cross between stages, so they"
-        " must follow from the batch alone: compute them without state that ranks do not share, or make them part of"
-        " the network's first argument."
-    ),
-}
+# How ranks of one pipeline differ, and the remedy.
+_BATCHES = (
+    "read different batches for `{step}`, and all of them must read the same. Begin the script with"
+    " `seed_everything(0, workers=True)`, so that all ranks make, shuffle and augment data alike. If the script"
+    " splits data itself, use `trainer.distributed_sampler_kwargs` (`num_replicas`: pipelines, `rank`: this one)"
+    " instead of `trainer.world_size` and `trainer.global_rank`."
+)
+_KEYWORDS = (
+    "called the network with different keyword arguments in `{step}`. They do not cross between stages, so they"
+    " must follow from the batch alone: compute them without state that ranks do not share, or make them part of"
+    " the network's first argument."
+)
 
 
 @dataclass
@@ -78,17 +78,17 @@ class Runner:
                 "Trainer(detect_anomaly=True) does not work with `DCTPipelineStrategy`: gradients cross between stages"
                 " as bytes that read as NaN. Look for anomalies with one process and `strategy='auto'`."
             )
-        self._check_same_data("training_step", "batches", batch)
+        self._check_same_data("training_step", _BATCHES, batch)
         micro_batches = self.pipeline.micro_batches
         parts = steps.split_batch(batch, micro_batches)
         with self.pipeline.precision():
             calls = [self._capture("training_step", number, part, *arguments) for number, part in enumerate(parts)]
-        self._check_same_data("training_step", "keywords", [call.context for call in calls])
+        self._check_same_data("training_step", _KEYWORDS, [call.context for call in calls])
         losses: list[Tensor] = []
         logged: list[list[steps.LogCall]] = []
 
         def loss_of(number: int, output: Any) -> Tensor:
-            result, logs = self._run("training_step", number, output, parts[number], *arguments)
+            result, logs = self._finish("training_step", number, output, parts[number], *arguments)
             loss = steps.loss_in(result)
             losses.append(loss.detach())
             logged.append(logs)
@@ -111,14 +111,14 @@ class Runner:
         The step sees the whole batch. Only the network runs in micro-batches, which may differ in size by a row. Each
         is masked by itself, as in training.
         """
-        self._check_same_data(step, "batches", batch)
+        self._check_same_data(step, _BATCHES, batch)
         whole = self._capture(step, 0, batch, *arguments)
-        self._check_same_data(step, "keywords", whole.context)
+        self._check_same_data(step, _KEYWORDS, whole.context)
         calls = steps.split_ragged(whole, self.pipeline.micro_batches, batch)
         outputs = self.pipeline.forward(calls, [self._borders_of(call) for call in calls])
         sent, result = None, None
         if outputs is not None:
-            result, logs = self._run(step, 0, steps.join(outputs), batch, *arguments)
+            result, logs = self._finish(step, 0, steps.join(outputs), batch, *arguments)
             sent = to_device(result, "cpu"), logs
         shared = self._share(sent, partial(self._mesh.share, stage=self._mesh.stages - 1))
         return to_device(shared, self.pipeline.device) if outputs is None else result
@@ -135,26 +135,58 @@ class Runner:
         return shared
 
     def _capture(self, step: str, number: int, batch: Any, *arguments: Any) -> NetworkCall:
+        """Run a step up to its call of the network, without logs, and return the arguments of that call."""
+
+        def reach(input: Any, **context: Any) -> Any:
+            check_context(self.network, context)
+            check_no_gradients(context)
+            raise _Reached(NetworkCall(input, context))
+
         if self._mesh.is_last:  # which runs the step again, and a step may change tensors in place
             batch = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
-        with self._seeded(step, number, arguments):
-            return steps.capture_call(self.module, self.network, step, (batch, *arguments))
+        try:
+            self._run(step, number, (batch, *arguments), reach, lambda *_, **__: None)
+        except _Reached as reached:
+            return reached.args[0]
+        raise RuntimeError(
+            f"`{step}` never calls the Sequential that is cut into stages. Under `DCTPipelineStrategy` every step calls"
+            " it once, as in `self.network(inputs)`."
+        )
 
-    def _run(self, step: str, number: int, output: Any, batch: Any, *arguments: Any) -> tuple[Any, list[steps.LogCall]]:
-        with self._seeded(step, number, arguments):
-            return steps.run_step(self.module, self.network, step, (batch, *arguments), output)
+    def _finish(
+        self, step: str, number: int, output: Any, batch: Any, *arguments: Any
+    ) -> tuple[Any, list[steps.LogCall]]:
+        """Run a step with a network that returns ``output``, and return its result and logs."""
+        inputs: list[Any] = []
+        logs: list[steps.LogCall] = []
 
-    @contextmanager
-    def _seeded(self, step: str, number: int, arguments: Sequence[Any]) -> Iterator[None]:
-        """Have a step draw the same random numbers whenever it has this micro-batch, also in a resumed run."""
-        trainer = self.module.trainer
-        place = step, trainer.current_epoch, trainer.global_step, [one for one in arguments if isinstance(one, int)]
+        def answer(input: Any, **context: Any) -> Any:
+            inputs.append(input)
+            return output
+
+        result = self._run(step, number, (batch, *arguments), answer, steps.recorder(self.module, logs))
+        if len(inputs) != 1:
+            raise RuntimeError(
+                f"`{step}` has called the Sequential that is cut into stages {len(inputs)} times. Under"
+                " `DCTPipelineStrategy` every step calls it once: join the inputs into one batch."
+            )
+        return result, logs
+
+    def _run(self, step: str, number: int, arguments: Sequence[Any], forward: Any, log: Any) -> Any:
+        """Run a step with another forward of the network and another ``self.log``.
+
+        It draws the same random numbers whenever it has this micro-batch, also in a resumed run.
+        """
+        module, trainer = self.module, self.module.trainer
+        numbers = [one for one in arguments[1:] if isinstance(one, int)]
+        place = step, trainer.current_epoch, trainer.global_step, numbers
         seed = zlib.crc32(repr((self._seed, self._mesh.replica, place, number)).encode())
-        with isolate_rng():
+        network, gather = exchanged(self.network, "forward", forward), exchanged(module, "all_gather", _refuse)
+        with isolate_rng(), network, gather, exchanged(module, "log", log):
             torch.manual_seed(seed)
             np.random.seed(seed)
             random.seed(seed)
-            yield
+            return getattr(module, step)(*arguments)
 
     def _borders_of(self, call: NetworkCall) -> list[Border]:
         leaves, structure = tree_flatten(call)
@@ -165,17 +197,35 @@ class Runner:
             self._borders[key] = trace_borders(pipeline.pieces, call, pipeline.device, pipeline.precision)
         return self._borders[key]
 
-    def _check_same_data(self, step: str, what: str, data: Any) -> None:
-        """Check, in the first batch of each step, that all ranks of the pipeline have the same tensors (ValueError).
-
-        ``what`` is a key of ``_DIFFERENT``.
-        """
-        if (step, what) in self._checked:
+    def _check_same_data(self, step: str, difference: str, data: Any) -> None:
+        """Check, in the first batch of each step, that all ranks of the pipeline have the same tensors (ValueError)."""
+        if (step, difference) in self._checked:
             return
-        self._checked.add((step, what))
+        self._checked.add((step, difference))
         seen = [(leaf.shape, checksum_of(leaf)) for leaf in tree_leaves(data) if isinstance(leaf, Tensor)]
         if any(theirs != seen for theirs in gather_objects(seen, self._mesh.control)):
-            raise ValueError(f"The ranks of one pipeline have {_DIFFERENT[what].format(step=step)}")
+            raise ValueError(f"The ranks of one pipeline have {difference.format(step=step)}")
+
+
+class _Reached(BaseException):
+    """Ends the step with the network's arguments; no ``except Exception`` in user code catches it."""
+
+
+@contextmanager
+def exchanged(module: nn.Module, method: str, replacement: Callable[..., Any]) -> Iterator[None]:
+    """Replace a method of one module, as Lightning does for DDP: the instance's attribute hides the class's."""
+    setattr(module, method, replacement)
+    try:
+        yield
+    finally:
+        delattr(module, method)
+
+
+def _refuse(*_: Any, **__: Any) -> Any:
+    raise RuntimeError(
+        "`self.all_gather` in a step would wait forever: under `DCTPipelineStrategy` only ranks of the last stage run"
+        " the step to its end. Log with `self.log(..., sync_dist=True)`, or gather in `on_validation_epoch_end`."
+    )
 
 
 @contextmanager

@@ -90,9 +90,8 @@ class EarlyReceiver(PipelineStage):
     NCCL runs the receives of a stream strictly in turn, so an early one would block what comes after it.
     """
 
-    def __init__(self, *arguments: Any, **settings: Any) -> None:
-        super().__init__(*arguments, **settings)
-        self._posted: list[dict[int, list[dist.P2POp]]] = [{}, {}]
+    # Of forward and of backward, by micro-batch.
+    _posted: list[dict[int, list[dist.P2POp]]]
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """The receives of a micro-batch; the first call posts all receives, in the order in which bytes are sent."""
@@ -194,21 +193,20 @@ class Pipeline:
 
     def _build(self) -> Any:
         kind = EarlyReceiver if len(self.stages) == 1 and self.device.type == "cpu" else PipelineStage
-        stages = []
-        for stage in self.stages:
-            loss = torch.empty((), device="meta", requires_grad=True)
-            stages.append(
-                kind(
-                    stage,
-                    stage.index,
-                    len(self.pieces),
-                    self.device,
-                    # With static shapes torch does not run the stage to find them.
-                    input_args=() if stage.arriving is None else stage.arriving.empty("meta", requires_grad=True),
-                    output_args=loss if stage.leaving is None else stage.leaving.empty("meta", requires_grad=True),
-                    group=self.mesh.pipeline,
-                )
+        loss = torch.empty((), device="meta", requires_grad=True)
+        stages = [
+            kind(
+                stage,
+                stage.index,
+                len(self.pieces),
+                self.device,
+                # With static shapes torch does not run the stage to find them.
+                input_args=() if stage.arriving is None else stage.arriving.empty("meta", requires_grad=True),
+                output_args=loss if stage.leaving is None else stage.leaving.empty("meta", requires_grad=True),
+                group=self.mesh.pipeline,
             )
+            for stage in self.stages
+        ]
         # The stage returns the loss itself, divided by the number of micro-batches.
         settings: dict[str, Any] = {"loss_fn": lambda output, target: output, "scale_grads": False}
         if self.schedule == "interleaved_1f1b":

@@ -1,25 +1,18 @@
-"""Runs the user's ``*_step`` without its network, and records its logs.
-
-A step is ordinary code that calls the network once. To capture the arguments of that call, the network's forward is
-replaced by one that ends the step. To compute a loss, it is replaced by one that returns the last stage's output. So on
-the last stage the code before the call runs twice. It has the same batch and draws the same random numbers both times.
-"""
+"""What the user's ``*_step`` takes and gives: batches, cut into micro-batches, and logs, which every rank repeats."""
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torchmetrics import Metric
 
 from lightning_dct.pipeline.mesh import to_device
-from lightning_dct.pipeline.sequential import NetworkCall, check_context, check_no_gradients
 
 
 @dataclass
@@ -30,73 +23,6 @@ class LogCall:
     value: Any  # on the CPU; for a torchmetrics metric, the last result of its `forward`, or None
     metric: str | None = None  # the name of a logged metric in the model
     settings: dict[str, Any] = field(default_factory=dict)  # the other arguments
-
-
-class _Reached(BaseException):
-    """Ends the step with the network's arguments; no ``except Exception`` in user code catches it."""
-
-    def __init__(self, call: NetworkCall) -> None:
-        self.call = call
-
-
-def capture_call(
-    module: pl.LightningModule, network: nn.Sequential, step: str, arguments: Sequence[Any]
-) -> NetworkCall:
-    """Run ``step`` up to its call of the network, without logs, and return the arguments of that call.
-
-    Raises:
-        RuntimeError: The step never calls the network.
-        TypeError: No child takes a given keyword, or a required one is missing.
-        ValueError: A keyword requires a gradient.
-    """
-
-    def reach(input: Any, **context: Any) -> Any:
-        check_context(network, context)
-        check_no_gradients(context)
-        raise _Reached(NetworkCall(input, context))
-
-    try:
-        _run(module, network, step, arguments, reach, lambda *_, **__: None)
-    except _Reached as reached:
-        return reached.call
-    raise RuntimeError(
-        f"`{step}` never calls the Sequential that is cut into stages. Under `DCTPipelineStrategy` every step calls it"
-        " once, as in `self.network(inputs)`."
-    )
-
-
-def run_step(
-    module: pl.LightningModule, network: nn.Sequential, step: str, arguments: Sequence[Any], output: Any
-) -> tuple[Any, list[LogCall]]:
-    """Run ``step`` with a network that returns ``output``, and return its result and logs.
-
-    Raises:
-        RuntimeError: The step does not call the network exactly once.
-    """
-    calls: list[LogCall] = []
-    times_called = 0
-
-    def answer(input: Any, **context: Any) -> Any:
-        nonlocal times_called
-        times_called += 1
-        return output
-
-    result = _run(module, network, step, arguments, answer, _recorder(module, calls))
-    if times_called != 1:
-        raise RuntimeError(
-            f"`{step}` has called the Sequential that is cut into stages {times_called} times. Under"
-            " `DCTPipelineStrategy` every step calls it once: join the inputs into one batch."
-        )
-    return result, calls
-
-
-def _run(
-    module: pl.LightningModule, network: nn.Module, step: str, arguments: Sequence[Any], forward: Any, log: Any
-) -> Any:
-    """Run a step with another forward of the network and another ``self.log``."""
-    gather = exchanged(module, "all_gather", _refuse_gathering)
-    with exchanged(network, "forward", forward), exchanged(module, "log", log), gather:
-        return getattr(module, step)(*arguments)
 
 
 def loss_in(result: Any) -> Tensor:
@@ -137,23 +63,22 @@ def replay(module: pl.LightningModule, calls: Sequence[LogCall]) -> None:
 def split_batch(batch: Any, parts: int) -> list[Any]:
     """Cut the tensors of a nested batch along dimension 0; every part gets all scalars and other objects.
 
-    Raises:
-        ValueError: A tensor cannot be cut into equal parts, tensors have different numbers of rows, or there is none.
+    Tensors that cannot be cut into equal parts, or that have different numbers of rows, are refused (ValueError).
     """
-    leaves = tree_leaves(batch)
-    if not any(map(_has_rows, leaves)):
+    lengths = _lengths(batch)
+    if not lengths:
         raise ValueError(
             f"No tensors to cut into micro-batches are found in the training batch, a {type(batch).__name__}. Have the"
             " loader's `collate_fn` return a tensor, or a dict, list or tuple of tensors."
         )
-    for leaf in leaves:
-        if _has_rows(leaf) and leaf.shape[0] % parts:
+    for length in sorted(lengths):
+        if length % parts:
             raise ValueError(
-                f"`micro_batches={parts}` does not divide the training batch, which has {leaf.shape[0]} rows on this"
+                f"`micro_batches={parts}` does not divide the training batch, which has {length} rows on this"
                 f" pipeline. Choose a batch size that is a multiple of {parts} (and `drop_last=True` for the loader's"
                 " last batch), or other `micro_batches`."
             )
-    if len(lengths := {leaf.shape[0] for leaf in leaves if _has_rows(leaf)}) > 1:
+    if len(lengths) > 1:
         raise ValueError(
             f"The training batch has tensors of {' and '.join(map(str, sorted(lengths)))} rows, and every tensor of it"
             " is cut into micro-batches along dimension 0. Give all of them a row for each sample, and keep what is no"
@@ -167,12 +92,11 @@ def split_ragged(value: Any, parts: int, batch: Any) -> list[Any]:
 
     They are not cut if they have other numbers of rows than the batch, as if the sequence comes first.
     """
-    rows = {leaf.shape[0] for leaf in tree_leaves(batch) if _has_rows(leaf)}
-    lengths = {leaf.shape[0] if _has_rows(leaf) else None for leaf in tree_leaves(value)}
-    length = lengths.pop() if len(lengths) == 1 else None
-    if length not in rows or not length:
+    lengths = _lengths(value)
+    is_batch = len(lengths) == 1 and all(map(_has_rows, tree_leaves(value)))
+    if not is_batch or not lengths <= _lengths(batch) - {0}:
         return [value]
-    return _cut(value, min(parts, length))
+    return _cut(value, min(parts, *lengths))
 
 
 def join(outputs: Sequence[Any]) -> Any:
@@ -189,6 +113,11 @@ def _cut(tree: Any, parts: int) -> list[Any]:
     return [tree_unflatten([leaf[part] for leaf in cut], structure) for part in range(parts)]
 
 
+def _lengths(tree: Any) -> set[int]:
+    """The numbers of rows of the tensors in a tree."""
+    return {leaf.shape[0] for leaf in tree_leaves(tree) if _has_rows(leaf)}
+
+
 def _has_rows(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.dim() > 0
 
@@ -203,24 +132,8 @@ def _joined(parts: Sequence[Any], rows: Sequence[int]) -> Any:
     return (torch.stack([*parts]) * weights).sum() / sum(rows)
 
 
-@contextmanager
-def exchanged(module: nn.Module, method: str, replacement: Callable[..., Any]) -> Iterator[None]:
-    """Replace a method of one module, as Lightning does for DDP: the instance's attribute hides the class's."""
-    setattr(module, method, replacement)
-    try:
-        yield
-    finally:
-        delattr(module, method)
-
-
-def _refuse_gathering(*_: Any, **__: Any) -> Any:
-    raise RuntimeError(
-        "`self.all_gather` in a step would wait forever: under `DCTPipelineStrategy` only ranks of the last stage run"
-        " the step to its end. Log with `self.log(..., sync_dist=True)`, or gather in `on_validation_epoch_end`."
-    )
-
-
-def _recorder(module: pl.LightningModule, calls: list[LogCall]) -> Callable[..., None]:
+def recorder(module: pl.LightningModule, calls: list[LogCall]) -> Callable[..., None]:
+    """A ``self.log`` that adds to a list instead."""
     arguments_of_log = inspect.signature(type(module).log)
 
     def record(*arguments: Any, **settings: Any) -> None:
