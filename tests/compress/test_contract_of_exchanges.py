@@ -26,7 +26,7 @@ from one_card import DEVICE
 @pytest.mark.parametrize(("world_size", "exchange", "ranks_per_node"), [(2, "two_phase", 1), (4, "hierarchical", 2)])
 def test_exchanges_of_gradients(world_size: int, exchange: str, ranks_per_node: int) -> None:
     """Over other buckets, a tensor that is not used, a step that is lost and a refresh."""
-    sizes = {"a": 1400, "b": 50, "c": 700, "d": 120}
+    sizes = {"a": 700, "b": 50, "c": 350, "d": 70}
     settings = {"density": 0.1, "min_tensor_size": 60, "value_format": "2bit"}
     runs = {
         way: EmulatedRanks(
