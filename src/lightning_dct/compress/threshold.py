@@ -118,15 +118,10 @@ def nudge(threshold: float, count: int, target: int, size: int, aim: float = GUA
 
 
 def limit_of(reached: Tensor, size: int, target: int) -> float:
-    """The magnitude that about ``target`` entries reach, from a regular sample of more that have reached a threshold.
+    """The magnitude that about ``target`` of the entries reach that have reached a threshold, from a regular sample.
 
-    With a random choice instead of the largest entries, four ranks lost 7.0% where they lose 5.1%:
-    ``docs/evidence/sums.md``.
-
-    Args:
-        reached: Their values, finite, shape ``[n]`` with ``n > target``.
-        size: Entries of the tensor.
-        target: Entries that fit.
+    ``reached`` are their values, finite, shape ``[n]`` with ``n > target``, out of a tensor's ``size``. With a random
+    choice instead of the largest entries, four ranks lost 7.0% where they lose 5.1%: ``docs/evidence/sums.md``.
     """
     count, wanted = reached.numel(), min(LIMIT_SAMPLE, size)
     # Of small tensors torch's calls cost more than the work.

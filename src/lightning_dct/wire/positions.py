@@ -112,10 +112,7 @@ class PositionCode:
             PayloadError: The message does not hold ``count`` ascending positions below ``universe``.
         """
         flags = nonzero_indices(bits[: self.num_flags])
-        if flags.numel() != count:
-            raise PayloadError(
-                f"the positions are corrupt: {flags.numel()} positions are marked, but the header says {count}"
-            )
+        _check_count(flags.numel(), count)
         if self.is_bitmap:
             return flags
         planes = bits[self.num_flags :].view(self.low_bits, self.capacity)[:, :count]
@@ -164,11 +161,13 @@ class PositionCode:
         else:
             flags.copy_(pack_flags(message.new_zeros(self.universe).index_fill_(0, self.decode(message, count), 1)))
         counts = count_flags(flags, sizes, kernel)
-        if sum(counts) != count:
-            raise PayloadError(
-                f"the positions are corrupt: {sum(counts)} positions are marked, but the header says {count}"
-            )
+        _check_count(sum(counts), count)
         return counts
+
+
+def _check_count(marked: int, count: int) -> None:
+    if marked != count:
+        raise PayloadError(f"the positions are corrupt: {marked} positions are marked, but the header says {count}")
 
 
 def count_flags(flags: Tensor, sizes: Sequence[int], kernel: str) -> list[int]:
