@@ -53,23 +53,18 @@ class PositionCode:
     capacity: int
 
     @cached_property
-    def is_bitmap(self) -> bool:
-        """Whether the code is a bitmap, because that is not longer."""
-        bits = self._best_low_bits
-        return self.universe <= self._num_flags(bits) + bits * self.capacity
-
-    @cached_property
     def low_bits(self) -> int:
-        """Bits of a position that are stored as they are."""
-        return 0 if self.is_bitmap else self._best_low_bits
-
-    @cached_property
-    def _best_low_bits(self) -> int:
-        """The number of low bits with the smallest message."""
+        """Bits of a position that are stored as they are, for the smallest message; 0 if a bitmap is not longer."""
         # One more low bit costs `capacity` bits and halves the flags. It pays with more than two flags a position.
         largest, enough = max(self.universe - 1, 0), 2 * self.capacity
         bits = max(largest.bit_length() - enough.bit_length(), 0)
-        return min(bits + (largest >> bits > enough), max(self.universe.bit_length() - 1, 0))
+        bits = min(bits + (largest >> bits > enough), max(self.universe.bit_length() - 1, 0))
+        return bits if self._num_flags(bits) + bits * self.capacity < self.universe else 0
+
+    @property
+    def is_bitmap(self) -> bool:
+        """Whether the code is a bitmap: without low bits, Elias-Fano has more flags than there are positions."""
+        return not self.low_bits
 
     @cached_property
     def num_flags(self) -> int:
