@@ -64,23 +64,22 @@ def select(
     limits = [dtype.type(threshold) for threshold in thresholds]
     factor = scale is not None, dtype.type(scale or 0)
 
-    def select_spans(spans: list[_Span]) -> tuple[Tensor, list[int]]:
+    def select_spans(spans: list[_Span]) -> tuple[Tensor, NDArray[np.int64]]:
         found = _scratch(sum([stop - start for _, start, stop, _ in spans]), nothing.dtype)
-        values, count, counts = found.numpy(), 0, []
+        values, count, counts = found.numpy(), 0, np.zeros(len(news), np.int64)
         for tensor, start, stop, bit in spans:
             new, base = arrays[tensor][0][start:stop], arrays[tensor][1][start:stop]
-            stopped = _select(new, base, *factor, limits[tensor], words, bit, values, count)
-            counts.append(stopped - count)
-            count = stopped
+            before = count
+            count = _select(new, base, *factor, limits[tensor], words, bit, values, count)
+            counts[tensor] = count - before
         # A helping thread may take another share and then use its array again.
         return found[:count] if spans is shares[0] else found[:count].clone(), counts
 
-    shares, found, counts = _shares(news, first), [nothing], [0] * len(news)
-    for share, (values, reached) in zip(shares, _in_threads(select_spans, shares), strict=True):
-        found.append(values)
-        for span, count in zip(share, reached, strict=True):
-            counts[span.tensor] += count
-    return found[-1] if len(found) <= 2 else torch.cat(found), counts
+    shares = _shares(news, first)
+    found = _in_threads(select_spans, shares)
+    values = [values for values, _ in found] or [nothing]
+    counts = sum((counts for _, counts in found), np.zeros(len(news), np.int64))
+    return values[0] if len(values) == 1 else torch.cat(values), counts.tolist()
 
 
 def thin(flags: Tensor, begin: int, size: int, values: Tensor, target: int, limit: float) -> Tensor:

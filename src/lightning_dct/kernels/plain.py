@@ -84,16 +84,11 @@ def thin(flags: Tensor, begin: int, size: int, values: Tensor, target: int, limi
     numbers, count = large.cumsum(0), int(large.sum())
     if count > target:
         large &= numbers * target // count > (numbers - 1) * target // count
-    return keep_some(flags, begin, size, values, large)
-
-
-def keep_some(flags: Tensor, begin: int, size: int, values: Tensor, keep: Tensor) -> Tensor:
-    """Keep only the flagged entries of a tensor where ``keep`` (shape ``[count]``, bool) is set."""
     marks = unpack_bits(flags, 8 * flags.numel()).view(torch.bool)
     of_tensor = marks[begin : begin + size]
-    of_tensor[of_tensor.clone()] = keep
+    of_tensor[of_tensor.clone()] = large
     flags.copy_(pack_bits(marks))
-    return values[keep]
+    return values[large]
 
 
 def subtract(tensors: Tensors, first: Sequence[int], sent: Sent) -> None:
