@@ -62,7 +62,6 @@ def select(
     # numba does not support bfloat16.
     arrays = [(new.to(base.dtype).numpy(), base.numpy()) for new, base in zip(news, bases, strict=True)]
     limits = [dtype.type(threshold) for threshold in thresholds]
-    factor = scale is not None, dtype.type(scale or 0)
 
     def select_spans(spans: list[_Span]) -> tuple[Tensor, NDArray[np.int64]]:
         found = _scratch(sum([stop - start for _, start, stop, _ in spans]), nothing.dtype)
@@ -70,7 +69,10 @@ def select(
         for tensor, start, stop, bit in spans:
             new, base = arrays[tensor][0][start:stop], arrays[tensor][1][start:stop]
             before = count
-            count = _select(new, base, *factor, limits[tensor], words, bit, values, count)
+            if scale is None:
+                count = _select_difference(new, base, limits[tensor], words, bit, values, count)
+            else:
+                count = _select_sum(new, base, dtype.type(scale), limits[tensor], words, bit, values, count)
             counts[tensor] = count - before
         # A helping thread may take another share and then use its array again.
         return found[:count] if spans is shares[0] else found[:count].clone(), counts
@@ -309,33 +311,37 @@ def _collect(reached: Any, block: Any, length: int, words: Any, bit: int, values
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _select(
-    new: Any, base: Any, is_sum: bool, scale: Any, limit: Any, words: Any, bit: int, values: Any, count: int
-) -> int:
-    old, block, reached = np.empty(BLOCK, base.dtype), np.empty(BLOCK, base.dtype), np.empty(BLOCK, np.uint8)
+def _select_difference(new: Any, base: Any, limit: Any, words: Any, bit: int, values: Any, count: int) -> int:
+    block, reached = np.empty(BLOCK, base.dtype), np.empty(BLOCK, np.uint8)
     for start in range(0, new.size, BLOCK):
         # Indices into slices start at zero, so the compiler knows that none is negative.
-        ours, theirs, before = new[start : start + BLOCK], base[start : start + BLOCK], count
-        if is_sum:
-            for i in range(ours.size):
-                old[i] = theirs[i]
-                block[i] = old[i] + scale * ours[i]
-                theirs[i] = block[i]
-                # "Not below" instead of "at or above", because it is true for NaN.
-                reached[i] = not (abs(block[i]) < limit)
-        else:
-            for i in range(ours.size):
-                block[i] = ours[i] - theirs[i]
-                reached[i] = not (abs(block[i]) < limit)
+        ours, theirs = new[start : start + BLOCK], base[start : start + BLOCK]
+        for i in range(ours.size):
+            block[i] = ours[i] - theirs[i]
+            # "Not below" instead of "at or above", because it is true for NaN.
+            reached[i] = not (abs(block[i]) < limit)
         count = _collect(reached, block, ours.size, words, bit + start, values, count)
-        if is_sum:
-            broken = False
-            for number in range(before, count):
-                broken |= not np.isfinite(values[number])
-            if broken:
-                for i in range(ours.size):
-                    if not np.isfinite(block[i]):
-                        theirs[i] = old[i]
+    return count
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _select_sum(new: Any, base: Any, scale: Any, limit: Any, words: Any, bit: int, values: Any, count: int) -> int:
+    old, block, reached = np.empty(BLOCK, base.dtype), np.empty(BLOCK, base.dtype), np.empty(BLOCK, np.uint8)
+    for start in range(0, new.size, BLOCK):
+        addends, sums, before = new[start : start + BLOCK], base[start : start + BLOCK], count
+        for i in range(addends.size):
+            old[i] = sums[i]
+            block[i] = old[i] + scale * addends[i]
+            sums[i] = block[i]
+            reached[i] = not (abs(block[i]) < limit)
+        count = _collect(reached, block, addends.size, words, bit + start, values, count)
+        broken = False
+        for number in range(before, count):
+            broken |= not np.isfinite(values[number])
+        if broken:
+            for i in range(addends.size):
+                if not np.isfinite(block[i]):
+                    sums[i] = old[i]
     return count
 
 
