@@ -55,9 +55,9 @@ def test_values(values: Tensor, data: st.DataObject, value_format: str, dtype: t
     """Of three tensors with a scale each."""
     sizes = torch.tensor([len(values) // 3, data.draw(st.integers(0, len(values) - len(values) // 3))])
     sizes = [*sizes.tolist(), len(values) - int(sizes.sum())]
-    values, index = values.to(dtype), torch.arange(3).repeat_interleave(torch.tensor(sizes))
-    encoded, scales = encode_values(values, index, 3, value_format)
-    decoded = decode_values(encoded, len(values), index, scales, value_format)
+    values = values.to(dtype)
+    encoded, scales = encode_values(values, sizes, value_format, "torch")
+    decoded = decode_values(encoded, sizes, scales, value_format, kernel="torch")
     assert same(decoded, torch.cat([reference.as_read(part, value_format) for part in values.split(sizes)]))
 
 

@@ -29,7 +29,7 @@ from lightning_dct.kernels.bits import flags_num_bytes
 from lightning_dct.kernels.plain import Sent
 from lightning_dct.sync.rounds import LARGEST_BUCKET
 from lightning_dct.wire.payload import unpack
-from lightning_dct.wire.values import encode_tensors
+from lightning_dct.wire.values import encode_values
 
 ROOFLINE = "roofline: 24 bytes an entry"
 EXCHANGE = "exchange: {}"
@@ -88,7 +88,7 @@ class Rank:
         codes = [plan.layout.position_code for plan in self.plans]
         counts = [[one.values.numel()] for one in sent]
         kernel = cpu_kernel()
-        found["  code signs"] = partial(self._each, lambda n: encode_tensors(sent[n].values, counts[n], "1bit", "auto"))
+        found["  code signs"] = partial(self._each, lambda n: encode_values(sent[n].values, counts[n], "1bit"))
         found["  code positions"] = partial(self._each, lambda n: codes[n].encode_flags(sent[n].flags, "auto"))
         found["read one payload"] = partial(self._each, lambda n: unpack(self.plans[n].layout, self.payloads[n]))
         weights = torch.tensor([1.0, 0.7, 0.5])

@@ -6,15 +6,16 @@ import torch
 from lightning_dct.activations.codec import ActivationLayout, decode_forward, encode_forward
 from lightning_dct.embedding.cache import RowCache
 from lightning_dct.embedding.owners import initial_rows
-from lightning_dct.kernels import add_rows, cpu_kernel, numba_cpu, positions_of
+from lightning_dct.kernels import add_rows, cpu_kernel, positions_of
 from lightning_dct.kernels.bits import flags_num_bytes
 from lightning_dct.kernels.plain import Sent
 from lightning_dct.wire.positions import PositionCode
+from lightning_dct.wire.values import SCALED_FORMATS, decode_values, encode_values
 
 
 def compile_all() -> None:
     """With the dtypes that there are."""
-    kernel, scales = cpu_kernel("numba"), torch.ones(1)
+    kernel = cpu_kernel("numba")
     for dtype in (torch.float32, torch.float64):
         news, bases = [torch.ones(64, dtype=dtype)], [torch.zeros(64, dtype=dtype)]
         flags = torch.zeros(flags_num_bytes(64), dtype=torch.uint8)
@@ -25,10 +26,9 @@ def compile_all() -> None:
         kernel.decay(news, bases, [0], sent, 0.1)
         kernel.subtract(bases, [0], sent)
         kernel.add_sums(news, bases, [0], sent, torch.ones(2, dtype=dtype), 0)
-        signs, _ = numba_cpu.encode_signs(values, counts)
-        numba_cpu.decode_signs(signs, counts, scales, torch.empty(64))
-        codes, levels = numba_cpu.encode_levels(values, counts)
-        numba_cpu.decode_levels(codes, counts, levels, torch.empty(64))
+        for value_format in SCALED_FORMATS:
+            data, scales = encode_values(values, counts, value_format)
+            decode_values(data, counts, scales, value_format)
         add_rows(torch.zeros(4, 2, dtype=dtype), torch.zeros(3, dtype=torch.int64), torch.ones(3, 2, dtype=dtype))
     code, flags = PositionCode(1024, 64), torch.zeros(flags_num_bytes(1024), dtype=torch.uint8)
     code.decode_flags(code.encode(torch.arange(64)), 64, flags, [1024], "auto")

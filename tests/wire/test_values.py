@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_dct.wire.values import BITS_PER_VALUE, decode_values, encode_tensors, encode_values
+from lightning_dct.wire.values import BITS_PER_VALUE, decode_values, encode_values
 from strategies_for_hypothesis import FORMATS, examples, floats
 
 LARGEST = torch.finfo(torch.float32).max
@@ -21,11 +21,12 @@ entries = st.lists(st.tuples(st.integers(0, NUM_TENSORS - 1), floats), max_size=
 def round_trip(
     values: Tensor, index: Tensor, value_format: str, num_tensors: int = NUM_TENSORS
 ) -> tuple[Tensor, Tensor]:
-    data, scales = encode_values(values, index, num_tensors, value_format)
+    counts = torch.bincount(index, minlength=num_tensors).tolist()
+    data, scales = encode_values(values, counts, value_format, "torch")
     assert data.dtype == torch.uint8
     assert data.numel() == math.ceil(BITS_PER_VALUE[value_format] * values.numel() / 8)
     assert scales.shape == (num_tensors if value_format in SCALED else 0,)
-    decoded = decode_values(data, values.numel(), index, scales, value_format)
+    decoded = decode_values(data, counts, scales, value_format, kernel="torch")
     assert decoded.dtype == torch.float32
     return decoded, scales
 
@@ -43,7 +44,7 @@ def as_tensors(case: list[tuple[int, float]]) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(("value_format", "num_bytes"), [("fp32", 52), ("bf16", 26), ("2bit", 4), ("1bit", 2)])
 def test_size(value_format: str, num_bytes: int) -> None:
     values = torch.linspace(-1.0, 1.0, 13)
-    assert encode_tensors(values, [13], value_format, "auto")[0].numel() == num_bytes
+    assert encode_values(values, [13], value_format)[0].numel() == num_bytes
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -53,10 +54,10 @@ def test_values_of_any_dtype_whatever_the_default(value_format: str, dtype: torc
     values = torch.tensor([1.5, -0.25, 3.0, -2.0, 0.5])
     torch.set_default_dtype(dtype)
     try:
-        data, scales = encode_tensors(values.to(dtype), [2, 3], value_format, "auto")
+        data, scales = encode_values(values.to(dtype), [2, 3], value_format)
     finally:
         torch.set_default_dtype(torch.float32)
-    expected, of_each = encode_values(values, torch.tensor([0, 0, 1, 1, 1]), 2, value_format)
+    expected, of_each = encode_values(values, [2, 3], value_format, "torch")
     assert data.tolist() == expected.tolist()
     assert scales.dtype == torch.float32
     assert scales.tolist() == of_each.tolist()
@@ -84,7 +85,7 @@ def test_error(value_format: str, case: list[tuple[int, float]]) -> None:
 
 def test_2bit_byte_by_byte() -> None:
     values = torch.tensor([3.0, -1.5, -3.0, 1.5, 1.5, 2.0, -2.0])
-    data, scales = encode_values(values, torch.tensor([0] * 5 + [1] * 2), 2, "2bit")
+    data, scales = encode_values(values, [5, 2], "2bit")
     # Positive values have the lower bit, and those of at least the mean of 2.1 the upper one, four to a byte.
     assert data.tolist() == [3 | 0 << 2 | 2 << 4 | 1 << 6, 1 | 1 << 2 | 0 << 4]
     assert scales.tolist() == [1.5, 2.0]
@@ -162,12 +163,11 @@ def test_other_dtypes_are_written_like_fp32(value_format: str, dtype: torch.dtyp
 
 @pytest.mark.parametrize("value_format", FORMATS)
 def test_the_reader_gets_fp32_whatever_is_the_default(value_format: str) -> None:
-    values, index = torch.tensor([0.75, -1.5, 3.0]), torch.zeros(3, dtype=torch.int32)
-    data, scales = encode_values(values, index, 1, value_format)
-    expected = decode_values(data, 3, index, scales, value_format)
+    data, scales = encode_values(torch.tensor([0.75, -1.5, 3.0]), [3], value_format)
+    expected = decode_values(data, [3], scales, value_format)
     torch.set_default_dtype(torch.float64)
     try:
-        found = decode_values(data, 3, index, scales, value_format)
+        found = decode_values(data, [3], scales, value_format, kernel="torch")
     finally:
         torch.set_default_dtype(torch.float32)
     assert found.dtype == torch.float32

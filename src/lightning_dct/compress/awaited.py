@@ -53,11 +53,9 @@ class Awaited:
         return Awaited, ()
 
     def on_ready(self, numbers: Tensor, callback: Callback) -> None:
-        """Call a function with numbers once the host knows them.
+        """Call a function with a list of numbers (``[n]``, integers or bool) once the host knows them.
 
-        Args:
-            numbers: Shape ``[n]``, integers or bool. They must not change until then.
-            callback: Takes them as a list. Its exceptions come out of :meth:`poll` or :meth:`synchronize`.
+        They must not change until then. The function's exceptions come out of :meth:`poll` or :meth:`synchronize`.
         """
         self._requests.setdefault(numbers.device, []).append((numbers, callback))
 

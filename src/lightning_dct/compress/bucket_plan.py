@@ -27,45 +27,28 @@ WORD = 32
 
 
 class OwnedPiece(NamedTuple):
-    """Entries ``start`` to ``stop`` of a flattened parameter.
+    """Entries ``start`` to ``stop`` of a flattened parameter."""
 
-    Attributes:
-        label: The parameter's name, followed by the range unless the piece is all of it.
-        name: The parameter's name.
-        start: Its first entry.
-        stop: One after its last.
-        owner: The rank it belongs to.
-    """
-
-    label: str
-    name: str
+    label: str  # the parameter's name, followed by the range unless the piece is all of it
+    name: str  # the parameter's name
     start: int
     stop: int
-    owner: int
+    owner: int  # the rank it belongs to
 
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """A bucket's tensors, or pieces of them, and how each is sent; the same on every rank.
+    """A bucket's tensors, or pieces of them, and how each is sent; the same on every rank."""
 
-    Attributes:
-        names: The parameters' names, in the bucket's order.
-        sizes: Entries of each.
-        targets: Entries of each that an exchange sends; 0 for a tensor sent dense.
-        dtype: The gradients' dtype, in which dense tensors are sent.
-        value_format: How sent entries are written.
-        starts: First entry of each in the flattened bucket, ascending in each payload; None if there are no gaps.
-            Positions in a payload do not count gaps.
-        parts: The plans of several payloads that this one joins, of one rank each; empty for a plan of one payload.
-    """
-
-    names: tuple[str, ...]
-    sizes: tuple[int, ...]
-    targets: tuple[int, ...]
-    dtype: torch.dtype
-    value_format: str
+    names: tuple[str, ...]  # of the parameters, in the bucket's order
+    sizes: tuple[int, ...]  # entries of each
+    targets: tuple[int, ...]  # entries of each that an exchange sends; 0 for a tensor sent dense
+    dtype: torch.dtype  # of the gradients, in which dense tensors are sent
+    value_format: str  # how sent entries are written
+    # The first entry of each in the flattened bucket, ascending in each payload; None if there are no gaps. Positions
+    # in a payload do not count gaps.
     starts: tuple[int, ...] | None = None
-    parts: tuple[BucketPlan, ...] = ()
+    parts: tuple[BucketPlan, ...] = ()  # the plans that this one joins, of one rank's payload each; empty if it is one
 
     @staticmethod
     def joined(parts: Sequence[BucketPlan]) -> BucketPlan:
@@ -210,21 +193,17 @@ class Plans:
         return self._known[key]
 
 
+@dataclass(eq=False)
 class Bucket:
-    """The tensors of a bucket on this rank, flattened: what is new, and what it is added to or compared with.
+    """The tensors of a bucket on this rank, flattened: what is new, and what it is added to or compared with."""
 
-    Attributes:
-        news: Gradients, or this rank's own weights; ``[n]`` together.
-        bases: Residuals, or the shared weights, of fp32 or fp64.
-        scale: Factor on gradients: one over the loss scale of mixed-precision training. None for weights.
-        others_keep: Whether others keep what is not sent, so that it does not enter the residuals.
-    """
+    news: Sequence[Tensor]  # gradients, or this rank's own weights; `[n]` together
+    bases: Sequence[Tensor]  # residuals, or the shared weights, of fp32 or fp64
+    scale: float | None  # factor on gradients: one over the loss scale of mixed-precision training; None for weights
+    others_keep: bool = False  # whether others keep what is not sent, so that it does not enter the residuals
 
-    def __init__(
-        self, news: Sequence[Tensor], bases: Sequence[Tensor], scale: float | None, others_keep: bool = False
-    ) -> None:
-        self.news, self.bases, self.scale, self.others_keep = news, bases, scale, others_keep
-        self.starts = [0, *accumulate(map(Tensor.numel, bases))]
+    def __post_init__(self) -> None:
+        self.starts = [0, *accumulate(map(Tensor.numel, self.bases))]
         self._parts: dict[tuple[tuple[int, int], ...], tuple[list[Tensor], list[Tensor]]] = {}
 
     def place(self, entry: int) -> tuple[int, int]:
@@ -255,36 +234,23 @@ class Bucket:
 
 
 class Sending(NamedTuple):
-    """How the buckets of one synchronisation are sent and added; the same for all of them.
+    """How the buckets of one synchronisation are sent and added; the same for all of them."""
 
-    Attributes:
-        tag: Marks the payloads; others are refused. See :func:`~lightning_dct.wire.payload.tag_of`.
-        scale: Factor on gradients that undoes the loss scale of mixed-precision training.
-        lost: Share of what is not sent that own weights lose, if entries are read from weights in place.
-        lengthening: The most that a mean is lengthened by; see :func:`~lightning_dct.kernels.weights_by_senders`.
-    """
-
-    tag: int = 0
-    scale: float = 1.0
-    lost: float = 0.0
-    lengthening: float | None = 1.0
+    tag: int = 0  # marks the payloads; others are refused: see `wire.payload.tag_of`
+    scale: float = 1.0  # factor on gradients that undoes the loss scale of mixed-precision training
+    lost: float = 0.0  # share of what is not sent that own weights lose, if entries are read from weights in place
+    lengthening: float | None = 1.0  # the most that a mean is lengthened by: see `kernels.weights_by_senders`
 
 
 PLAIN = Sending()
 
 
 class Compressed(NamedTuple):
-    """What is sent of a bucket.
+    """What is sent of a bucket."""
 
-    Attributes:
-        payload: Shape ``[plan.num_bytes]``, uint8; for a plan with parts, their payloads one after the other.
-        num_entries: Compressed entries in the payload; for a GPU a tensor on it, int64, those of each part.
-        num_dense: Entries of the tensors sent dense.
-    """
-
-    payload: Tensor
-    num_entries: int | Tensor
-    num_dense: int
+    payload: Tensor  # shape `[plan.num_bytes]`, uint8; for a plan with parts, their payloads one after the other
+    num_entries: int | Tensor  # compressed ones in the payload; for a GPU a tensor on it, int64, those of each part
+    num_dense: int  # entries of the tensors sent dense
 
 
 class SentPayload(NamedTuple):
@@ -297,22 +263,16 @@ class SentPayload(NamedTuple):
 class Received(NamedTuple):
     """What a rank has received of a bucket.
 
-    Attributes:
-        payloads: Shape ``[rows, bytes]``, uint8. For a plan with parts a row holds one payload for each part, and each
-            payload is from another sender, counted through all rows.
-        plan: How each tensor was sent.
-        factor: Weight of each sender: one over the world size, times the loss scale of mixed-precision training.
-        own: What this rank has sent itself: the number of its row, or a payload that is not among the rows; then only
-            entries that also appear in the sums count. None if it has sent nothing, or it does not matter.
-        what: Names the payloads in error messages; None for the usual name.
-        how: How the payloads were sent.
+    For a plan with parts a row of the payloads holds one for each part, and each is from another sender, counted
+    through all rows. What this rank has sent itself is the number of its row, or a payload that is not among the rows:
+    then only entries that also appear in the sums count.
     """
 
-    payloads: Tensor
+    payloads: Tensor  # shape `[rows, bytes]`, uint8
     plan: BucketPlan
-    factor: float
-    own: int | SentPayload | None
-    what: str | None = None
+    factor: float  # weight of each sender: one over the world size, times the loss scale of mixed-precision training
+    own: int | SentPayload | None  # None if this rank has sent nothing, or it does not matter
+    what: str | None = None  # names the payloads in error messages; None for the usual name
     how: Sending = PLAIN
 
 

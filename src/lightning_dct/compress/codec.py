@@ -30,18 +30,11 @@ from lightning_dct.wire.positions import PayloadError
 
 
 def compress(memory: Memory, bucket: Bucket, plan: BucketPlan, deferred: set[int], how: Sending = PLAIN) -> Compressed:
-    """Pack the entries that reach their threshold.
+    """Pack the entries that reach their threshold, except of tensors with ``deferred`` indices.
 
     The rest of gradients stays in the residual: ``decoded(payload) + residual`` equals the earlier ``residual
     + scale * gradient``. Infinite and NaN entries go into the payload, and the residual keeps its old value. Weights
-    do not change.
-
-    Args:
-        memory: Missing thresholds are selected from this bucket.
-        bucket: What may be sent.
-        plan: How each tensor is sent.
-        deferred: Indices of tensors that are not sent.
-        how: Its tag marks the payload.
+    do not change. Thresholds that the memory lacks are selected from this bucket.
     """
     used = tuple([index for index in plan.compressed if index not in deferred]) if deferred else plan.compressed
     names, targets = plan.of_tensors(used)
@@ -63,13 +56,9 @@ def _way_of(device: torch.device) -> Any:
 def decompress(memory: Memory, received: Received, buffer: Tensor) -> Tensor:
     """Overwrite a bucket with the weighted sum of all ranks' payloads.
 
-    Every rank adds the same payloads in the same order, so replicas stay bitwise identical.
-
-    Args:
-        memory: Says which kernel, and what is sent.
-        received: The payloads. Each entry's weight follows from the number of ranks that have sent it; see
-            :func:`~lightning_dct.kernels.weights_by_senders`.
-        buffer: Shape ``[n]``: the flattened bucket. Overwritten where the plan's tensors lie.
+    Every rank adds the same payloads in the same order, so replicas stay bitwise identical. Each entry's weight follows
+    from the number of ranks that have sent it; see :func:`~lightning_dct.kernels.weights_by_senders`. ``buffer``, shape
+    ``[n]``, is overwritten where the plan's tensors lie.
 
     Raises:
         PayloadError: A payload is corrupt or has another plan; the message names the rank. On a GPU

@@ -10,6 +10,7 @@ settings or another exchange, the old owner's residual of the sum becomes a resi
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -70,44 +71,27 @@ class Residuals:
         self._flat = {}
 
 
+@dataclass(eq=False)
 class Memory:
-    """One rank's residuals and thresholds.
+    """One rank's residuals and thresholds."""
 
-    Args:
-        pieces: Those this rank owns, by label.
-        adapt_threshold: Whether to adjust the thresholds to the number of entries that have reached them.
-        undoable: Whether to keep what a synchronisation changes.
-        kernel: See :func:`~lightning_dct.kernels.cpu_kernel`.
-        of_updates: Whether updates are exchanged. Then ranks keep what the owner of its sum does not send on.
+    pieces: Mapping[str, OwnedPiece]  # those this rank owns, by label
+    adapt_threshold: bool  # whether to adjust the thresholds to the number of entries that have reached them
+    undoable: bool  # whether to keep what a synchronisation changes
+    kernel: str = "auto"  # see `kernels.cpu_kernel`
+    of_updates: bool = False  # whether updates are exchanged: then ranks keep what an owner does not send of a sum
 
-    Attributes:
-        what: What is exchanged, for messages.
-        selected: Whether the current synchronisation has selected any threshold.
-        awaited: Numbers that GPUs have not delivered yet.
-    """
-
-    def __init__(
-        self,
-        pieces: Mapping[str, OwnedPiece],
-        adapt_threshold: bool,
-        undoable: bool,
-        kernel: str = "auto",
-        of_updates: bool = False,
-    ) -> None:
-        self.thresholds = Thresholds()
-        self.residuals = Residuals()
-        self.owned = Residuals()
-        self.what = "Updates" if of_updates else "Gradients"
-        self.of_updates = of_updates
+    def __post_init__(self) -> None:
+        self.thresholds, self.residuals, self.owned = Thresholds(), Residuals(), Residuals()
+        # What is exchanged, for messages.
+        self.what = "Updates" if self.of_updates else "Gradients"
+        # Whether the current synchronisation has selected any threshold.
         self.selected = False
+        # Numbers that GPUs have not delivered yet.
         self.awaited = Awaited()
-        self._pieces = pieces
         self._labels: dict[str, list[str]] = {}
-        for label, piece in pieces.items():
+        for label, piece in self.pieces.items():
             self._labels.setdefault(piece.name, []).append(label)
-        self.adapt_threshold = adapt_threshold
-        self._undoable = undoable
-        self.kernel = kernel
         # Of the current synchronisation: residuals to delete at its end, and what undoes it.
         self._to_drop: list[str] = []
         self._undo: list[tuple[Tensor, Tensor]] = []
@@ -116,7 +100,7 @@ class Memory:
     def begin(self, refresh: bool = False) -> None:
         """Begin a synchronisation; with ``refresh``, select each threshold anew when its tensor next takes part."""
         self.selected = False
-        if self._undoable:
+        if self.undoable:
             self._undo_thresholds.take_over(self.thresholds)
         if refresh:
             self.thresholds.forget()
@@ -154,7 +138,7 @@ class Memory:
                 continue
             sources = [(self.residuals, name, 0)]
             if owned:
-                sources += [(self.owned, label, self._pieces[label].start) for label in self._labels.get(name, ())]
+                sources += [(self.owned, label, self.pieces[label].start) for label in self._labels.get(name, ())]
             for residuals, key, offset in sources:
                 left = residuals.view(key)
                 if left is None:
@@ -169,7 +153,7 @@ class Memory:
         """Euclidean norm of both kinds of residuals together, by parameter."""
         squares = {name: norm**2 for name, norm in self.residuals.norms().items()}
         for label, norm in self.owned.norms().items():
-            name = self._pieces[label].name
+            name = self.pieces[label].name
             squares[name] = squares.get(name, 0.0) + norm**2
         return {name: square**0.5 for name, square in squares.items()}
 
@@ -177,7 +161,7 @@ class Memory:
         """Plain numbers, dicts and CPU tensors: residuals by parameter, those of sums by parameter and first entry."""
         owned: dict[str, dict[int, Tensor]] = {}
         for label, residual in self.owned.state_dict().items():
-            piece = self._pieces[label]
+            piece = self.pieces[label]
             owned.setdefault(piece.name, {})[piece.start] = residual
         residuals = self.residuals.state_dict()
         return {"thresholds": self.thresholds.state_dict(), "residuals": residuals, "owned": owned}
@@ -196,7 +180,7 @@ class Memory:
             _check_size(name, pieces_extent(parts), sizes, partial=True)
             lost = dict(parts)
             for label in self._labels.get(name, ()):
-                piece = self._pieces[label]
+                piece = self.pieces[label]
                 if piece.start in lost and lost[piece.start].numel() == piece.stop - piece.start:
                     kept[label] = lost.pop(piece.start)
             if lost:
@@ -210,7 +194,7 @@ class Memory:
         self.owned.load_state_dict(kept)
 
     def _changing(self, residual: Tensor) -> Tensor:
-        if self._undoable:
+        if self.undoable:
             self._undo.append((residual, residual.clone()))
         return residual
 

@@ -13,7 +13,7 @@ from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Received, Sen
 from lightning_dct.compress.memory import Memory
 from lightning_dct.compress.threshold import GUARD_RESELECT, limit_of, nudge
 from lightning_dct.kernels import cpu_kernel, weights_by_senders
-from lightning_dct.kernels.plain import Sent, keep_some
+from lightning_dct.kernels.plain import Sent
 from lightning_dct.wire import payload as wire
 from lightning_dct.wire.positions import PayloadError, reading
 
@@ -37,14 +37,12 @@ def pack(
     broken = [] if is_finite(values) else [number for number, part in enumerate(kept) if not part.isfinite().all()]
     counts = [0] * len(plan.compressed)
     for place, (number, index, tau, count) in enumerate(zip(numbers, used, taus, reached, strict=True)):
-        size, target, where = plan.sizes[index], plan.targets[index], (flags, first[place], plan.sizes[index])
-        if place in broken:
-            # Only the infinite and NaN entries are sent, because the step is lost anyway.
-            kept[place] = keep_some(*where, kept[place], kept[place].isfinite().logical_not_())
-        if kept[place].numel() > target:
-            # The capacity is fixed, because collectives need equal sizes.
-            limit = 0.0 if place in broken else limit_of(kept[place], size, target)
-            kept[place] = kernel.thin(*where, kept[place], target, limit)
+        size, target = plan.sizes[index], plan.targets[index]
+        if place in broken or count > target:
+            # The capacity is fixed, because collectives need equal sizes. With infinite and NaN entries only these are
+            # sent, because the step is lost anyway.
+            limit = math.inf if place in broken else limit_of(kept[place], size, target)
+            kept[place] = kernel.thin(flags, first[place], size, kept[place], target, limit)
         counts[number] = kept[place].numel()
         if memory.adapt_threshold and place not in broken:
             far = count > GUARD_RESELECT * target

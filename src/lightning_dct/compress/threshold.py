@@ -118,15 +118,10 @@ def nudge(threshold: float, count: int, target: int, size: int, aim: float = GUA
 
 
 def limit_of(reached: Tensor, size: int, target: int) -> float:
-    """The magnitude that about ``target`` entries reach, from a regular sample of more that have reached a threshold.
+    """The magnitude that about ``target`` of the entries reach that have reached a threshold, from a regular sample.
 
-    With a random choice instead of the largest entries, four ranks lost 7.0% where they lose 5.1%:
-    ``docs/evidence/sums.md``.
-
-    Args:
-        reached: Their values, finite, shape ``[n]`` with ``n > target``.
-        size: Entries of the tensor.
-        target: Entries that fit.
+    ``reached`` are their values, finite, shape ``[n]`` with ``n > target``, out of a tensor's ``size``. With a random
+    choice instead of the largest entries, four ranks lost 7.0% where they lose 5.1%: ``docs/evidence/sums.md``.
     """
     count, wanted = reached.numel(), min(LIMIT_SAMPLE, size)
     # Of small tensors torch's calls cost more than the work.
@@ -141,15 +136,12 @@ class Thresholds:
     A threshold is valid only for the target (number of entries) it was selected for. When the density changes, the
     threshold counts as missing. Those of a bucket on a GPU are one tensor on it, because reading a number waits for the
     GPU; :mod:`~lightning_dct.compress.on_gpu` moves them.
-
-    Attributes:
-        targets: The target of each threshold.
-        by_bucket: Those on a GPU by the names of a bucket's tensors, with their targets. They hold instead of others.
     """
 
     def __init__(self) -> None:
         self.targets: dict[str, int] = {}
         self._values: dict[str, float | Tensor] = {}
+        # Those on a GPU by the names of a bucket's tensors, with their targets. They hold instead of others.
         self.by_bucket: dict[tuple[str, ...], tuple[tuple[int, ...], Tensor]] = {}
 
     def missing(self, names: tuple[str, ...], targets: tuple[int, ...]) -> list[int]:
@@ -225,6 +217,6 @@ class Thresholds:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with saved thresholds."""
-        self.forget()
+        self.by_bucket = {}
         self._values = {str(name): float(value) for name, value in state["values"].items()}
         self.targets = {str(name): int(target) for name, target in state["targets"].items()}

@@ -1,4 +1,4 @@
-"""Packs flags, eight to a byte with the first in the lowest bit, finds set flags, and views entries as bytes."""
+"""Packs flags and other small codes, the first into the lowest bits, finds set flags, and views entries as bytes."""
 
 from functools import lru_cache
 
@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Eight bytes of zero or one, times this, have their bits side by side in the last byte: the first in the lowest bit.
-GATHER_BITS = sum(1 << (56 - 7 * byte) for byte in range(8))
+# As wide as the codes of so many bits that share a byte, while each has one.
+INTEGERS = {1: torch.int64, 2: torch.int32, 4: torch.int16}
 
 
 def num_bytes(num_bits: int) -> int:
@@ -33,22 +33,35 @@ def pack_bits(flags: Tensor) -> Tensor:
     """Pack flags (shape ``[n]``, bool or uint8 of zeros and ones) into ``[ceil(n / 8)]``, uint8, zero-padded."""
     if flags.device.type == "cpu":
         return torch.from_numpy(np.packbits(flags.numpy(), bitorder="little"))
-    spare = -flags.numel() % 8
-    marks = torch.nn.functional.pad(flags, (0, spare)) if spare else flags
-    return (marks.view(torch.int64) * GATHER_BITS).view(torch.uint8)[7::8]
-
-
-@lru_cache(maxsize=64)
-def places_in_byte(bits: int, device: torch.device) -> Tensor:
-    """Where codes of so many bits begin in a byte: uint8, read-only."""
-    return torch.arange(0, 8, bits, dtype=torch.uint8, device=device)
+    return pack_codes(flags, 1)
 
 
 def unpack_bits(packed: Tensor, num_bits: int) -> Tensor:
     """Undo :func:`pack_bits`: shape ``[num_bits]``, uint8 of zeros and ones."""
     if packed.device.type == "cpu":
         return torch.from_numpy(np.unpackbits(packed.numpy(), count=num_bits, bitorder="little"))
-    return ((packed.unsqueeze(1) >> places_in_byte(1, packed.device)) & 1).flatten()[:num_bits]
+    return unpack_codes(packed, 1)[:num_bits]
+
+
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """Pack codes of 1, 2 or 4 bits (a byte each), the first into the lowest bits; zeros fill the last byte."""
+    together = 8 // bits
+    spare = -codes.numel() % together
+    padded = torch.nn.functional.pad(codes, (0, spare)) if spare else codes
+    # The product has the codes side by side in its last byte, the first in the lowest bits.
+    factor = sum(1 << (8 - bits) * place for place in range(1, together + 1))
+    return (padded.view(INTEGERS[bits]) * factor).view(torch.uint8)[together - 1 :: together]
+
+
+def unpack_codes(packed: Tensor, bits: int) -> Tensor:
+    """Undo :func:`pack_codes`: uint8; zeros follow where the last byte was filled."""
+    return (packed.unsqueeze(1) >> _places_in_byte(bits, packed.device)).bitwise_and_((1 << bits) - 1).flatten()
+
+
+@lru_cache(maxsize=64)
+def _places_in_byte(bits: int, device: torch.device) -> Tensor:
+    """Where codes of so many bits begin in a byte: uint8, read-only."""
+    return torch.arange(0, 8, bits, dtype=torch.uint8, device=device)
 
 
 def nonzero_indices(flags: Tensor) -> Tensor:

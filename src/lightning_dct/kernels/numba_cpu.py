@@ -25,7 +25,8 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_dct.kernels.plain import Selection, Sent
+from lightning_dct.kernels.bits import num_bytes
+from lightning_dct.kernels.plain import Sent, Tensors
 
 # Entries that fit the first-level cache.
 BLOCK = 1024
@@ -53,13 +54,8 @@ class _Span(NamedTuple):
 
 
 def select(
-    news: Sequence[Tensor],
-    bases: Sequence[Tensor],
-    first: Sequence[int],
-    thresholds: Sequence[float],
-    scale: float | None,
-    flags: Tensor,
-) -> Selection:
+    news: Tensors, bases: Tensors, first: Sequence[int], thresholds: Sequence[float], scale: float | None, flags: Tensor
+) -> tuple[Tensor, list[int]]:
     """See :func:`lightning_dct.kernels.plain.select`."""
     words, nothing = _words(flags), bases[0][:0] if bases else torch.empty(0)
     dtype = nothing.numpy().dtype
@@ -67,26 +63,25 @@ def select(
     arrays = [(new.to(base.dtype).numpy(), base.numpy()) for new, base in zip(news, bases, strict=True)]
     limits = [dtype.type(threshold) for threshold in thresholds]
 
-    def select_spans(spans: list[_Span]) -> tuple[Tensor, list[int]]:
+    def select_spans(spans: list[_Span]) -> tuple[Tensor, NDArray[np.int64]]:
         found = _scratch(sum([stop - start for _, start, stop, _ in spans]), nothing.dtype)
-        values, count, counts = found.numpy(), 0, []
+        values, count, counts = found.numpy(), 0, np.zeros(len(news), np.int64)
         for tensor, start, stop, bit in spans:
             new, base = arrays[tensor][0][start:stop], arrays[tensor][1][start:stop]
+            before = count
             if scale is None:
-                stopped = _select_difference(new, base, limits[tensor], words, bit, values, count)
+                count = _select_difference(new, base, limits[tensor], words, bit, values, count)
             else:
-                stopped = _select_sum(new, base, dtype.type(scale), limits[tensor], words, bit, values, count)
-            counts.append(stopped - count)
-            count = stopped
+                count = _select_sum(new, base, dtype.type(scale), limits[tensor], words, bit, values, count)
+            counts[tensor] = count - before
         # A helping thread may take another share and then use its array again.
         return found[:count] if spans is shares[0] else found[:count].clone(), counts
 
-    shares, found, counts = _shares(news, first), [nothing], [0] * len(news)
-    for share, (values, reached) in zip(shares, _in_threads(select_spans, shares), strict=True):
-        found.append(values)
-        for span, count in zip(share, reached, strict=True):
-            counts[span.tensor] += count
-    return Selection(found[-1] if len(found) <= 2 else torch.cat(found), counts)
+    shares = _shares(news, first)
+    found = _in_threads(select_spans, shares)
+    values = [values for values, _ in found] or [nothing]
+    counts = sum((counts for _, counts in found), np.zeros(len(news), np.int64))
+    return values[0] if len(values) == 1 else torch.cat(values), counts.tolist()
 
 
 def thin(flags: Tensor, begin: int, size: int, values: Tensor, target: int, limit: float) -> Tensor:
@@ -95,7 +90,7 @@ def thin(flags: Tensor, begin: int, size: int, values: Tensor, target: int, limi
     return values[: _thin(_words(flags), begin, size, array, target, array.dtype.type(limit))]
 
 
-def subtract(tensors: Sequence[Tensor], first: Sequence[int], sent: Sent) -> None:
+def subtract(tensors: Tensors, first: Sequence[int], sent: Sent) -> None:
     """See :func:`lightning_dct.kernels.plain.subtract`."""
     words, values = _words(sent.flags)[0], sent.values.numpy()
 
@@ -107,7 +102,7 @@ def subtract(tensors: Sequence[Tensor], first: Sequence[int], sent: Sent) -> Non
     _in_threads(subtract_spans, _shares(tensors, first))
 
 
-def decay(news: Sequence[Tensor], bases: Sequence[Tensor], first: Sequence[int], sent: Sent, lost: float) -> None:
+def decay(news: Tensors, bases: Tensors, first: Sequence[int], sent: Sent, lost: float) -> None:
     """See :func:`lightning_dct.kernels.plain.decay`."""
     words, values = _words(sent.flags)[0], sent.values.numpy()
 
@@ -121,12 +116,7 @@ def decay(news: Sequence[Tensor], bases: Sequence[Tensor], first: Sequence[int],
 
 
 def add_sums(
-    totals: Sequence[Tensor],
-    owns: Sequence[Tensor] | None,
-    first: Sequence[int],
-    sent: Sent,
-    weights: Tensor,
-    mine: int = -1,
+    totals: Tensors, owns: Tensors | None, first: Sequence[int], sent: Sent, weights: Tensor, mine: int = -1
 ) -> None:
     """See :func:`lightning_dct.kernels.plain.add_sums`."""
     words, values = _words(sent.flags), sent.values.numpy()
@@ -143,30 +133,22 @@ def add_sums(
     _in_threads(add_spans, _shares(totals, first))
 
 
-def encode_signs(values: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """The bytes and scales of ``1bit``, as in :func:`lightning_dct.wire.values.encode_values`."""
-    signs, scales = np.zeros(values.numel() // 64 + 1, np.uint64), torch.empty(len(counts), dtype=torch.float32)
-    _encode_signs(values.numpy(), np.array(counts, np.int64), signs, scales.numpy())
-    return torch.from_numpy(signs.view(np.uint8)[: (values.numel() + 7) // 8]), scales
+def encode_scaled(values: Tensor, counts: Sequence[int], bits: int) -> tuple[Tensor, Tensor]:
+    """The bytes and scales of ``1bit`` or ``2bit``, as in :func:`lightning_dct.wire.values.encode_values`."""
+    words, scales = np.zeros(bits * values.numel() // 64 + 1, np.uint64), torch.empty(len(counts), dtype=torch.float32)
+    codes, given = words.view(np.uint8), (values.numpy(), np.array(counts, np.int64))
+    if bits == 1:
+        _encode_signs(*given, words, scales.numpy())
+    else:
+        _encode_levels(*given, codes, scales.numpy())
+    return torch.from_numpy(codes[: num_bytes(bits * values.numel())]), scales
 
 
-def decode_signs(signs: Tensor, counts: Sequence[int], scales: Tensor, values: Tensor) -> None:
-    """Undo :func:`encode_signs`, into ``values``: shape ``[sum(counts)]``, fp32."""
-    words, size = np.zeros(values.numel() // 64 + 1, np.uint64), (values.numel() + 7) // 8
-    words.view(np.uint8)[:size] = signs.numpy()[:size]
-    _decode_signs(words, np.array(counts, np.int64), scales.numpy(), values.numpy())
-
-
-def encode_levels(values: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """The codes and scales of ``2bit``, as in :func:`lightning_dct.wire.values.encode_values`."""
-    codes, scales = np.zeros((values.numel() + 3) // 4, np.uint8), torch.empty(len(counts), dtype=torch.float32)
-    _encode_levels(values.numpy(), np.array(counts, np.int64), codes, scales.numpy())
-    return torch.from_numpy(codes), scales
-
-
-def decode_levels(codes: Tensor, counts: Sequence[int], scales: Tensor, values: Tensor) -> None:
-    """Undo :func:`encode_levels`, into ``values``: shape ``[sum(counts)]``, fp32."""
-    _decode_levels(codes.numpy(), np.array(counts, np.int64), scales.numpy(), values.numpy())
+def decode_scaled(codes: Tensor, counts: Sequence[int], scales: Tensor, values: Tensor, bits: int) -> None:
+    """Undo :func:`encode_scaled`, into ``values``: shape ``[sum(counts)]``, fp32."""
+    words, size = np.zeros(bits * values.numel() // 64 + 1, np.uint64), num_bytes(bits * values.numel())
+    words.view(np.uint8)[:size] = codes.numpy()[:size]
+    _decode_scaled(words, bits, np.array(counts, np.int64), scales.numpy(), values.numpy())
 
 
 def count_flags(flags: Tensor, sizes: Sequence[int]) -> list[int]:
@@ -186,7 +168,7 @@ def encode_elias_fano(flags: Tensor, num_bits: int, num_flags: int, low_bits: in
     message = np.zeros(num_bits // 64 + 2, np.uint64)
     if not _encode_elias_fano(_words(flags), message, num_flags, low_bits, capacity):
         raise ValueError(f"More than {capacity} positions do not fit.")
-    return torch.from_numpy(message.view(np.uint8)[: (num_bits + 7) // 8])
+    return torch.from_numpy(message.view(np.uint8)[: num_bytes(num_bits)])
 
 
 def decode_elias_fano(
@@ -480,12 +462,17 @@ def _encode_signs(values: Any, counts: Any, signs: Any, scales: Any) -> None:
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _decode_signs(signs: Any, counts: Any, scales: Any, values: Any) -> None:
-    plus, minus = np.float32(1), np.float32(-1)
-    for start in range(0, values.size, 64):
-        part, flags = values[start : start + 64], signs[start >> 6]
-        for i in range(part.size):
-            part[i] = plus if (flags >> np.uint64(i)) & ONE else minus
+def _decode_scaled(words: Any, bits: int, counts: Any, scales: Any, values: Any) -> None:
+    one, two, in_word = np.float32(1), np.float32(2), 64 // bits
+    for word in range(words.size):
+        codes, part = words[word], values[word * in_word : (word + 1) * in_word]
+        if bits == 1:
+            for i in range(part.size):
+                part[i] = one if (codes >> np.uint64(i)) & ONE else -one
+        else:
+            for i in range(part.size):
+                level = two if (codes >> np.uint64(2 * i + 1)) & ONE else one
+                part[i] = level if (codes >> np.uint64(2 * i)) & ONE else -level
     start = 0
     for tensor in range(counts.size):
         part, scale = values[start : start + counts[tensor]], scales[tensor]
@@ -514,18 +501,6 @@ def _encode_levels(values: Any, counts: Any, codes: Any, scales: Any) -> None:
         for i in range(part.size):
             code = 2 * (fits and abs(np.float64(part[i])) >= mean) + (part[i] > 0)
             codes[(start + i) >> 2] |= code << (2 * ((start + i) & 3))
-        start += part.size
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def _decode_levels(codes: Any, counts: Any, scales: Any, values: Any) -> None:
-    start = 0
-    for tensor in range(counts.size):
-        part, scale = values[start : start + counts[tensor]], scales[tensor]
-        for i in range(part.size):
-            code = codes[(start + i) >> 2] >> (2 * ((start + i) & 3))
-            level = scale + scale if code & 2 else scale
-            part[i] = level if code & 1 else -level
         start += part.size
 
 
@@ -596,26 +571,20 @@ def _add_rows(total: Any, indices: Any, rows: Any, num_groups: int, size: int, t
                 sums[j] += addends[j]
 
 
-def _shares(tensors: Sequence[Tensor], first: Sequence[int]) -> list[list[_Span]]:
-    """Divide tensors among threads, about the same number of entries each. No two threads share a word of flags."""
-    entries = sum(map(Tensor.numel, tensors))
-    share = max(-(-entries // torch.get_num_threads()), ENTRIES_PER_THREAD)
+def _shares(tensors: Tensors, first: Sequence[int]) -> list[list[_Span]]:
+    """Divide tensors among threads by their flags, the same number each. No two threads share a word of flags."""
+    sizes = list(map(Tensor.numel, tensors))
+    num_flags = max(map(sum, zip(first, sizes, strict=True)), default=0)
+    share = max(-(-num_flags // torch.get_num_threads()), ENTRIES_PER_THREAD)
+    share += -share % 64
     shares: list[list[_Span]] = []
-    spans: list[_Span] = []
-    capacity = share
-    for number, (tensor, begin) in enumerate(zip(tensors, first, strict=True)):
-        start, size = 0, tensor.numel()
-        while start < size:
-            # Rounded up to a whole word.
-            stop = min(size, start + capacity + -(begin + start + capacity) % 64)
-            spans.append(_Span(number, start, stop, begin + start))
-            capacity -= stop - start
-            start = stop
-            if capacity <= 0 and (begin + start) % 64 == 0:
-                shares.append(spans)
-                spans, capacity = [], share
-            capacity = max(capacity, 1)
-    return [*shares, spans] if spans else shares
+    for begin in range(0, num_flags, share):
+        shares.append([])
+        for number, (bit, size) in enumerate(zip(first, sizes, strict=True)):
+            start, stop = max(begin - bit, 0), min(begin + share - bit, size)
+            if start < stop:
+                shares[-1].append(_Span(number, start, stop, bit + start))
+    return [spans for spans in shares if spans]
 
 
 def _in_threads(work: Callable[[list[_Span]], Result], shares: list[list[_Span]]) -> list[Result]:

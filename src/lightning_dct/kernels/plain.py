@@ -21,12 +21,7 @@ from lightning_dct.kernels.bits import nonzero_indices, pack_bits, unpack_bits
 # Intermediate results stay in the processor's cache: several times faster than one operation after the other on all.
 CHUNK = 1 << 17
 
-
-class Selection(NamedTuple):
-    """The entries that reach the threshold of their tensor; valid until the same thread selects again."""
-
-    values: Tensor  # shape `[count]`, the dtype of the bases: not necessarily finite
-    counts: list[int]  # the number of them in each tensor
+Tensors = Sequence[Tensor]
 
 
 class Sent(NamedTuple):
@@ -38,18 +33,17 @@ class Sent(NamedTuple):
 
 
 def select(
-    news: Sequence[Tensor],
-    bases: Sequence[Tensor],
-    first: Sequence[int],
-    thresholds: Sequence[float],
-    scale: float | None,
-    flags: Tensor,
-) -> Selection:
+    news: Tensors, bases: Tensors, first: Sequence[int], thresholds: Sequence[float], scale: float | None, flags: Tensor
+) -> tuple[Tensor, list[int]]:
     """Flag the entries of ``a`` whose magnitude is not below the threshold of their tensor.
 
     Without a scale, ``a`` is ``new - base``, and both are left as they are. With one, ``a`` is ``base + scale * new``,
     product and sum each rounded once, and takes the place of ``base``, except where it is infinite or NaN. Infinite and
     NaN entries are always flagged. ``flags`` are zero before.
+
+    Returns:
+        The flagged entries, not necessarily finite: shape ``[count]``, the dtype of the bases, valid until the same
+        thread selects again. And how many are in each tensor.
     """
     marks = torch.zeros(8 * flags.numel(), dtype=torch.bool, device=flags.device)
     found, counts = [bases[0][:0] if bases else torch.empty(0, device=flags.device)], []
@@ -57,8 +51,19 @@ def select(
         count, chunk = 0, CHUNK if base.is_cpu else max(base.numel(), 1)
         for start in range(0, base.numel(), chunk):
             ours, theirs = new[start : start + chunk], base[start : start + chunk]
-            a = _entries(ours, theirs, scale)
-            reached, values = _reach(a, threshold)
+            if scale is None:
+                a = ours - theirs
+            else:
+                scaled = ours.to(theirs.dtype)
+                a = theirs + (scaled if scale == 1.0 else scaled * scale)
+            # "Not below" instead of "at or above", because it is true for NaN.
+            if a.is_cpu:
+                array = a.numpy()  # several times faster than torch
+                mask = np.logical_not(np.abs(array) < array.dtype.type(threshold))
+                reached, values = torch.from_numpy(mask), torch.from_numpy(array[mask])
+            else:
+                reached = (a.abs() < threshold).logical_not_()
+                values = a[reached]
             if scale is not None:
                 theirs.copy_(a if bool(values.isfinite().all()) else torch.where(a.isfinite(), a, theirs))
             marks[begin + start : begin + start + a.numel()] = reached
@@ -66,23 +71,7 @@ def select(
             count += values.numel()
         counts.append(count)
     flags.copy_(pack_bits(marks))
-    return Selection(torch.cat(found), counts)
-
-
-def _reach(a: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
-    """Which entries reach a threshold, and their values; "not below" instead of "at or above" is true for NaN."""
-    if not a.is_cpu:
-        reached = (a.abs() < threshold).logical_not_()
-        return reached, a[reached]
-    array = a.numpy()  # several times faster than torch
-    mask = np.logical_not(np.abs(array) < array.dtype.type(threshold))
-    return torch.from_numpy(mask), torch.from_numpy(array[mask])
-
-
-def _entries(new: Tensor, base: Tensor, scale: float | None) -> Tensor:
-    if scale is None:
-        return new - base
-    return base + (new.to(base.dtype) if scale == 1.0 else new.to(base.dtype) * scale)
+    return torch.cat(found), counts
 
 
 def thin(flags: Tensor, begin: int, size: int, values: Tensor, target: int, limit: float) -> Tensor:
@@ -95,19 +84,14 @@ def thin(flags: Tensor, begin: int, size: int, values: Tensor, target: int, limi
     numbers, count = large.cumsum(0), int(large.sum())
     if count > target:
         large &= numbers * target // count > (numbers - 1) * target // count
-    return keep_some(flags, begin, size, values, large)
-
-
-def keep_some(flags: Tensor, begin: int, size: int, values: Tensor, keep: Tensor) -> Tensor:
-    """Keep only the flagged entries of a tensor where ``keep`` (shape ``[count]``, bool) is set."""
     marks = unpack_bits(flags, 8 * flags.numel()).view(torch.bool)
     of_tensor = marks[begin : begin + size]
-    of_tensor[of_tensor.clone()] = keep
+    of_tensor[of_tensor.clone()] = large
     flags.copy_(pack_bits(marks))
-    return values[keep]
+    return values[large]
 
 
-def subtract(tensors: Sequence[Tensor], first: Sequence[int], sent: Sent) -> None:
+def subtract(tensors: Tensors, first: Sequence[int], sent: Sent) -> None:
     """Subtract what one sender sends, except where the difference is infinite or NaN."""
     for tensor, (places, values) in zip(tensors, _by_tensor(tensors, first, sent)[0], strict=True):
         left = tensor[places] - values
@@ -115,7 +99,7 @@ def subtract(tensors: Sequence[Tensor], first: Sequence[int], sent: Sent) -> Non
         tensor[places[finite]] = left[finite]
 
 
-def decay(news: Sequence[Tensor], bases: Sequence[Tensor], first: Sequence[int], sent: Sent, lost: float) -> None:
+def decay(news: Tensors, bases: Tensors, first: Sequence[int], sent: Sent, lost: float) -> None:
     """Take the share ``lost`` of what one sender does not send, ``new - base - sent``, from ``news``."""
     for new, base, (places, values) in zip(news, bases, _by_tensor(news, first, sent)[0], strict=True):
         left = new - base
@@ -124,12 +108,7 @@ def decay(news: Sequence[Tensor], bases: Sequence[Tensor], first: Sequence[int],
 
 
 def add_sums(
-    totals: Sequence[Tensor],
-    owns: Sequence[Tensor] | None,
-    first: Sequence[int],
-    sent: Sent,
-    weights: Tensor,
-    mine: int = -1,
+    totals: Tensors, owns: Tensors | None, first: Sequence[int], sent: Sent, weights: Tensor, mine: int = -1
 ) -> None:
     """Add ``weights[n]`` times the sum of what senders send, in their order.
 
@@ -158,7 +137,7 @@ def add_sums(
             owns[number][where] += mean
 
 
-def _by_tensor(tensors: Sequence[Tensor], first: Sequence[int], sent: Sent) -> list[list[tuple[Tensor, Tensor]]]:
+def _by_tensor(tensors: Tensors, first: Sequence[int], sent: Sent) -> list[list[tuple[Tensor, Tensor]]]:
     """For each sender, for each tensor: where its flags are set, and the values there in its dtype."""
     found: list[list[tuple[Tensor, Tensor]]] = []
     for flags, values in zip(sent.flags, sent.values.split(sent.counts), strict=True):

@@ -31,7 +31,7 @@ from torch import Tensor
 from lightning_dct.kernels import positions_of
 from lightning_dct.kernels.bits import flags_num_bytes, num_bytes
 from lightning_dct.wire.positions import PayloadError, PositionCode
-from lightning_dct.wire.values import BITS_PER_VALUE, SCALED_FORMATS, decode_tensors, encode_tensors
+from lightning_dct.wire.values import BITS_PER_VALUE, SCALED_FORMATS, decode_values, encode_values
 
 MAGIC = 0xDC
 VERSION = 3
@@ -122,7 +122,7 @@ def pack(
     ``flags`` mark the sent entries of the flattened bucket, ``counts`` of each tensor and at most ``layout.capacity``,
     and ``values`` are the entries there. ``dense`` (``[layout.dense_bytes]``, uint8) holds the tensors sent dense.
     """
-    data, scales = encode_tensors(values, counts, layout.value_format, kernel)
+    data, scales = encode_values(values, counts, layout.value_format, kernel)
     header = write_header(MAGIC, FORMAT_CODES[layout.value_format], values.numel(), layout.fingerprint ^ tag)
     first = torch.frombuffer(bytearray(header), dtype=torch.uint8).to(flags.device)
     payload = flags.new_zeros(layout.num_bytes)
@@ -162,10 +162,8 @@ def unpack_values(
     layout: PayloadLayout, payload: Tensor, counts: Sequence[int], out: Tensor | None = None, kernel: str = "auto"
 ) -> Tensor:
     """The entries of a payload, ``counts`` of each tensor, in ``out`` if it is given: shape ``[sum(counts)]``, fp32."""
-    values = payload.new_empty(sum(counts), dtype=torch.float32) if out is None else out
     data = payload.split_with_sizes(layout.part_sizes)[3]
-    decode_tensors(data, counts, read_scales(layout, payload), layout.value_format, values, kernel)
-    return values
+    return decode_values(data, counts, read_scales(layout, payload), layout.value_format, out, kernel)
 
 
 def read_scales(layout: PayloadLayout, payload: Tensor) -> Tensor:

@@ -53,23 +53,18 @@ class PositionCode:
     capacity: int
 
     @cached_property
-    def is_bitmap(self) -> bool:
-        """Whether the code is a bitmap, because that is not longer."""
-        bits = self._best_low_bits
-        return self.universe <= self._num_flags(bits) + bits * self.capacity
-
-    @cached_property
     def low_bits(self) -> int:
-        """Bits of a position that are stored as they are."""
-        return 0 if self.is_bitmap else self._best_low_bits
-
-    @cached_property
-    def _best_low_bits(self) -> int:
-        """The number of low bits with the smallest message."""
+        """Bits of a position that are stored as they are, for the smallest message; 0 if a bitmap is not longer."""
         # One more low bit costs `capacity` bits and halves the flags. It pays with more than two flags a position.
         largest, enough = max(self.universe - 1, 0), 2 * self.capacity
         bits = max(largest.bit_length() - enough.bit_length(), 0)
-        return min(bits + (largest >> bits > enough), max(self.universe.bit_length() - 1, 0))
+        bits = min(bits + (largest >> bits > enough), max(self.universe.bit_length() - 1, 0))
+        return bits if self._num_flags(bits) + bits * self.capacity < self.universe else 0
+
+    @property
+    def is_bitmap(self) -> bool:
+        """Whether the code is a bitmap: without low bits, Elias-Fano has more flags than there are positions."""
+        return not self.low_bits
 
     @cached_property
     def num_flags(self) -> int:
@@ -112,10 +107,7 @@ class PositionCode:
             PayloadError: The message does not hold ``count`` ascending positions below ``universe``.
         """
         flags = nonzero_indices(bits[: self.num_flags])
-        if flags.numel() != count:
-            raise PayloadError(
-                f"the positions are corrupt: {flags.numel()} positions are marked, but the header says {count}"
-            )
+        _check_count(flags.numel(), count)
         if self.is_bitmap:
             return flags
         planes = bits[self.num_flags :].view(self.low_bits, self.capacity)[:, :count]
@@ -164,11 +156,13 @@ class PositionCode:
         else:
             flags.copy_(pack_flags(message.new_zeros(self.universe).index_fill_(0, self.decode(message, count), 1)))
         counts = count_flags(flags, sizes, kernel)
-        if sum(counts) != count:
-            raise PayloadError(
-                f"the positions are corrupt: {sum(counts)} positions are marked, but the header says {count}"
-            )
+        _check_count(sum(counts), count)
         return counts
+
+
+def _check_count(marked: int, count: int) -> None:
+    if marked != count:
+        raise PayloadError(f"the positions are corrupt: {marked} positions are marked, but the header says {count}")
 
 
 def count_flags(flags: Tensor, sizes: Sequence[int], kernel: str) -> list[int]:

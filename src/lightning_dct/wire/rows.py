@@ -24,8 +24,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lightning_dct.kernels.bits import num_bytes
-from lightning_dct.wire.values import decode_values, encode_values, pack_codes, unpack_codes
+from lightning_dct.kernels.bits import num_bytes, pack_codes, unpack_codes
+from lightning_dct.wire.values import decode_values, encode_values
 
 BITS_PER_VALUE: dict[str, int] = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4}
 LEVELS: dict[str, int] = {"int8": 127, "int4": 7}
@@ -62,7 +62,7 @@ def encode_rows(
         The bytes of the values and of the scales (none in formats without scales), uint8.
     """
     if value_format not in LEVELS:
-        return encode_values(values, values.new_empty(0), 0, value_format)[0], values.new_empty(0, dtype=torch.uint8)
+        return encode_values(values, [], value_format)[0], values.new_empty(0, dtype=torch.uint8)
     levels = LEVELS[value_format]
     values = values.to(torch.float32)
     scale_bytes = _encode_scales(_largest_magnitudes(values, row_of, num_rows), levels)
@@ -84,7 +84,7 @@ def encode_rows(
 def decode_rows(data: Tensor, count: int, row_of: Tensor | None, scale_bytes: Tensor, value_format: str) -> Tensor:
     """Decode ``count`` values from the bytes of :func:`encode_rows`: shape ``[count]``, fp32."""
     if value_format not in LEVELS:
-        return decode_values(data, count, data.new_empty(0), data.new_empty(0), value_format)
+        return decode_values(data, [count], data.new_empty(0), value_format)
     if value_format == "int8":
         steps = data[:count].view(torch.int8).to(torch.float32)
     else:
