@@ -63,19 +63,19 @@ class DenseLookup:
             self._tables = [torch.tensor(module.placement.first_rank).eq(rank).nonzero().squeeze(1) for rank in world]
             mine = self._tables[exchange.rank].numpy()
             asked = {rank: ids[:, tables].reshape(-1).view(torch.uint8) for rank, tables in enumerate(self._tables)}
-        received = exchange.start(asked, dict.fromkeys(world, 8 * len(ids) * mine.size), module.traffic).wait()
+        received = exchange.start(asked, dict.fromkeys(world, 8 * len(ids) * mine.size), module.traffic)()
         with module.traffic.timed():
             first = torch.from_numpy(module.placement.locate(mine, 0 * mine)[1])
             self._places = [(part.view(torch.int64).view(-1, mine.size) + first).view(-1) for part in received]
             rows = [module.weight.detach().index_select(0, places) for places in self._places]
             answers = {rank: module.encode(part) for rank, part in enumerate(rows)}
             sizes = {rank: module.num_bytes(len(ids) * len(tables)) for rank, tables in enumerate(self._tables)}
-        self._incoming = exchange.start(answers, sizes, module.traffic)
+        self._wait = exchange.start(answers, sizes, module.traffic)
 
     def pooled(self) -> Tensor:
         """Wait for the rows: ``[samples, tables, dim]``."""
         module = self._module
-        received = self._incoming.wait()
+        received = self._wait()
         with module.traffic.timed():
             pooled = module.weight.new_empty(self._samples, len(module.table_rows), module.embedding_dim)
             for tables, data in zip(self._tables, received, strict=True):
@@ -90,10 +90,10 @@ class DenseLookup:
             parts = [pooled_gradient[:, tables].reshape(-1, module.embedding_dim) for tables in self._tables]
             payloads = {rank: module.encode(part) for rank, part in enumerate(parts)}
             sizes = {rank: module.num_bytes(len(places)) for rank, places in enumerate(self._places)}
-        incoming = module.exchange_group.start(payloads, sizes, module.traffic)
+        wait = module.exchange_group.start(payloads, sizes, module.traffic)
 
         def finish() -> None:
-            received = incoming.wait()
+            received = wait()
             with module.traffic.timed():
                 for places, data in zip(self._places, received, strict=True):
                     module.collected.add(places, module.decode(data, len(places)))
