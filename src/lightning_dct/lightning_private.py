@@ -19,8 +19,8 @@ _AGREEMENT = "_broadcast_sigterm_tensor"
 def handle_signals(trainer: pl.Trainer, handler: Callable[[int, Any], None], are_carried: bool) -> None:
     """Have Lightning register this handler, which records signals, instead of its own; it removes it when the run ends.
 
-    Its own broadcast, or start a save, in the middle of a step. Before every batch it agrees on SIGTERM by a broadcast,
-    a round trip. If lifelines carry signals, which costs nothing in a step without one, it does not.
+    Lightning's handlers start a broadcast or a save in the middle of a step. Before every batch Lightning agrees on
+    SIGTERM by a broadcast, which is a round trip. Lifelines carry signals for nothing, so then there is no broadcast.
     """
     connector: Any = trainer._signal_connector
     connector._sigterm_notifier_fn = connector._slurm_sigusr_handler_fn = handler

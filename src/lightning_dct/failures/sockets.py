@@ -47,14 +47,15 @@ def connect(addresses: list[str], port: int, timeout_s: float) -> socket.socket:
     """
     error: OSError = OSError("no address was given")
     deadline = time.monotonic() + timeout_s
-    for left in range(len(addresses), 0, -1):
-        share = max(deadline - time.monotonic(), AGAIN_S) / (left + 1)
+    for number, address in enumerate(addresses):
+        share = max(deadline - time.monotonic(), AGAIN_S) / (len(addresses) - number + 1)
         try:
-            connection = socket.create_connection((addresses[-left], port), timeout=share)
-            connection.settimeout(None)
-            return _noted(_kept_alive(connection))
+            connection = socket.create_connection((address, port), timeout=share)
         except OSError as failure:
             error = failure
+            continue
+        connection.settimeout(None)
+        return _noted(_kept_alive(connection))
     raise error
 
 

@@ -40,9 +40,9 @@ class UpdateFlow:
             if plan.is_dense or self._exchange.sums_first:
                 moved = self._weights.movement(names, plan.residual_dtype)
                 own = moved.clone()
-                message = self._start(Bucket([moved], [], 1.0), plan, how)
+                message = self._exchange.start(Bucket([moved], [], 1.0), plan, set(), self._memory, how)
             elif (bucket := self._weights.bucket(names)) is not None:
-                message = self._start(bucket, plan, how)
+                message = self._exchange.start(bucket, plan, set(), self._memory, how)
             else:
                 message = self._send_movement(names, plan, how)
             due = rounds.steps + min(config.overlap_steps, length)
@@ -76,14 +76,11 @@ class UpdateFlow:
         # A node sends for its ranks, which keep what it does not send.
         return mean, sent if item.own is None else torch.where(counting(sent, received.plan), item.own, 0.0)
 
-    def _start(self, bucket: Bucket, plan: BucketPlan, how: Sending) -> Message:
-        return self._exchange.start(bucket, plan, set(), self._memory, how)
-
     def _send_movement(self, names: Sequence[str], plan: BucketPlan, how: Sending) -> Message:
         """Start sending updates that are not read from the weights in place."""
         moved = self._weights.movement(names, plan.residual_dtype)
         left = self._memory.residual_of(plan, moved.device)
-        message = self._start(Bucket([moved], [left], 1.0), plan, how)
+        message = self._exchange.start(Bucket([moved], [left], 1.0), plan, set(), self._memory, how)
         # What is not sent stays in the weights, and the residual is not needed any more.
         if how.lost:
             self._weights.add_own(names, left.mul_(how.lost), -1.0)
