@@ -18,8 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_dct import GrowingEmbeddingBags, ShardedEmbeddingBags, SplitPoint
-from lightning_dct.traffic import Traffic
+from dlrm.other_tables import QuantisedTables, ThresholdedTables
+from lightning_dct import GrowingEmbeddingBags, ShardedEmbeddingBags
+
+TABLES = {"sharded": ShardedEmbeddingBags, "thresholded": ThresholdedTables, "quantised": QuantisedTables}
+"""Tables of a fixed number of rows that are spread over the ranks, by kind."""
 
 
 def fully_connected(sizes: Sequence[int], *, activate_last: bool) -> nn.Sequential:
@@ -33,47 +36,6 @@ def fully_connected(sizes: Sequence[int], *, activate_last: bool) -> nn.Sequenti
     return nn.Sequential(*layers if activate_last else layers[:-1])
 
 
-class ThresholdedTables(nn.Module):
-    """The paper's exchange (Gupta et al., KDD 2021, section 3.2), to compare changes with.
-
-    Only the largest entries of a batch's pooled embeddings cross, and the others are zero for the model; gradients come
-    back under the same mask. Here rows cross as they are, and the rank that uses them masks what it has pooled: the
-    same model, but each threshold sees one rank's batch. The counter has the bytes that would cross of all tables,
-    without ids.
-
-    ``density`` is the share of a table's pooled entries that crosses, and ``value_format`` that of pooled embeddings
-    and of their gradients. Other settings are those of :class:`lightning_dct.ShardedEmbeddingBags`.
-    """
-
-    def __init__(
-        self,
-        table_rows: Sequence[int],
-        embedding_dim: int,
-        density: float,
-        value_format: Any = "bf16",
-        refresh_every: int = 1000,
-        **settings: Any,
-    ) -> None:
-        super().__init__()
-        self.rows = ShardedEmbeddingBags(table_rows, embedding_dim, density=1.0, value_format="fp32", **settings)
-        formats = {"forward_format": value_format, "backward_format": value_format}
-        self.masks = nn.ModuleList(
-            SplitPoint(density, refresh_every=refresh_every, **formats, seed=table) for table in range(len(table_rows))
-        )
-        self._not_reported = Traffic()
-
-    def request(self, ids: Tensor) -> ThresholdedTables:
-        """Start the exchange of rows for ids ``[batch, tables]``."""
-        self.rows.traffic = self._not_reported  # the strategy gives it the counter of the masks
-        self._lookup = self.rows.request(ids)
-        return self
-
-    def pooled(self) -> Tensor:
-        """Wait for the rows; pool and mask them: ``[batch, tables, dim]``."""
-        parts = self._lookup.pooled().unbind(1)
-        return torch.stack([mask(part) for mask, part in zip(self.masks, parts, strict=True)], dim=1)
-
-
 class DLRM(nn.Module):
     """The reference model, one embedding bag (sum) a categorical feature.
 
@@ -85,7 +47,7 @@ class DLRM(nn.Module):
         top_sizes: Hidden widths of the top network.
         exchange: Settings of the tables' class to spread them over the ranks; None keeps whole tables on every rank.
         kind: That class: ``"sharded"`` for ``ShardedEmbeddingBags``, ``"growing"`` for ``GrowingEmbeddingBags``, or
-            ``"thresholded"`` for :class:`ThresholdedTables`.
+            one of ``"thresholded"`` and ``"quantised"`` for a class of :mod:`dlrm.other_tables`.
     """
 
     def __init__(
@@ -104,8 +66,7 @@ class DLRM(nn.Module):
         if exchange is not None and kind == "growing":
             self.tables = GrowingEmbeddingBags(len(table_rows), embedding_dim, **exchange)
         elif exchange is not None:
-            fixed = ThresholdedTables if kind == "thresholded" else ShardedEmbeddingBags
-            self.tables = fixed(table_rows, embedding_dim, **exchange)
+            self.tables = TABLES[kind](table_rows, embedding_dim, **exchange)
         else:
             self.tables = nn.ModuleList(nn.EmbeddingBag(rows, embedding_dim, mode="sum") for rows in table_rows)
             for table in self.tables:

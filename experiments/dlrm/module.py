@@ -19,7 +19,7 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
 }
 """Names that ``model.optimizer`` takes."""
-TABLES = ("auto", "replicated", "sharded", "growing", "thresholded")
+TABLES = ("auto", "replicated", "sharded", "growing", "thresholded", "quantised")
 """Names that ``model.tables`` takes."""
 
 
@@ -35,10 +35,10 @@ class ClickModule(ScoredModule):
         optimizer: ``sgd``, ``adagrad`` or ``adam``.
         tables: ``replicated`` (whole tables on every rank, their gradients synchronised), ``sharded`` (hybrid
             parallel: every row on one rank, exchanged as ``exchange`` says), ``growing`` (sharded, a row is made when
-            its id comes), ``thresholded`` (sharded and masked, as in the paper) or ``auto``: sharded under
-            ``DCTStrategy``.
+            its id comes), ``thresholded`` (sharded and masked, as in the paper), ``quantised`` (sharded and rounded, as
+            by TorchRec) or ``auto``: sharded under ``DCTStrategy``.
         exchange: Settings of ``lightning_dct.ShardedEmbeddingBags``, of ``lightning_dct.GrowingEmbeddingBags``, or of
-            :class:`dlrm.model.ThresholdedTables`.
+            a class of :mod:`dlrm.other_tables`.
         num_dense: As ``table_rows`` read from the data module when None.
     """
 

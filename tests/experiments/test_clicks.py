@@ -1,10 +1,13 @@
+import math
+
 import numpy as np
 import pytest
 import torch
 from torchmetrics.functional import auroc
 
 from dlrm.data import FIRST_ROW, MISSING_ID, NUM_DENSE, ClickTeacher, SyntheticClicks
-from dlrm.model import DLRM, ThresholdedTables
+from dlrm.model import DLRM
+from dlrm.other_tables import FORMATS, GROUP, QuantisedTables, ThresholdedTables
 from streams import TrainingStream, batches_to_cover, rank_rows
 
 TABLES = [50, 2000, 3, 10, 400]
@@ -206,3 +209,49 @@ def test_thresholded_tables_send_the_largest_pooled_entries_of_each_and_their_gr
     assert sum(mask.traffic.totals.bytes_sent for mask in tables.masks) == 2 * (8 * words + left_over)
     with torch.no_grad():
         assert int((tables.request(ids).pooled() != 0).sum()) == 6
+
+
+def rounded_as(value_format: str, group: list[float]) -> list[float]:
+    """Value by value, in doubles."""
+    if value_format == "fp16":
+        return [float(np.float16(value)) for value in group]
+    if value_format == "int8":
+        step = (max(group) - min(group)) / 255
+        return [min(group) + round((value - min(group)) / step) * step for value in group]
+    scale = 2.0 ** (math.ceil(math.log2(max(map(abs, group)))) - 2)
+    levels = [sign * level * scale for level in (0, 0.5, 1, 1.5, 2, 3, 4, 6) for sign in (1, -1)]
+    return [min(levels, key=lambda level: abs(level - value)) for value in group]
+
+
+@pytest.mark.parametrize(("value_format", "ratio"), [("fp16", 2.0), ("int8", 3.2), ("mx4", 7.53)])
+def test_quantised_tables_round_pooled_entries_and_their_gradients(value_format: str, ratio: float) -> None:
+    tables = QuantisedTables([50, 7], 16, value_format, density=0.05)
+    tables.rows.materialize()
+    ids = torch.tensor([[3, 1], [9, 2], [4, 0]])
+    pooled = tables.request(ids).pooled()
+    gradient = torch.randn(3, 2, 16)
+    pooled.backward(gradient)
+    places = torch.stack([ids[:, 0], 50 + ids[:, 1]], dim=1)
+    rows = tables.rows.weight.detach()[places]
+
+    def expected(values: torch.Tensor) -> torch.Tensor:
+        groups = values.view(-1, GROUP).tolist()
+        return torch.tensor([rounded_as(value_format, group) for group in groups]).view_as(values)
+
+    torch.testing.assert_close(pooled, expected(rows))
+    torch.testing.assert_close(tables.rows.weight.grad.to_dense()[places], expected(gradient))
+    totals = tables.codec.traffic.totals
+    assert totals.bytes_dense == 2 * 3 * 2 * 16 * 4 + 3 * 2 * 8
+    assert (totals.bytes_dense - 48) / (totals.bytes_sent - 48) == pytest.approx(ratio, abs=0.005)
+
+
+@pytest.mark.parametrize("value_format", FORMATS)
+def test_zeros_stay_zeros_and_a_last_group_may_be_short(value_format: str) -> None:
+    tables = QuantisedTables([50], 4, value_format)
+    values = torch.cat([torch.zeros(GROUP), torch.full((4,), 3.0)]).view(-1, 1, 4)
+    assert torch.equal(tables.codec(values), values)
+
+
+def test_an_unknown_format_of_quantised_tables_is_named() -> None:
+    with pytest.raises(ValueError, match="value_format='1bit': choose one of fp16, int8, mx4"):
+        QuantisedTables([50], 4, "1bit")
