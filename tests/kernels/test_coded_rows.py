@@ -80,6 +80,13 @@ def test_tensors_of_one_value(value: float, seed: int | None) -> None:
     assert_same(torch.full((3, 5), value), ("int8", "int4"), seed)
 
 
+def test_a_transposed_tensor_compiles_nothing_new() -> None:
+    assert_same(torch.randn(3, 5), ("int8", "int4"), None)
+    compiled = len(numba_rows._encode.signatures)
+    assert_same(torch.randn(5, 3).t(), ("int8", "int4"), None)
+    assert len(numba_rows._encode.signatures) == compiled
+
+
 def test_more_numbers_than_one_chunk_of_noise() -> None:
     assert_same(torch.randn(700, 101), ("int8", "int4"), 3)
 

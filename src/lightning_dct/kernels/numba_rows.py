@@ -33,7 +33,8 @@ def encode(
     are the steps of the scale on either side of zero: 127 for int8, 7 for int4. ``shares`` (shape ``[256]``, fp32) has
     the scale of each code over the largest scale. ``salt`` is that of stochastic rounding; None rounds to nearest.
     """
-    rows = values.detach().to(torch.float32).numpy().reshape(num_rows, -1)
+    # Contiguous, because numba would compile the loop anew for another order of a matrix.
+    rows = values.detach().to(torch.float32).contiguous().numpy().reshape(num_rows, -1)
     begin = len(header)
     payload = np.empty(begin + 4 + num_rows + (rows.size if levels > 7 else (rows.size + 1) // 2), np.uint8)
     payload[:begin] = np.frombuffer(header, np.uint8)
