@@ -20,17 +20,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from comparison.runs import (
-    Entry,
-    Run,
-    Runner,
-    Strategy,
-    collect,
-    folder_name,
-    plan_run,
-    require_distinct,
-    setting_name,
-)
+from comparison.runs import Entry, Run, Runner, Strategy, collect, folder_name, plan_run, require_distinct, setting_name
 from comparison.sweep import Axis, choose, combinations
 from comparison.table import draw, draw_pace, to_markdown, write_runs
 from network.hosts import parse_link

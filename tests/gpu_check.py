@@ -45,7 +45,7 @@ from interpreted import way_of
 from lightning_dct import DCTConfig, Gradients, Updates
 from lightning_dct.compress import codec
 from lightning_dct.compress.bucket_plan import Bucket, Received, Sending, plan_bucket
-from lightning_dct.compress.memory import Memory
+from lightning_dct.compress.error_feedback import ErrorFeedback
 from lightning_dct.cost.timing import wait_for
 from lightning_dct.sync.setup import make_gradient_synchronizer, make_update_synchronizer
 from lightning_dct.traffic import Traffic, plain_table
@@ -200,15 +200,15 @@ def profile(device: torch.device, name: str, bucket: Bucket, density: float) -> 
     sizes = [weights.numel() for weights in bucket.bases]
     names, entries = [str(number) for number in range(len(sizes))], sum(sizes)
     plan = plan_bucket(names, sizes, [density] * len(sizes), torch.float32, "1bit", 16, link_traversals=2.0)
-    memory, sent = Memory({}, adapt_threshold=True, undoable=False, of_updates=True), list[Tensor]()
+    feedback, sent = ErrorFeedback({}, adapt_threshold=True, undoable=False, of_updates=True), list[Tensor]()
     how = Sending(tag=1, lengthening=1.3)
 
     def pack() -> None:
-        sent[:] = [codec.compress(memory, bucket, plan, set(), how).payload]
+        sent[:] = [codec.compress(feedback, bucket, plan, set(), how).payload]
 
     def add(payloads: Tensor) -> None:
         # A factor that leaves the weights nearly as they are, so that each time is like the last.
-        codec.apply(memory, Received(payloads, plan, 1e-12, own=0, how=how), bucket)
+        codec.apply(feedback, Received(payloads, plan, 1e-12, own=0, how=how), bucket)
 
     def both(payloads: Tensor) -> None:
         pack()
@@ -228,7 +228,7 @@ def profile(device: torch.device, name: str, bucket: Bucket, density: float) -> 
             times = f"{milliseconds(packing)} + {milliseconds(adding)}, {launches} launches"
             what = f"{name}: pack + add {senders} payloads"
             rows.append((what, f"{times}, {besides / entries:.2f} bytes an entry besides"))
-        memory.awaited.synchronize()
+        feedback.awaited.synchronize()
     return rows
 
 

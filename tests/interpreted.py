@@ -64,7 +64,7 @@ if DEVICE.type == "cpu":
 
 @contextmanager
 def way_of(way: str) -> Iterator[str]:
-    """Tensors go one of the ways, a context at a time; gives the kernel's name for a :class:`Memory`."""
+    """Tensors go one of the ways, a context at a time; gives the kernel's name for a :class:`ErrorFeedback`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(awaited, "WITHOUT_WAITING", {DEVICE.type} if way == "triton" else set())
         yield "auto" if way == "triton" else way

@@ -134,39 +134,39 @@ def test_a_round_is_no_shorter_than_a_delay() -> None:
 
 
 def test_a_run_of_unknown_length_begins_short_and_doubles() -> None:
-    course = RunSettings(NOTHING, 2, math.inf)
-    assert course.at(0) == course.at(SHORTEST - 1) == NOTHING.for_run(2, SHORTEST)
-    assert [course.reached(steps) for steps in (999, 1000, 3999)] == [0, 1000, 3000]
+    settings = RunSettings(NOTHING, 2, math.inf)
+    assert settings.at(0) == settings.at(SHORTEST - 1) == NOTHING.for_run(2, SHORTEST)
+    assert [settings.reached(steps) for steps in (999, 1000, 3999)] == [0, 1000, 3000]
     for steps in (1000, 5000, 50_000):
-        assert course.at(steps) == NOTHING.for_run(2, 2 * steps)
-    assert course.at(50_000) != course.at(0)
+        assert settings.at(steps) == NOTHING.for_run(2, 2 * steps)
+    assert settings.at(50_000) != settings.at(0)
 
 
 def test_a_run_of_known_length_keeps_its_settings() -> None:
-    course = RunSettings(NOTHING, 2, 5000)
-    assert course.at(0) == course.at(4999) == NOTHING.for_run(2, 5000)
-    assert course.reached(4999) == 0
+    settings = RunSettings(NOTHING, 2, 5000)
+    assert settings.at(0) == settings.at(4999) == NOTHING.for_run(2, 5000)
+    assert settings.reached(4999) == 0
     # Tensors that take turns depend on the settings that a run begins with.
     assert not RunSettings(Given.of({"overlap_steps": 1}), 2, math.inf).grows
 
 
 def test_a_run_that_may_end_early_grows_up_to_its_most_steps() -> None:
-    course, free = RunSettings(NOTHING, 2, 6000, "it may end"), RunSettings(NOTHING, 2, math.inf)
-    assert all(course.at(steps) == free.at(steps) for steps in (0, 999, 1000, 2500))
-    assert course.at(5000) == NOTHING.for_run(2, 6000)
+    settings, free = RunSettings(NOTHING, 2, 6000, "it may end"), RunSettings(NOTHING, 2, math.inf)
+    assert all(settings.at(steps) == free.at(steps) for steps in (0, 999, 1000, 2500))
+    assert settings.at(5000) == NOTHING.for_run(2, 6000)
     assert RunSettings(NOTHING, 2, 300, "it may end").at(0) == NOTHING.for_run(2, 300)
 
 
 def test_counted_steps_take_the_place_of_expected_ones() -> None:
-    course = RunSettings(NOTHING, 2, 20_000)
-    assert not course.is_off(16_000)
-    assert course.is_off(14_000)
-    course.count(2000)
-    assert course.at(0) == course.at(1999) == NOTHING.for_run(2, 2000) != NOTHING.for_run(2, 20_000)
+    settings = RunSettings(NOTHING, 2, 20_000)
+    assert not settings.is_off(16_000)
+    assert settings.is_off(14_000)
+    settings.count(2000)
+    assert settings.at(0) == settings.at(1999) == NOTHING.for_run(2, 2000) != NOTHING.for_run(2, 20_000)
     # Whatever is counted is new where nothing was known, and is no end where one may come before.
     for unknown, grows in ((COUNTED, False), ("it may end", True)):
-        course = RunSettings(NOTHING, 2, 2000, unknown)
-        assert course.is_off(2000) == (unknown == COUNTED)
-        course.count(2000)
-        assert course.grows == grows
+        settings = RunSettings(NOTHING, 2, 2000, unknown)
+        assert settings.is_off(2000) == (unknown == COUNTED)
+        settings.count(2000)
+        assert settings.grows == grows
     assert not RunSettings(Given.of({"overlap_steps": 1}), 2, 20_000).is_off(100)

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_dct import DCTConfig, reference
 from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Received, Sending, plan_bucket
 from lightning_dct.compress.codec import compress, decompress
-from lightning_dct.compress.memory import Memory
+from lightning_dct.compress.error_feedback import ErrorFeedback
 from lightning_dct.config import VALUE_FORMATS
 from lightning_dct.kernels.bits import unpack_bits
 from lightning_dct.reference import Settings, State
@@ -87,7 +87,7 @@ def test_what_ranks_send_what_arrives_and_what_they_remember(kernel: str, data: 
     targets = tuple(data.draw(st.integers(0, size)) for size in sizes)
     names = tuple("abcd"[: len(sizes)])
     plan = BucketPlan(names, sizes, targets, dtype, settings["value_format"])
-    memories = [Memory({}, settings["adapt_threshold"], undoable=False, kernel=kernel) for _ in range(ranks)]
+    feedbacks = [ErrorFeedback({}, settings["adapt_threshold"], undoable=False, kernel=kernel) for _ in range(ranks)]
     residuals = [torch.zeros(sum(sizes), dtype=dtype) for _ in range(ranks)]
     held = [[State() for _ in sizes] for _ in range(ranks)]
     for _ in range(3):
@@ -95,17 +95,17 @@ def test_what_ranks_send_what_arrives_and_what_they_remember(kernel: str, data: 
         for rank in range(ranks):
             gradient = data.draw(tensors(sum(sizes))).to(dtype)
             bucket = Bucket([gradient], [residuals[rank]], 1.0)
-            out = compress(memories[rank], bucket, plan, set())
+            out = compress(feedbacks[rank], bucket, plan, set())
             payloads.append(out.payload)
             parts = zip(gradient.split(sizes), held[rank], targets, strict=True)
             sent.append([reference.send(part, one, target, Settings(**settings)) for part, one, target in parts])
             assert same(residuals[rank], torch.cat([torch.as_tensor(one.residual) for one in held[rank]]))
             expected = {name: one.threshold for name, one in zip(names, held[rank], strict=True) if one.target}
-            assert memories[rank].thresholds.by_label() == pytest.approx(expected, rel=1e-12)
+            assert feedbacks[rank].thresholds.by_label() == pytest.approx(expected, rel=1e-12)
         for lengthening in (1.0, 1.3, None):
             received = Received(torch.stack(payloads), plan, 1 / ranks, own=0, how=Sending(lengthening=lengthening))
             empty = torch.empty(sum(sizes), dtype=dtype)
-            got = decompress(memories[0], received, empty)
+            got = decompress(feedbacks[0], received, empty)
             means = [
                 reference.weighted_sum([one[number] for one in sent], 1 / ranks, not target, lengthening)
                 for number, target in enumerate(targets)

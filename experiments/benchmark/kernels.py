@@ -23,7 +23,7 @@ from benchmark.session import at_least
 from benchmark.tables import describe_machine, publish
 from lightning_dct.compress.bucket_plan import Bucket, Received, Sending, plan_bucket
 from lightning_dct.compress.codec import apply, compress
-from lightning_dct.compress.memory import Memory
+from lightning_dct.compress.error_feedback import ErrorFeedback
 from lightning_dct.kernels import available_kernels, cpu_kernel
 from lightning_dct.kernels.bits import flags_num_bytes
 from lightning_dct.kernels.plain import Sent
@@ -65,7 +65,7 @@ class Rank:
         self._start = [(own.clone(), shared.clone()) for own, shared in zip(self.own, self.shared, strict=True)]
         self._copy = torch.empty(entries)
         self._source = torch.ones(entries)
-        self.memory = Memory({}, adapt_threshold=True, undoable=False, of_updates=True)
+        self.feedback = ErrorFeedback({}, adapt_threshold=True, undoable=False, of_updates=True)
         # Twice, so that the guard has adjusted the thresholds.
         self.payloads = [self._compress(number) for _ in range(2) for number in range(len(sizes))][-len(sizes) :]
 
@@ -110,21 +110,21 @@ class Rank:
         return Bucket([self.own[number]], [self.shared[number]], None)
 
     def _compress(self, number: int, kernel: str = "auto") -> torch.Tensor:
-        self.memory.kernel = kernel
-        return compress(self.memory, self._bucket(number), self.plans[number], set()).payload
+        self.feedback.kernel = kernel
+        return compress(self.feedback, self._bucket(number), self.plans[number], set()).payload
 
     def _exchange(self, number: int, kernel: str) -> None:
         payloads = torch.stack([self._compress(number, kernel), self.payloads[number]])
         received = Received(payloads, self.plans[number], 0.5, own=0, how=Sending(lengthening=None))
-        apply(self.memory, received, self._bucket(number))
+        apply(self.feedback, received, self._bucket(number))
 
     def _exchange_first(self) -> None:
-        self.memory.thresholds.forget()
+        self.feedback.thresholds.forget()
         self._each(partial(self._exchange, kernel="auto"))
 
     def _select(self, number: int) -> None:
         plan, flags = self.plans[number], torch.zeros(flags_num_bytes(self.own[number].numel()), dtype=torch.uint8)
-        threshold = self.memory.thresholds.get(plan.names[0], plan.targets[0]) or 0.0
+        threshold = self.feedback.thresholds.get(plan.names[0], plan.targets[0]) or 0.0
         cpu_kernel().select([self.own[number]], [self.shared[number]], [0], [threshold], None, flags)
 
 

@@ -23,16 +23,7 @@ from benchmark.job import MILLISECONDS, Job, Run
 from benchmark.plots import plot_bars, plot_losses
 from benchmark.session import RUN_SECONDS, Session, at_least, make_parser
 from benchmark.synchronisations import DDP, NOTHING, SYNCHRONISATIONS
-from benchmark.tables import (
-    Column,
-    columns_by_link,
-    faster_than,
-    figure_of,
-    publish,
-    step_ms,
-    tabulate,
-    times,
-)
+from benchmark.tables import Column, columns_by_link, faster_than, figure_of, publish, step_ms, tabulate, times
 from network.hosts import Link
 
 WARM_UP_STEPS = 4

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_dct.compress import bucket_plan
 from lightning_dct.compress.awaited import Awaited, Callback
-from lightning_dct.compress.memory import Memory
+from lightning_dct.compress.error_feedback import ErrorFeedback
 from lightning_dct.kernels import weights_by_senders
 from lightning_dct.traffic import Traffic
 
@@ -49,26 +49,26 @@ class ExchangeGraph:
     def __init__(
         self,
         exchange: Callable[[], None],
-        memories: Sequence[Memory],
+        feedbacks: Sequence[ErrorFeedback],
         traffic: Sequence[Traffic],
         lengthening: float | None,
     ) -> None:
         from lightning_dct.compress import on_gpu
 
-        self._on_gpu, self._memories, self._graph = on_gpu, memories, torch.cuda.CUDAGraph()
+        self._on_gpu, self._feedbacks, self._graph = on_gpu, feedbacks, torch.cuda.CUDAGraph()
         self._weights: dict[tuple[int, float, torch.dtype], Tensor] = {}
         self._lengthening = lengthening
         # Where this graph reads and writes thresholds.
         self._own: list[dict[tuple[str, ...], Tensor]] = [
-            {names: values for names, (_, values) in memory.thresholds.by_bucket.items()} for memory in memories
+            {names: values for names, (_, values) in feedback.thresholds.by_bucket.items()} for feedback in feedbacks
         ]
         before = [own.totals.bytes_sent for own in traffic]
         with self._recording():
             exchange()
-            for memory, own in zip(memories, self._own, strict=True):
+            for feedback, own in zip(feedbacks, self._own, strict=True):
                 for names, values in own.items():
-                    values.copy_(memory.thresholds.on_device(names, values.device))
-                    memory.thresholds.replace(names, values)
+                    values.copy_(feedback.thresholds.on_device(names, values.device))
+                    feedback.thresholds.replace(names, values)
         self.sent = [own.totals.bytes_sent - then for own, then in zip(traffic, before, strict=True)]
 
     @contextmanager
@@ -99,12 +99,12 @@ class ExchangeGraph:
 
     def take_over(self) -> None:
         """Continue with the thresholds of exchanges that were made without this graph."""
-        for memory, own in zip(self._memories, self._own, strict=True):
+        for feedback, own in zip(self._feedbacks, self._own, strict=True):
             for names, values in own.items():
-                now = memory.thresholds.on_device(names, values.device)
+                now = feedback.thresholds.on_device(names, values.device)
                 if now is not values:
                     values.copy_(now)
-                    memory.thresholds.replace(names, values)
+                    feedback.thresholds.replace(names, values)
 
     def replay(self, lengthening: float | None) -> None:
         """Exchange with a mean of this length."""

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_dct import DCTConfig
 from lightning_dct.compress.bucket_plan import Plans, Sending
-from lightning_dct.compress.memory import Memory
+from lightning_dct.compress.error_feedback import ErrorFeedback
 from lightning_dct.exchange import collectives
 from lightning_dct.exchange.base import Exchange
 from lightning_dct.exchange.collectives import Link
@@ -107,12 +107,14 @@ class Rank:
     def __init__(self, config: DCTConfig, parameters: Mapping[str, Tensor], link: Link) -> None:
         self.exchange = _exchange(config, parameters, link)
         pieces = self.exchange.pieces
-        self.memory = Memory(pieces, config.adapt_threshold, undoable=False, kernel=config.kernel, of_updates=True)
+        self.feedback = ErrorFeedback(
+            pieces, config.adapt_threshold, undoable=False, kernel=config.kernel, of_updates=True
+        )
         self.weights, self.rounds = SharedWeights(), Rounds()
         for name, parameter in parameters.items():
             self.weights.adopt(name, parameter)
         plans = Plans(config, self.exchange.link_traversals)
-        self.flow = UpdateFlow(plans, self.weights, self.exchange, self.memory)
+        self.flow = UpdateFlow(plans, self.weights, self.exchange, self.feedback)
 
 
 def _exchange(config: DCTConfig, parameters: Mapping[str, Tensor], link: Link) -> Exchange:
@@ -215,7 +217,7 @@ class Exchanges:
         """Exchange all buckets, rank by rank, ``length`` steps after the last time."""
         if refreshes:
             for rank in self.ranks:
-                rank.memory.thresholds.forget_those_of(self._models[0].keys())
+                rank.feedback.thresholds.forget_those_of(self._models[0].keys())
         with mock.patch.object(collectives, "dist", Collectives):
             for names in self._buckets:
                 items = [rank.flow.send(names, rank.rounds, length, how) for rank in self.ranks]

@@ -76,7 +76,7 @@ class Training:
             self.exchanges = Exchanges(prepared.settings, ranks, prepared.job.steps, self._trial)
             self.exchanges.start = self._exchange
             for rank in self.exchanges.ranks:
-                rank.memory.awaited = Unread()
+                rank.feedback.awaited = Unread()
             self._shared = [
                 self.exchanges.shared([names[p] for p in group["params"]]) for group in self._schedule.param_groups
             ]
@@ -119,16 +119,16 @@ class Training:
                 own.add(bytes_sent=more)
             self._latest = graph
             return
-        memories = [rank.memory for rank in exchanges.ranks]
-        for memory in memories:
-            memory.awaited.latest.clear()
+        feedbacks = [rank.feedback for rank in exchanges.ranks]
+        for feedback in feedbacks:
+            feedback.awaited.latest.clear()
         self._made[kind] = self._made.get(kind, 0) + 1
         if not self._on_gpu or self._made[kind] <= (1 if refreshes else EAGER):
             exchanges.exchange(length, how, refreshes)
             self._latest = None
             return
         exchange = partial(exchanges.exchange, length, how, refreshes)
-        self._latest = self._graphs[kind] = ExchangeGraph(exchange, memories, exchanges.traffic, how.lengthening)
+        self._latest = self._graphs[kind] = ExchangeGraph(exchange, feedbacks, exchanges.traffic, how.lengthening)
         self._latest.replay(how.lengthening)
 
     def end_exchange(self) -> None:
@@ -139,7 +139,7 @@ class Training:
     def look(self) -> None:
         """Raise what the latest exchange has found wrong."""
         for rank in self.exchanges.ranks if self.exchanges is not None else ():
-            rank.memory.awaited.look()
+            rank.feedback.awaited.look()
 
     def shared_weights(self) -> dict[str, Tensor]:
         """The weights that all ranks share, or those of dense training."""

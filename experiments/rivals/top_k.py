@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from lightning_dct.compress.memory import Residuals
+from lightning_dct.compress.error_feedback import Residuals
 from lightning_dct.compress.threshold import entries_at
 from lightning_dct.exchange.base import Flow, Message, finish
 from lightning_dct.sync.setup import parameter_names

@@ -32,7 +32,7 @@ from lightning_dct.compress.awaited import SPAN, clock_of, recorded
 from lightning_dct.config import check_density
 from lightning_dct.embedding.lookup import when_backward_ends
 from lightning_dct.embedding.sharded import ShardedEmbeddingBags
-from lightning_dct.failures.course import EXCHANGE, IN_FORWARD
+from lightning_dct.failures.collective_order import EXCHANGE, IN_FORWARD
 from lightning_dct.failures.lifeline import Lifeline, check_lifelines
 from lightning_dct.failures.process_group import group_is_made
 from lightning_dct.law import Given, RunLength, RunSettings
@@ -237,7 +237,7 @@ class DCTStrategyBase(CheckpointedStrategy):
     def come_to(
         self, what: str, patience_s: float | None = None, group: dist.ProcessGroup | None = None, detail: object = ""
     ) -> None:
-        """Come to a place where all ranks of a group do the same, with the same ``detail``: see ``failures/course.py``.
+        """Come to a place that all ranks of a group come to, with the same ``detail``; see ``collective_order.py``.
 
         Raises:
             RuntimeError: They do not, which the message explains.

@@ -28,7 +28,7 @@ from lightning_dct.checkpoint.merging import checksum_of_groups, with_edited_gro
 from lightning_dct.compress.awaited import clock_of, recorded
 from lightning_dct.config import DCTConfig, check_density, check_keywords
 from lightning_dct.embedding.sharded import ShardedEmbeddingBags
-from lightning_dct.failures.course import EXCHANGE
+from lightning_dct.failures.collective_order import EXCHANGE
 from lightning_dct.failures.lifeline import Lifeline, check_lifelines, lifeline_of_process
 from lightning_dct.failures.process_group import group_is_made
 from lightning_dct.law import Given, RunSettings
@@ -181,7 +181,7 @@ class DCTStrategy(DDPStrategy):
         return output
 
     def _come_to(self, what: str, group: Any = None) -> None:
-        """Come to a place where all ranks of a group do the same: see ``failures/course.py`` (RuntimeError)."""
+        """Come to a place where all ranks of a group do the same, or raise a RuntimeError; see there."""
         if self.lifeline is not None:
             peers = range(self.world_size) if group is None else dist.get_process_group_ranks(group)
             self.lifeline.come_to(what, what, peers)

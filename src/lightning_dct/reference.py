@@ -186,7 +186,7 @@ def send(news: Tensor, state: State, target: int, settings: Settings, others_kee
 #    updates of one step it is lengthened (6), and otherwise an entry that n of W ranks send is weighted by sqrt(W / n).
 #    With either, an entry moves at most as far as its senders have moved it on average.
 
-Memory = defaultdict[tuple[str, int, int], State]  # of one tensor, by sender, its number, a piece's first entry
+States = defaultdict[tuple[str, int, int], State]  # of one tensor, by sender, its number, a piece's first entry
 
 
 def weighted_sum(sent: list[Tensor], weight: float, dense: bool, longer: float | None) -> Tensor:
@@ -209,7 +209,7 @@ def send_sum(total: Tensor, owner: State, target: int, settings: Settings, is_up
 
 def exchange(
     tensors: list[Tensor],
-    memory: Memory,
+    states: States,
     settings: Settings,
     share: float = 1.0,
     longer: float | None = 1.0,
@@ -232,11 +232,11 @@ def exchange(
             nodes = [parts[first : first + per_node] for first in range(0, ranks, per_node)]
             news, sender = [torch.stack([part / per_node for part in node]).sum(0) * per_node for node in nodes], "node"
         keep = hierarchical and is_update
-        sent = [send(one, memory[sender, number, start], goal, settings, keep) for number, one in enumerate(news)]
+        sent = [send(one, states[sender, number, start], goal, settings, keep) for number, one in enumerate(news)]
         own = parts if hierarchical else sent
         if settings.exchange == "two_phase":  # the owner sends a part of the sum, and keeps a residual
             total = weighted_sum(sent, 1.0, not target, longer)
-            sent = [send_sum(total, memory["owner", 0, start], goal, settings, is_update)]
+            sent = [send_sum(total, states["owner", 0, start], goal, settings, is_update)]
         # A rank's update counts if its node, or the owner of the sum, has sent that entry.
         passed = [one for one in sent for _ in range(ranks // len(sent))]
         counted = [c.where((one != 0) | (not goal), 0.0) for c, one in zip(own, passed, strict=True)]
@@ -275,12 +275,12 @@ def cosine_of(steps: list[Tensor]) -> int | None:
 
 
 def exchange_updates(
-    own: list[Tensor], shared: Tensor, memory: Memory, settings: Settings, share: float, decay: float, f: float | None
+    own: list[Tensor], shared: Tensor, states: States, settings: Settings, share: float, decay: float, f: float | None
 ) -> tuple[Tensor, list[Tensor]]:
     """Exchange one tensor. Returns the mean, and each rank's sent part that counts; the unsent part decays in ``w``."""
     moved = [w - shared for w in own]  # a = w - S
-    mean, sent, counted = exchange(moved, memory, settings, share, f, is_update=True)  # m
-    for (sender, _, _), state in memory.items():
+    mean, sent, counted = exchange(moved, states, settings, share, f, is_update=True)  # m
+    for (sender, _, _), state in states.items():
         state.residual = 0.0 if sender == "rank" else state.residual  # w keeps it
     for w, a, c in zip(own, moved, sent, strict=True):
         w.sub_((a - c).mul(1 - decay))
@@ -294,13 +294,13 @@ def train(
     settings: Settings,
     chooses_length: bool = True,
     kept: float = 1.0,
-) -> tuple[list[Tensor], list[Memory]]:
+) -> tuple[list[Tensor], list[States]]:
     """Train ``weights[rank][tensor]`` in place. Returns the shared weights and the senders' states of each tensor.
 
     ``local_step(rank, step)`` is a step of a rank's own optimizer. With an overlap, steps run during an exchange.
     Steps of an optimizer that ``chooses_length`` do not grow with gradients. Decay leaves ``kept`` of a weight.
     """
-    shared, memories = [w.clone() for w in weights[0]], [Memory(State) for _ in weights[0]]
+    shared, all_states = [w.clone() for w in weights[0]], [States(State) for _ in weights[0]]
     travelling: list[tuple[Tensor, list[Tensor]]] = []
     due = since_refresh = 0
     # Not if ranks are several steps apart, for which that is too long.
@@ -332,17 +332,17 @@ def train(
         length, decay = (1, settings.residual_decay) if step <= settings.warmup_steps else (settings.local_steps, 1.0)
         if step % length or travelling:
             continue
-        for number, (w_shared, memory) in enumerate(zip(shared, memories, strict=True)):
-            for state in memory.values() if refresh else ():
+        for number, (w_shared, states) in enumerate(zip(shared, all_states, strict=True)):
+            for state in states.values() if refresh else ():
                 state.target = 0
             own = [rank_weights[number] for rank_weights in weights]
             share = length / settings.local_steps
-            travelling.append(exchange_updates(own, w_shared, memory, settings, share, decay, longer))
+            travelling.append(exchange_updates(own, w_shared, states, settings, share, decay, longer))
         due, since_refresh = step + min(settings.overlap_steps, length), 1 if refresh else since_refresh
         if not settings.overlap_steps:
             arrive()
     arrive()
-    return shared, memories
+    return shared, all_states
 
 
 # 7. Embedding rows (embedding/messages.py). Each row ``E`` has an owner. The owner and the rank that uses the row both

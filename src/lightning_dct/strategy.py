@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_dct.base_strategy import DCTStrategyBase
 from lightning_dct.callbacks.schedules import ThresholdRefresh
 from lightning_dct.config import Compress, DCTConfig, ExchangeName, MissingState, ValueFormat, check_keywords
-from lightning_dct.failures.course import EXCHANGE
+from lightning_dct.failures.collective_order import EXCHANGE
 from lightning_dct.kernels import KernelName
 from lightning_dct.law import Given
 from lightning_dct.sync import setup

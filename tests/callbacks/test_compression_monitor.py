@@ -10,7 +10,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_dct import CompressionMonitor
 from lightning_dct.callbacks.compression_monitor import summary_rows
-from lightning_dct.compress.memory import Memory
+from lightning_dct.compress.error_feedback import ErrorFeedback
 from lightning_dct.compress.threshold import Thresholds
 from lightning_dct.traffic import Traffic, TrafficTotals, format_bytes
 
@@ -118,9 +118,12 @@ def test_a_single_process_logs_no_ratio() -> None:
 
 
 def test_table_at_the_end_covers_this_fit_only(capsys: pytest.CaptureFixture[str]) -> None:
-    memory = Memory({}, adapt_threshold=True, undoable=False)
+    feedback = ErrorFeedback({}, adapt_threshold=True, undoable=False)
     synchronizer = SimpleNamespace(
-        memory=memory, thresholds=Thresholds(), norm=lambda: math.hypot(*memory.norms().values()), flush=lambda: None
+        feedback=feedback,
+        thresholds=Thresholds(),
+        norm=lambda: math.hypot(*feedback.norms().values()),
+        flush=lambda: None,
     )
     monitor, trainer = CompressionMonitor(), FakeTrainer(Traffic(), synchronizer=synchronizer)
     trainer.strategy.traffic.add(steps=1000, bytes_sent=10**9, bytes_dense=10**9)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Received
 from lightning_dct.compress.codec import compress, decompress
-from lightning_dct.compress.memory import Memory
+from lightning_dct.compress.error_feedback import ErrorFeedback
 from strategies_for_hypothesis import FORMATS
 
 SIZES, TARGETS = (300, 50, 200, 1), (6, 0, 10, 0)
@@ -25,7 +25,7 @@ def spread(entries: Tensor, rest: float) -> Tensor:
     return everywhere
 
 
-memory = partial(Memory, {}, adapt_threshold=False, undoable=False)
+feedback = partial(ErrorFeedback, {}, adapt_threshold=False, undoable=False)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_gaps_between_the_tensors_change_nothing(value_format: str, dtype: torch
     gradient = torch.randn(sum(SIZES), generator=noise).to(dtype)
     residuals = torch.randn(sum(SIZES), generator=noise).to(together.residual_dtype)
     spread_residuals = spread(residuals, 9.0)
-    own, spread_own = (memory(adapt_threshold=True) for _ in range(2))
+    own, spread_own = (feedback(adapt_threshold=True) for _ in range(2))
     one = compress(own, Bucket([gradient.clone()], [residuals], 0.5), together, deferred)
     bucket = Bucket([spread(gradient, 8.0)], [spread_residuals], 0.5)
     other = compress(spread_own, bucket, apart, deferred)
@@ -60,17 +60,17 @@ def test_sums_of_half_precision_gradients_are_taken_in_fp32() -> None:
     gradient, sums = torch.full((103,), 1.0, dtype=torch.bfloat16), torch.zeros(103)
     gradient[100:] = 2.0**-7
     sent = [
-        compress(memory(), Bucket([part], [torch.zeros(103)], 1.0), plan, set()).payload
+        compress(feedback(), Bucket([part], [torch.zeros(103)], 1.0), plan, set()).payload
         for part in (gradient, torch.ones(103, dtype=torch.bfloat16))
     ]
-    decompress(memory(), Received(torch.stack(sent), plan, 1.0, own=0), sums)
+    decompress(feedback(), Received(torch.stack(sent), plan, 1.0, own=0), sums)
     assert sums[100:].tolist() == [1 + 2.0**-7] * 3
-    again = compress(memory(), Bucket([sums], [torch.zeros(103)], 1.0), plan, set())
+    again = compress(feedback(), Bucket([sums], [torch.zeros(103)], 1.0), plan, set())
     assert again.payload.numel() == plan.layout.num_bytes == sent[0].numel()
 
 
 def test_a_plan_without_tensors_writes_nothing() -> None:
     plan = BucketPlan((), (), (), torch.float32, "2bit", starts=())
     buffer = torch.ones(5)
-    sent = compress(memory(), Bucket([buffer], [torch.ones(5)], 1.0), plan, set())
-    assert decompress(memory(), Received(sent.payload[None], plan, 1.0, own=0), buffer).tolist() == [1.0] * 5
+    sent = compress(feedback(), Bucket([buffer], [torch.ones(5)], 1.0), plan, set())
+    assert decompress(feedback(), Received(sent.payload[None], plan, 1.0, own=0), buffer).tolist() == [1.0] * 5

@@ -20,7 +20,7 @@ from interpreted import WAYS, bits, device_of, way_of
 from lightning_dct.compress import on_gpu
 from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Received, Sending, SentPayload
 from lightning_dct.compress.codec import apply, compress, decompress
-from lightning_dct.compress.memory import Memory
+from lightning_dct.compress.error_feedback import ErrorFeedback
 from lightning_dct.exchange.sharding import sums_of
 from lightning_dct.wire.payload import unpack
 from lightning_dct.wire.positions import PayloadError
@@ -44,7 +44,7 @@ class Rank:
         self.way, self.plan, self.of_updates, self.tag = way, plan, of_updates, tag
         self.device = device_of(way)
         with way_of(way) as kernel:
-            self.memory = Memory({}, adapt_threshold, undoable=False, kernel=kernel)
+            self.feedback = ErrorFeedback({}, adapt_threshold, undoable=False, kernel=kernel)
         self.before: Tensor | None = None
         length = plan.bounds[-1][1] if plan.sizes else 1
         self.base = torch.zeros(length + 2, dtype=plan.residual_dtype, device=self.device)
@@ -53,22 +53,22 @@ class Rank:
     def step(self, news: Tensor, deferred: set[int], others_keep: bool = False, lost: float = 0.0) -> dict[str, Any]:
         """What it has sent, and what is left everywhere."""
         with way_of(self.way):
-            self.memory.selected, scale = False, None if self.of_updates else 0.5
+            self.feedback.selected, scale = False, None if self.of_updates else 0.5
             new = self.own.add_(news.to(self.device)) if self.of_updates else news.to(self.device)
             bucket = Bucket([new], [self.base], scale, others_keep)
-            sent = compress(self.memory, bucket, self.plan, deferred, Sending(self.tag, lost=lost))
+            sent = compress(self.feedback, bucket, self.plan, deferred, Sending(self.tag, lost=lost))
             kept = {"base": self.base.cpu().clone(), "own": self.own.cpu().clone(), "sent": sent.payload.cpu()}
             payloads = torch.stack([sent.payload, sent.payload if self.before is None else self.before])
             self.before = sent.payload
             for lengthening in (1.3, None):
                 received = Received(payloads, self.plan, 0.4, 0, how=Sending(self.tag, lengthening=lengthening))
                 if self.of_updates and lengthening is None:
-                    apply(self.memory, received, bucket)
+                    apply(self.feedback, received, bucket)
                     kept |= {"base after": self.base.cpu().clone(), "own after": self.own.cpu().clone()}
                 else:
-                    kept[f"mean {lengthening}"] = decompress(self.memory, received, torch.full_like(new, 3.0)).cpu()
-            self.memory.awaited.synchronize()
-            kept["entries"] = int(torch.as_tensor(sent.num_entries).sum()), sent.num_dense, self.memory.selected
+                    kept[f"mean {lengthening}"] = decompress(self.feedback, received, torch.full_like(new, 3.0)).cpu()
+            self.feedback.awaited.synchronize()
+            kept["entries"] = int(torch.as_tensor(sent.num_entries).sum()), sent.num_dense, self.feedback.selected
             return kept
 
 
@@ -90,7 +90,7 @@ def assert_same_ways(
                 assert nans or assert_same(numbers, found[name]), (other.way, name)
             assert torch.equal(sent[0].positions, sent[1].positions)
             assert assert_same(sent[0].values, sent[1].values)
-            thresholds, of_other = (rank.memory.thresholds.state_dict() for rank in (expected, other))
+            thresholds, of_other = (rank.feedback.thresholds.state_dict() for rank in (expected, other))
             assert thresholds["targets"] == of_other["targets"]
             assert of_other["values"] == pytest.approx(thresholds["values"], rel=1e-13)
 
@@ -188,7 +188,7 @@ def test_whatever_the_numbers_and_sizes(data: st.DataObject) -> None:
 def test_with_too_many_picks_the_largest_go_and_the_rest_stays() -> None:
     plan = BucketPlan(("a",), (1000,), (10,), torch.float32, "fp32")
     rank = Rank("triton", plan, of_updates=False)
-    rank.memory.thresholds.set("a", 10, 0.25)
+    rank.feedback.thresholds.set("a", 10, 0.25)
     gradient = torch.arange(1, 1003) / 1000.0
     kept = rank.step(gradient, set())
     # A sample of the 501 says that about ten reach 0.99: 11 do, of which all but the first are left.
@@ -200,7 +200,7 @@ def test_with_too_many_picks_the_largest_go_and_the_rest_stays() -> None:
     left[1000:] = 0.0
     assert torch.equal(kept["base"], left)
     # That is the next threshold, because far too many have reached this one.
-    assert next(iter(rank.memory.thresholds.by_label().values())) == pytest.approx(0.99 / 2)
+    assert next(iter(rank.feedback.thresholds.by_label().values())) == pytest.approx(0.99 / 2)
 
 
 @pytest.mark.parametrize("code", ["bitmap", "few"])
@@ -219,11 +219,11 @@ def test_harm_is_found_and_nothing_is_read_out_of_bounds(code: str) -> None:
                 rows = torch.stack([intact, payload]).to(rank.device)
                 try:
                     apply(
-                        rank.memory,
+                        rank.feedback,
                         Received(rows, plan, 0.5, own=0, how=Sending(7)),
                         Bucket([rank.own], [rank.base], None),
                     )
-                    rank.memory.awaited.synchronize()
+                    rank.feedback.awaited.synchronize()
                     told.append("")
                 except PayloadError as error:
                     told.append(re.sub(r":.*| of the process group", "", str(error)))
@@ -233,9 +233,11 @@ def test_harm_is_found_and_nothing_is_read_out_of_bounds(code: str) -> None:
         rank = Rank("triton", plan, of_updates=True)
         with way_of("triton"):
             rows = torch.stack([payload, payload]).to(rank.device)
-            apply(rank.memory, Received(rows, plan, 0.5, own=0, how=Sending(7)), Bucket([rank.own], [rank.base], None))
+            apply(
+                rank.feedback, Received(rows, plan, 0.5, own=0, how=Sending(7)), Bucket([rank.own], [rank.base], None)
+            )
             with pytest.raises(PayloadError, match=r"^Gradients from rank 0, Gradients from rank 1"):
-                rank.memory.awaited.synchronize()
+                rank.feedback.awaited.synchronize()
 
 
 def test_another_tag_is_another_step() -> None:
@@ -247,8 +249,8 @@ def test_another_tag_is_another_step() -> None:
         received = Received(rank.before[None], plan, 0.5, own=0, how=Sending(8))
 
         def read(rank: Rank = rank, received: Received = received) -> None:
-            apply(rank.memory, received, Bucket([rank.own], [rank.base], None))
-            rank.memory.awaited.synchronize()
+            apply(rank.feedback, received, Bucket([rank.own], [rank.base], None))
+            rank.feedback.awaited.synchronize()
 
         with way_of(way), pytest.raises(PayloadError, match="step"):
             read()
@@ -264,15 +266,15 @@ def test_own_payload_beside_the_sums(sum_code: str) -> None:
     for way in WAYS:
         with way_of(way) as kernel:
             noise_of = torch.Generator().manual_seed(3)
-            memory = Memory({}, adapt_threshold=True, undoable=False, kernel=kernel)
+            feedback = ErrorFeedback({}, adapt_threshold=True, undoable=False, kernel=kernel)
             own, base, total, left = (torch.randn(2900, generator=noise_of).to(device_of(way)) for _ in range(4))
-            sent = compress(memory, Bucket([own], [base], None), plan, set(), Sending(9))
-            of_sums = Memory({}, adapt_threshold=True, undoable=False, kernel=kernel)
+            sent = compress(feedback, Bucket([own], [base], None), plan, set(), Sending(9))
+            of_sums = ErrorFeedback({}, adapt_threshold=True, undoable=False, kernel=kernel)
             spread = compress(of_sums, Bucket([total], [left], 1.0), sums, set(), Sending(9))
             mine = SentPayload(sent.payload, plan)
             received = Received(spread.payload[None], sums, 0.25, mine, what="Sums", how=Sending(9))
-            apply(memory, received, Bucket([own], [base], None))
-            memory.awaited.synchronize()
+            apply(feedback, received, Bucket([own], [base], None))
+            feedback.awaited.synchronize()
             ended.append([sent.payload.cpu(), spread.payload.cpu(), own.cpu(), base.cpu(), left.cpu()])
     for others in ended[1:]:
         assert all(map(torch.equal, ended[0], others))

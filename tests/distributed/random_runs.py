@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from distributed.training import Run, fit, on_two_nodes, rank
 from lightning_dct import DCTStrategy
 from lightning_dct.config import VALUE_FORMATS
-from lightning_dct.reference import Memory, Settings, State, exchange, train
+from lightning_dct.reference import Settings, State, States, exchange, train
 
 STEPS = 23
 # Each has another value format.
@@ -102,24 +102,24 @@ def settings_of(case: Case) -> Settings:
 
 
 def train_gradients(
-    case: Case, world_size: int, accumulate: int = 1, after: Callable[[int, list[Memory]], None] | None = None
+    case: Case, world_size: int, accumulate: int = 1, after: Callable[[int, list[States]], None] | None = None
 ) -> Any:
     """The weights that all ranks end with, and what is remembered of each tensor."""
     module, settings = Springs(case), settings_of(case)
-    parameters, memories = list(module.parameters()), [Memory(State) for _ in case.shapes]
+    parameters, all_states = list(module.parameters()), [States(State) for _ in case.shapes]
     optimizer = module.configure_optimizers()
     for step in range(STEPS):
         batches = range(step * accumulate, (step + 1) * accumulate)
         losses = [sum(module.pull(rank, batch) for batch in batches) / accumulate for rank in range(world_size)]
         by_rank = [torch.autograd.grad(loss, parameters) for loss in losses]
-        for parameter, memory, gradients in zip(parameters, memories, zip(*by_rank, strict=True), strict=True):
-            for held in memory.values() if step % settings.refresh_every == 0 else ():
+        for parameter, states, gradients in zip(parameters, all_states, zip(*by_rank, strict=True), strict=True):
+            for held in states.values() if step % settings.refresh_every == 0 else ():
                 held.target = 0
-            parameter.grad = exchange([g.flatten() for g in gradients], memory, settings)[0].view_as(parameter)
+            parameter.grad = exchange([g.flatten() for g in gradients], states, settings)[0].view_as(parameter)
         optimizer.step()
         if after is not None:
-            after(step + 1, memories)
-    return [parameter.detach().flatten() for parameter in parameters], memories
+            after(step + 1, all_states)
+    return [parameter.detach().flatten() for parameter in parameters], all_states
 
 
 def train_updates(case: Case, world_size: int) -> Any:
@@ -135,8 +135,8 @@ def train_updates(case: Case, world_size: int) -> Any:
     own = [[weight.detach().view(-1) for weight in module.weights] for module in modules]
     is_adam = case.optimizer is _adam
     kept = 1 - 0.01 * 0.01 if is_adam else 1.0  # AdamW's own weight decay
-    shared, memories = train(own, local_step, STEPS, settings_of(case), is_adam, kept)
-    return shared, own, memories
+    shared, all_states = train(own, local_step, STEPS, settings_of(case), is_adam, kept)
+    return shared, own, all_states
 
 
 def assert_weights(state: dict[str, Tensor], expected: list[Tensor]) -> None:
@@ -145,11 +145,11 @@ def assert_weights(state: dict[str, Tensor], expected: list[Tensor]) -> None:
         assert torch.equal(state[f"weights.{number}"].flatten(), weights), f"tensor {number}"
 
 
-def assert_remembered(runs: list[Run], memories: list[Memory], ranks_per_node: int) -> None:
+def assert_remembered(runs: list[Run], all_states: list[States], ranks_per_node: int) -> None:
     """Thresholds and residuals, to the last bit, by the rank that keeps them."""
-    for number, memory in enumerate(memories):
-        name, starts = f"weights.{number}", sorted({start for _, _, start in memory})
-        for (sender, place, start), held in memory.items():
+    for number, states in enumerate(all_states):
+        name, starts = f"weights.{number}", sorted({start for _, _, start in states})
+        for (sender, place, start), held in states.items():
             nodes = runs[place * ranks_per_node : (place + 1) * ranks_per_node]
             states = [run.state for run in {"rank": [runs[place]], "node": nodes, "owner": runs}[sender]]
             if isinstance(held.residual, Tensor):

@@ -104,10 +104,10 @@ def test_matches_the_reference(ranks: Any, world_size: int, exchange: str) -> No
     """Oracle: lightning_dct.reference, every bit of weights, residuals and thresholds; random shapes and settings."""
     by_rank = ranks(world_size).run(run_cases, exchange)
     for seed, runs in enumerate(zip(*by_rank, strict=True)):
-        weights, memories = train_gradients(draw(seed, "gradients", exchange), world_size)
+        weights, feedbacks = train_gradients(draw(seed, "gradients", exchange), world_size)
         for run in runs:
             assert_weights(run.weights, weights)
-        assert_remembered(list(runs), memories, ranks_per_node=2)
+        assert_remembered(list(runs), feedbacks, ranks_per_node=2)
 
 
 def train_recorded() -> Any:

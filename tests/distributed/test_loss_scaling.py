@@ -63,7 +63,7 @@ def look(trainer: Trainer) -> dict[str, Any]:
         "thresholds": synchronizer.thresholds.state_dict(),
         "residuals": synchronizer.residuals.state_dict(),
         "refreshes": synchronizer.traffic.totals.refreshes,
-        "owned": synchronizer.memory.owned.state_dict(),
+        "owned": synchronizer.feedback.owned.state_dict(),
     }
 
 

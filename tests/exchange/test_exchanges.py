@@ -57,18 +57,18 @@ def test_equals_the_reference(
     settings["min_tensor_size"] = choice.choice([0, 60, 400])
     # The first is compressed, so all travel in one payload.
     sizes = {"a": choice.randint(900, 3000), "b": choice.choice([1, 50, 300]), "c": choice.choice([120, 700])}
-    ranks, memories = EmulatedRanks(sizes, world_size, exchange, ranks_per_node, **settings), {}
+    ranks, all_states = EmulatedRanks(sizes, world_size, exchange, ranks_per_node, **settings), {}
     for step in range(4):
         local = [{name: torch.randn(n, generator=noise).pow(3) for name, n in sizes.items()} for _ in range(world_size)]
         if step == 3:
             ranks.request_refresh()
-            for held in (held for memory in memories.values() for held in memory.values()):
+            for held in (held for states in all_states.values() for held in states.values()):
                 held.target = 0
         means = ranks.step(local)
         for name in sizes:
-            memory = memories.setdefault(name, reference.Memory(reference.State))
+            states = all_states.setdefault(name, reference.States(reference.State))
             plain = reference.Settings(exchange=exchange, ranks_per_node=ranks_per_node, **settings)
-            expected, *_ = reference.exchange([rank[name] for rank in local], memory, plain)
+            expected, *_ = reference.exchange([rank[name] for rank in local], states, plain)
             assert all(torch.equal(mean[name], expected) for mean in means)
 
 

@@ -24,7 +24,7 @@ from distributed.training import (
     local_gradients,
 )
 from lightning_dct import DCTStrategy
-from lightning_dct.reference import Memory
+from lightning_dct.reference import States
 from methods import ErrorAveraging
 
 
@@ -42,10 +42,10 @@ def test_matches_the_reference(ranks: Any, world_size: int, exchange: str, accum
     """Oracle: lightning_dct.reference. The last bits differ: the backend chooses the order of a sum of three."""
     case = case_of(exchange)
 
-    def average(step: int, memories: list[Memory]) -> None:
-        for memory in memories if step % 5 == 0 else []:
-            for _, _, start in list(memory):
-                some = [held for (sender, _, first), held in memory.items() if (sender, first) == ("rank", start)]
+    def average(step: int, all_states: list[States]) -> None:
+        for states in all_states if step % 5 == 0 else []:
+            for _, _, start in list(states):
+                some = [held for (sender, _, first), held in states.items() if (sender, first) == ("rank", start)]
                 mean = sum(torch.as_tensor(held.residual) for held in some) / len(some)
                 for held in some:
                     held.residual = mean

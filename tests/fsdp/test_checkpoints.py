@@ -93,7 +93,7 @@ class Held(Callback):
         names = {name: parameter for parameter, name in parameter_names(pl_module).items()}
         shapes = {name: list(local_of(parameter).shape) for name, parameter in names.items()}
         weights = {name: local_of(parameter).clone() for name, parameter in names.items()}
-        residuals = {} if synchronizer is None else dict(synchronizer.memory.residuals.state_dict())
+        residuals = {} if synchronizer is None else dict(synchronizer.feedback.residuals.state_dict())
         self.seen.append({"weights": weights, "residuals": residuals, "owned": {}, "shards": shapes})
 
 

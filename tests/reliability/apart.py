@@ -21,7 +21,7 @@ from lightning_dct import (
     Updates,
 )
 from lightning_dct.callbacks import internal
-from lightning_dct.failures import course, lifeline
+from lightning_dct.failures import collective_order, lifeline
 
 
 class Model(pl.LightningModule):
@@ -161,7 +161,7 @@ def loop(way: str) -> None:
 
 def train(way: str, folder: str) -> None:
     """Train on every rank; rank 0 makes the mistake."""
-    lifeline.GRACE_S, course.LATE_S = 1.5, 3.0
+    lifeline.GRACE_S, collective_order.LATE_S = 1.5, 3.0
     if way.startswith(("fabric", "loop")):
         loop(way)
         return

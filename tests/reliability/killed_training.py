@@ -61,8 +61,8 @@ def signal_itself(number: int, lifeline: Lifeline) -> None:
     They train for a few milliseconds: on a busy machine the lifelines' threads might wake up when all is over.
     """
     os.kill(os.getpid(), number)
-    course = lifeline._course
-    while number not in course._signals and not any(number in due for due in list(course._due.values())):
+    order = lifeline._order
+    while number not in order._signals and not any(number in due for due in list(order._due.values())):
         time.sleep(0.001)
 
 

@@ -26,7 +26,7 @@ from lightning_dct.checkpoint.format import identity, make_note, read_checked, r
 from lightning_dct.checkpoint.merging import merge_states
 from lightning_dct.checkpoint.reading import agreed_notes
 from lightning_dct.compress.bucket_plan import OwnedPiece
-from lightning_dct.compress.memory import Memory
+from lightning_dct.compress.error_feedback import ErrorFeedback
 from lightning_dct.embedding.cache import RememberedRows, check_memory
 from lightning_dct.embedding.owners import place_tables
 from lightning_dct.embedding.sharded import ShardedEmbeddingBags
@@ -217,12 +217,12 @@ def take_over(state: dict[str, Any]) -> None:
     """What strategies do with a state that has been read, and whether what comes of it is sound."""
     merged = merge_states([state])
     for own_or_mean in (merge_states([state, state]), merged):
-        memory = Memory(PIECES, adapt_threshold=True, undoable=False)
-        memory.load_state_dict(own_or_mean, SIZES)
-        for name, residual in memory.residuals.state_dict().items():
+        feedback = ErrorFeedback(PIECES, adapt_threshold=True, undoable=False)
+        feedback.load_state_dict(own_or_mean, SIZES)
+        for name, residual in feedback.residuals.state_dict().items():
             assert residual.numel() == SIZES.get(name, residual.numel())
             assert residual.isfinite().all()
-        assert all(0 < threshold < math.inf for threshold in memory.thresholds.by_label().values())
+        assert all(0 < threshold < math.inf for threshold in feedback.thresholds.by_label().values())
     assert 0 <= merged["synchronisations"] < 10**12
     for tables in (states[0] for states in merged["modules"].values()):
         check_memory(tables, TABLES, DIM)

@@ -22,7 +22,7 @@ from lightning_dct.activations.codec import (
 from lightning_dct.activations.split_point import ROW_FORMATS, SplitPoint
 from lightning_dct.compress.bucket_plan import BucketPlan, Received
 from lightning_dct.compress.codec import decompress
-from lightning_dct.compress.memory import Memory
+from lightning_dct.compress.error_feedback import ErrorFeedback
 from lightning_dct.embedding.collected import check_announced
 from lightning_dct.embedding.messages import Message as Changes
 from lightning_dct.embedding.messages import RequestCode, message_about
@@ -98,7 +98,9 @@ def _gradients() -> list[Message]:
 
             def decode(data: Tensor, plan: BucketPlan = plan) -> None:
                 around = torch.full((2 * GUARD + sum(plan.sizes),), UNTOUCHED)
-                decompress(Memory({}, False, False), Received(data[None], plan, 0.5, own=0), around[GUARD:-GUARD])
+                decompress(
+                    ErrorFeedback({}, False, False), Received(data[None], plan, 0.5, own=0), around[GUARD:-GUARD]
+                )
                 assert bool((around[:GUARD] == UNTOUCHED).all())
                 assert bool((around[-GUARD:] == UNTOUCHED).all())
 

@@ -24,14 +24,14 @@ def test_matches_the_reference(ranks: Any, world_size: int, exchange: str) -> No
     """Oracle: lightning_dct.reference, every bit of both kinds of weights and of thresholds; random settings."""
     by_rank = ranks(world_size).run(run_cases, exchange)
     for seed, runs in enumerate(zip(*by_rank, strict=True)):
-        shared, own, memories = train_updates(draw(seed, "updates", exchange), world_size)
+        shared, own, feedbacks = train_updates(draw(seed, "updates", exchange), world_size)
         for run, expected in zip(runs, own, strict=True):
             assert_weights(run.weights, shared)
             assert_weights(run.state["weights"], expected)
         # By node, all that ranks have moved is sent, and what is not sent of the sum is another residual.
         differs = any(not torch.equal(one, other) for one, other in zip(own[0], own[1], strict=True))
         assert differs or exchange == "hierarchical"
-        assert_remembered(list(runs), memories, ranks_per_node=2)
+        assert_remembered(list(runs), feedbacks, ranks_per_node=2)
 
 
 # Without a delay, with which buckets take turns. After every step, for what the mean's length depends on.

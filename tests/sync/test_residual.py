@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_dct.compress.memory import Residuals
+from lightning_dct.compress.error_feedback import Residuals
 from strategies_for_hypothesis import examples
 
 SIZES = {"a": 1, "b": 3, "c": 4, "d": 4, "e": 7}

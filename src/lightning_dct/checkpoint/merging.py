@@ -11,7 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_dct.checksums import CheckpointError
-from lightning_dct.compress.memory import add_pieces, pieces_extent
+from lightning_dct.compress.error_feedback import add_pieces, pieces_extent
 
 # Parts of a state without a meaning in another layout. A mean of the ranks' optimizers or loss scalers would continue
 # none of them, and of shards they have other rows. Updates in flight are still in the ranks' own weights: sent again.

@@ -24,27 +24,29 @@ from torch import Tensor
 from lightning_dct.compress import on_cpu
 from lightning_dct.compress.awaited import must_not_wait
 from lightning_dct.compress.bucket_plan import PLAIN, Bucket, BucketPlan, Compressed, Received, Sending, SentPayload
-from lightning_dct.compress.memory import Memory
+from lightning_dct.compress.error_feedback import ErrorFeedback
 from lightning_dct.compress.threshold import sample_of, threshold_from
 from lightning_dct.wire.positions import PayloadError
 
 
-def compress(memory: Memory, bucket: Bucket, plan: BucketPlan, deferred: set[int], how: Sending = PLAIN) -> Compressed:
+def compress(
+    feedback: ErrorFeedback, bucket: Bucket, plan: BucketPlan, deferred: set[int], how: Sending = PLAIN
+) -> Compressed:
     """Pack the entries that reach their threshold, except of tensors with ``deferred`` indices.
 
     The rest of gradients stays in the residual: ``decoded(payload) + residual`` equals the earlier ``residual
     + scale * gradient``. Infinite and NaN entries go into the payload, and the residual keeps its old value. Weights
-    do not change. Thresholds that the memory lacks are selected from this bucket.
+    do not change. Thresholds that are missing are selected from this bucket.
     """
     used = tuple([index for index in plan.compressed if index not in deferred]) if deferred else plan.compressed
     names, targets = plan.of_tensors(used)
-    missing = memory.thresholds.missing(names, targets)
+    missing = feedback.thresholds.missing(names, targets)
     for number in missing:
         size, target, bounds = plan.sizes[used[number]], targets[number], plan.bounds[used[number]]
         sampled = bucket.entries(bounds, sample_of(size, target))
-        memory.thresholds.set(names[number], target, threshold_from(sampled, size, target))
-    memory.selected |= bool(missing)
-    payload, entries = _way_of(bucket.bases[0].device).pack(memory, bucket, plan, used, deferred, how)
+        feedback.thresholds.set(names[number], target, threshold_from(sampled, size, target))
+    feedback.selected |= bool(missing)
+    payload, entries = _way_of(bucket.bases[0].device).pack(feedback, bucket, plan, used, deferred, how)
     return Compressed(payload, entries, sum(plan.sizes[index] for index in plan.dense if index not in deferred))
 
 
@@ -53,7 +55,7 @@ def _way_of(device: torch.device) -> Any:
     return import_module("lightning_dct.compress.on_gpu") if must_not_wait(device) else on_cpu
 
 
-def decompress(memory: Memory, received: Received, buffer: Tensor) -> Tensor:
+def decompress(feedback: ErrorFeedback, received: Received, buffer: Tensor) -> Tensor:
     """Overwrite a bucket with the weighted sum of all ranks' payloads.
 
     Every rank adds the same payloads in the same order, so replicas stay bitwise identical. Each entry's weight follows
@@ -62,7 +64,7 @@ def decompress(memory: Memory, received: Received, buffer: Tensor) -> Tensor:
 
     Raises:
         PayloadError: A payload is corrupt or has another plan; the message names the rank. On a GPU
-            ``memory.awaited`` raises it later.
+            ``feedback.awaited`` raises it later.
     """
     plan = received.plan
     total = buffer if buffer.dtype == plan.residual_dtype else buffer.to(plan.residual_dtype)
@@ -70,18 +72,18 @@ def decompress(memory: Memory, received: Received, buffer: Tensor) -> Tensor:
         total[: sum(plan.sizes)].zero_()
     elif plan.bounds:
         torch._foreach_zero_([total[start:stop] for start, stop in plan.bounds])
-    apply(memory, received, Bucket([], [total], None))
+    apply(feedback, received, Bucket([], [total], None))
     return total if total is buffer else buffer.copy_(total)
 
 
-def decompress_own(memory: Memory, received: Received, mean: Tensor) -> Tensor:
+def decompress_own(feedback: ErrorFeedback, received: Received, mean: Tensor) -> Tensor:
     """What this rank has sent of a bucket, as far as it counts: shape ``[n]``, like the ``mean``."""
     own = received.own
     assert own is not None
     payload, plan = own if isinstance(own, SentPayload) else SentPayload(received.payloads[own], received.plan)
     what = received.what or "This rank's own updates"
     alone = received._replace(payloads=payload.unsqueeze(0), plan=plan, factor=1.0, own=None, what=what)
-    sent = decompress(memory, alone, torch.empty_like(mean))
+    sent = decompress(feedback, alone, torch.empty_like(mean))
     return torch.where(counting(mean, plan), sent, 0.0) if isinstance(own, SentPayload) else sent
 
 
@@ -93,16 +95,16 @@ def counting(sums: Tensor, plan: BucketPlan) -> Tensor:
     return sent
 
 
-def apply(memory: Memory, received: Received, bucket: Bucket) -> None:
+def apply(feedback: ErrorFeedback, received: Received, bucket: Bucket) -> None:
     """Add the weighted sum of all ranks' payloads to the bases of a bucket.
 
     Own weights, if the bucket has any, change by as much, less what this rank has sent, if it has. :func:`decompress`
     describes the arguments and errors.
     """
-    payloads, plan, said = received.payloads, received.plan, received.what or memory.what
+    payloads, plan, said = received.payloads, received.plan, received.what or feedback.what
     if payloads.shape[1] != plan.num_bytes:
         raise PayloadError(
             f"{said} from rank 0 of the process group: a payload has {payloads.shape[1]} bytes where its layout has"
             f" {plan.num_bytes}: use the same model, settings and version of lightning_dct on every rank."
         )
-    _way_of(payloads.device).add(memory, received, bucket, said)
+    _way_of(payloads.device).add(feedback, received, bucket, said)

@@ -10,7 +10,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Received, Sending, SentPayload
-from lightning_dct.compress.memory import Memory
+from lightning_dct.compress.error_feedback import ErrorFeedback
 from lightning_dct.compress.threshold import GUARD_RESELECT, limit_of, nudge
 from lightning_dct.kernels import cpu_kernel, weights_by_senders
 from lightning_dct.kernels.plain import Sent
@@ -19,13 +19,13 @@ from lightning_dct.wire.positions import PayloadError, reading
 
 
 def pack(
-    memory: Memory, bucket: Bucket, plan: BucketPlan, used: tuple[int, ...], deferred: set[int], how: Sending
+    feedback: ErrorFeedback, bucket: Bucket, plan: BucketPlan, used: tuple[int, ...], deferred: set[int], how: Sending
 ) -> tuple[Tensor, int]:
     """Pack the payloads of a bucket, and count the entries; see :func:`~lightning_dct.compress.codec.compress`.
 
     ``used`` are the indices of the compressed tensors that send something.
     """
-    thresholds, kernel = memory.thresholds, cpu_kernel(memory.kernel)
+    thresholds, kernel = feedback.thresholds, cpu_kernel(feedback.kernel)
     numbers = [plan.compressed.index(index) for index in used] if deferred else range(len(used))
     first = [plan.first[number] for number in numbers]
     news, bases = bucket.parts([plan.bounds[index] for index in used])
@@ -44,7 +44,7 @@ def pack(
             limit = math.inf if place in broken else limit_of(kept[place], size, target)
             kept[place] = kernel.thin(flags, first[place], size, kept[place], target, limit)
         counts[number] = kept[place].numel()
-        if memory.adapt_threshold and place not in broken:
+        if feedback.adapt_threshold and place not in broken:
             far = count > GUARD_RESELECT * target
             thresholds.set(plan.names[index], target, limit if far else nudge(tau, count, target, size))
     if sum(counts) < values.numel():
@@ -58,9 +58,9 @@ def pack(
     split = flags.split(plan.flag_bytes), values.split(sums), read.split(sums)
     for part, of_part, own_flags, own, out in zip(parts, of_parts, *split, strict=True):
         dense = take_dense(bucket, part, {index - tensors for index in deferred})
-        sent.append(wire.pack(part.layout, own_flags, own, of_part, dense, how.tag, memory.kernel))
+        sent.append(wire.pack(part.layout, own_flags, own, of_part, dense, how.tag, feedback.kernel))
         if is_read:
-            wire.unpack_values(part.layout, sent[-1], of_part, out, memory.kernel)
+            wire.unpack_values(part.layout, sent[-1], of_part, out, feedback.kernel)
         tensors += len(part.names)
     as_read = Sent(flags[None], read, [values.numel()])
     if bucket.scale is not None:
@@ -96,7 +96,7 @@ def take_dense(bucket: Bucket, plan: BucketPlan, deferred: set[int]) -> Tensor:
     return torch.cat(dense).view(torch.uint8)
 
 
-def add(memory: Memory, received: Received, bucket: Bucket, said: str) -> None:
+def add(feedback: ErrorFeedback, received: Received, bucket: Bucket, said: str) -> None:
     """Add payloads; see :func:`~lightning_dct.compress.codec.apply`."""
     payloads, plan, factor, own, _, how = received
     parts, sources, mine = plan.parts or (plan,), [SentPayload(row, plan) for row in payloads], -1
@@ -112,14 +112,14 @@ def add(memory: Memory, received: Received, bucket: Bucket, said: str) -> None:
     rooms = [room for row in flags for room in row.split(plan.flag_bytes)]
     for sender, (part, payload), room in zip(senders, arrived, rooms, strict=True):
         with reading(f"{sender} of the process group"):
-            counts.append(wire.unpack_flags(part.layout, payload, room, how.tag, memory.kernel))
+            counts.append(wire.unpack_flags(part.layout, payload, room, how.tag, feedback.kernel))
             words, beyond = part.beyond
             if (room.numpy().view("uint32")[words] & beyond).any():
                 raise PayloadError("the positions are corrupt: some are beyond the end of their tensor")
     sums = [sum(of_payload) for of_payload in counts]
     values = torch.empty(sum(sums), dtype=torch.float32)
     for sender, (part, payload), own_counts, out in zip(senders, arrived, counts, values.split(sums), strict=True):
-        wire.unpack_values(part.layout, payload, own_counts, out, memory.kernel)
+        wire.unpack_values(part.layout, payload, own_counts, out, feedback.kernel)
         # One value that is infinite or NaN makes the scale so.
         if not is_finite(wire.read_scales(part.layout, payload) if part.layout.num_scales else out):
             name_broken_sender(sender)
@@ -127,7 +127,7 @@ def add(memory: Memory, received: Received, bucket: Bucket, said: str) -> None:
     weights = weights_by_senders(len(payloads), factor, how.lengthening, plan.residual_dtype)
     by = len(parts)
     sent = Sent(flags, values, [sum(sums[start : start + by]) for start in range(0, len(sums), by)])
-    cpu_kernel(memory.kernel).add_sums(totals, owns or None, plan.first, sent, weights, mine)
+    cpu_kernel(feedback.kernel).add_sums(totals, owns or None, plan.first, sent, weights, mine)
     for number, part in enumerate(parts):
         if part.dense:
             # In memory of its own, because a view as another dtype has to be aligned.

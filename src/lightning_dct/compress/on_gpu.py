@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_dct.compress.awaited import to_device
 from lightning_dct.compress.bucket_plan import WORD, Bucket, BucketPlan, Received, Sending, SentPayload
-from lightning_dct.compress.memory import Memory
+from lightning_dct.compress.error_feedback import ErrorFeedback
 from lightning_dct.compress.on_cpu import add_dense, name_broken_sender, take_dense
 from lightning_dct.compress.threshold import (
     GUARD_AIM,
@@ -111,8 +111,8 @@ class Table:
             self._where = starts, [bucket.place(self.plan.bounds[index][0]) for index in self.plan.compressed]
         found = []
         for tensors in (bucket.news, bucket.bases):
-            memory = [(tensor.data_ptr(), tensor.itemsize) for tensor in tensors]
-            found += [memory[i][0] + offset * memory[i][1] if memory else 0 for i, offset in self._where[1]]
+            places = [(tensor.data_ptr(), tensor.itemsize) for tensor in tensors]
+            found += [places[i][0] + offset * places[i][1] if places else 0 for i, offset in self._where[1]]
         # A bucket that is packed has news, and that to which gradients are added has none.
         kind = bool(bucket.news)
         if kind not in self._addresses or self._addresses[kind][0] != found:
@@ -162,13 +162,13 @@ def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: An
 
 
 def pack(
-    memory: Memory, bucket: Bucket, plan: BucketPlan, used: tuple[int, ...], deferred: set[int], how: Sending
+    feedback: ErrorFeedback, bucket: Bucket, plan: BucketPlan, used: tuple[int, ...], deferred: set[int], how: Sending
 ) -> tuple[Tensor, Tensor]:
     """Pack the payloads of a bucket, and count the entries; see :func:`~lightning_dct.compress.codec.compress`.
 
     ``used`` are the indices of the compressed tensors that send something; all have thresholds.
     """
-    return _Packing(Table.of(plan, bucket.bases[0].device), bucket).pack(memory, used, deferred, how)
+    return _Packing(Table.of(plan, bucket.bases[0].device), bucket).pack(feedback, used, deferred, how)
 
 
 class _Packing:
@@ -185,12 +185,14 @@ class _Packing:
         self.payload = torch.zeros(self.plan.num_bytes, dtype=torch.uint8, device=table.device)
         self.words = self.payload.view(torch.uint32)
 
-    def pack(self, memory: Memory, used: tuple[int, ...], deferred: set[int], how: Sending) -> tuple[Tensor, Tensor]:
+    def pack(
+        self, feedback: ErrorFeedback, used: tuple[int, ...], deferred: set[int], how: Sending
+    ) -> tuple[Tensor, Tensor]:
         table, plan = self.table, self.plan
         if not table.count:
             ends = table.ends(self.counts)
         else:
-            taus, ends = self.mark(memory, used)
+            taus, ends = self.mark(feedback, used)
             means, fits, large = self.scales(ends)
             rest: Any = ends, self.scale, self.flags, self.signs, large, fits, self.words
             self.launch(triton_pack.write, table.parts, *rest, FORMAT=plan.value_format, **table.loops)
@@ -214,10 +216,10 @@ class _Packing:
         given = self.addresses, table.count, table.tensors, table.blocks, *rest
         _launch(kernel, (len(table.blocks),), *given, **self.kinds, **constants)
 
-    def mark(self, memory: Memory, used: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    def mark(self, feedback: ErrorFeedback, used: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Flag what is sent, and have the guard move thresholds: those of all tensors, and running counts of flags."""
         table, names = self.table, self.plan.of_tensors(used)[0]
-        own = taus = memory.thresholds.on_device(names, table.device) if names else table.room(0, torch.float64)
+        own = taus = feedback.thresholds.on_device(names, table.device) if names else table.room(0, torch.float64)
         if len(used) < table.count:
             taus = own.new_full((table.count,), -1.0).index_copy_(0, table.numbers(used), own)
         broken = torch.zeros(table.count, dtype=torch.int32, device=table.device)
@@ -231,10 +233,10 @@ class _Packing:
         rest = table.tensors, table.aims, ends, taus, broken, samples, limits, moved
         wide = self.plan.residual_dtype == torch.float64
         kinds = {"BASE": self.dtypes["BASE"], "INTEGER": tl.int64 if wide else tl.int32, "BITS": 63 if wide else 31}
-        kinds |= {"SAMPLE": LIMIT_SAMPLE, "GUARD": memory.adapt_threshold}
+        kinds |= {"SAMPLE": LIMIT_SAMPLE, "GUARD": feedback.adapt_threshold}
         _launch(triton_pack.limit, (table.count,), *rest, **kinds, **GUARD)
-        if memory.adapt_threshold and names:
-            memory.thresholds.replace(names, moved if len(used) == table.count else moved[table.numbers(used)])
+        if feedback.adapt_threshold and names:
+            feedback.thresholds.replace(names, moved if len(used) == table.count else moved[table.numbers(used)])
         self.launch(triton_pack.mark, taus, limits, ends, *out, PASS=1)
         self.launch(triton_pack.mark, taus, limits, table.ends(self.counts), *out, PASS=2)
         return taus, table.ends(self.counts)
@@ -304,7 +306,7 @@ class _Arrived:
         _launch(triton_add.judge, (parts, self.rows), *rest, ROUNDS=-(-table.count // 128), SCALES=scales)
 
 
-def add(memory: Memory, received: Received, bucket: Bucket, said: str) -> None:
+def add(feedback: ErrorFeedback, received: Received, bucket: Bucket, said: str) -> None:
     """Add payloads; see :func:`~lightning_dct.compress.codec.apply`. ``memory.awaited`` raises errors later."""
     payloads, plan, factor, own, _, how = received
     arrived, rows, base = _Arrived(payloads, plan), len(payloads), DTYPES[plan.residual_dtype]
@@ -344,7 +346,7 @@ def add(memory: Memory, received: Received, bucket: Bucket, said: str) -> None:
             if owns_of_parts:
                 sent.append(read_dense(owns_of_parts[number][0].layout, owns_of_parts[number][1]).view(plan.dtype))
             add_dense(part, bucket, sent, weights, rows if owns_of_parts else mine)
-    memory.awaited.on_ready(arrived.wrong, partial(_check, said))
+    feedback.awaited.on_ready(arrived.wrong, partial(_check, said))
 
 
 def _check(said: str, wrong: list[int]) -> None:

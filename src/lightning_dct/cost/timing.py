@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_dct.compress.bucket_plan import Bucket, Received, plan_bucket
 from lightning_dct.compress.codec import compress, decompress
-from lightning_dct.compress.memory import Memory
+from lightning_dct.compress.error_feedback import ErrorFeedback
 from lightning_dct.config import DCTConfig
 from lightning_dct.kernels import fastest_kernel
 from lightning_dct.traffic import FP32_BYTES, all_reduce_bytes
@@ -64,13 +64,14 @@ def measure_speed(config: DCTConfig, sizes: Sequence[int], seconds: float, devic
     noise = torch.Generator(device).manual_seed(0)
     gradient = torch.randn(size, generator=noise, device=device)
     start = torch.randn(size, generator=noise, device=device)
-    residual, total, memory = start.clone(), torch.empty_like(start), Memory({}, adapt_threshold=True, undoable=False)
+    residual, total = start.clone(), torch.empty_like(start)
+    feedback = ErrorFeedback({}, adapt_threshold=True, undoable=False)
 
     def pack() -> Tensor:
-        return compress(memory, Bucket([gradient], [residual], 1.0), plan, set()).payload
+        return compress(feedback, Bucket([gradient], [residual], 1.0), plan, set()).payload
 
     def read(payloads: Tensor) -> None:
-        decompress(memory, Received(payloads, plan, 0.5, own=0), total)
+        decompress(feedback, Received(payloads, plan, 0.5, own=0), total)
 
     one = pack()[None]
     several = one.repeat(SENDERS, 1)

@@ -230,7 +230,7 @@ class ElasticUpdates(UpdateSynchronizer):
         uncompressed = self.buffers.to_bytes(changed)
         size = sizes.pop() - self.buffers.num_bytes + uncompressed.numel()
         sent, payloads = torch.zeros(size, dtype=torch.uint8), []
-        self.memory.begin()
+        self.feedback.begin()
         if sends := present.rank() in senders:
             self._forget_thresholds([names for names, _ in buckets])
             payloads = [self._compress(names, plan) for names, plan in buckets]
@@ -269,14 +269,14 @@ class ElasticUpdates(UpdateSynchronizer):
                 received = Received(rows[:, start:stop], plan, 1.0 / len(rows), own, how=how)
                 start = stop
                 bucket = self._in_place(names)
-                apply(self.memory, received, bucket)
+                apply(self.feedback, received, bucket)
                 if own is not None and decay < 1.0:
                     torch._foreach_lerp_(list(bucket.news), list(bucket.bases), 1.0 - decay)
             rest = self.buffers.take(rows[:, start:], changed)
             if rest.numel() and len(rows) > 1:
                 measured = cosine_of_all(rest.view(torch.float32))
                 rounds.cosine.value = (rounds.cosine.value + measured) // 2 if measured >= 0 else rounds.cosine.value
-        self.memory.awaited.poll()
+        self.feedback.awaited.poll()
         self.exchanges += 1
 
     def commit(self) -> None:
@@ -287,7 +287,7 @@ class ElasticUpdates(UpdateSynchronizer):
 
     def _compress(self, names: list[str], plan: BucketPlan) -> Tensor:
         with self.traffic.timed("compress"):
-            compressed = compress(self.memory, self._in_place(names), plan, set())
+            compressed = compress(self.feedback, self._in_place(names), plan, set())
         entries = sum(plan.sizes)
         self.traffic.add(entries=entries, entries_sent=int(compressed.num_entries) + compressed.num_dense)
         return compressed.payload
@@ -323,7 +323,7 @@ class ElasticUpdates(UpdateSynchronizer):
             for names, plan, payload in added[2]:
                 received = Received(payload.unsqueeze(0), plan, 1.0, own=0)
                 own = payload.new_empty(sum(plan.sizes), dtype=plan.residual_dtype)
-                self.weights.add_own(names, decompress_own(self.memory, received, own), -1.0)
+                self.weights.add_own(names, decompress_own(self.feedback, received, own), -1.0)
         self._unsure = None
         for name, shared in given["shared"].items():
             if name not in self.weights.parameters:

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.futures import Future
 
 from lightning_dct.compress.awaited import must_not_wait
-from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Compressed, OwnedPiece, Received, Sending
-from lightning_dct.compress.memory import Memory
+from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, OwnedPiece, Received, Sending
+from lightning_dct.compress.codec import compress
+from lightning_dct.compress.error_feedback import ErrorFeedback
 from lightning_dct.exchange.collectives import (
     Link,
     Segments,
@@ -52,14 +53,14 @@ class Exchange(ABC):
     made: Sequence[dist.ProcessGroup] = ()
 
     @abstractmethod
-    def send(self, bucket: Bucket, plan: BucketPlan, deferred: set[int], memory: Memory, how: Sending) -> Flow:
+    def send(self, bucket: Bucket, plan: BucketPlan, deferred: set[int], feedback: ErrorFeedback, how: Sending) -> Flow:
         """Exchange a bucket. Every rank calls this for the same buckets in the same order.
 
         Args:
             bucket: The tensors of this rank.
             plan: How each tensor is sent.
             deferred: Indices of tensors that this rank's backward did not use. Nothing is sent of them.
-            memory: This rank's residuals and thresholds.
+            feedback: This rank's residuals and thresholds.
             how: The tag, and factors.
         """
 
@@ -68,7 +69,7 @@ class Exchange(ABC):
         bucket: Bucket,
         plan: BucketPlan,
         deferred: set[int],
-        memory: Memory,
+        feedback: ErrorFeedback,
         how: Sending,
         read: Callable[[Received], Tensor] | None = None,
         dense_dtype: torch.dtype | None = None,
@@ -81,9 +82,22 @@ class Exchange(ABC):
         device = bucket.news[0].device
         if plan.is_dense:
             (buffer,) = bucket.news
-            flow = send_dense(buffer, plan, deferred, memory, self.everyone, dense_dtype or buffer.dtype, how)
+            flow = send_dense(buffer, plan, deferred, feedback, self.everyone, dense_dtype or buffer.dtype, how)
             return Message(flow, 1, device)
-        return Message(self.send(bucket, plan, deferred, memory, how), self.num_collectives, device, read)
+        return Message(self.send(bucket, plan, deferred, feedback, how), self.num_collectives, device, read)
+
+    def pack(
+        self, feedback: ErrorFeedback, bucket: Bucket, plan: BucketPlan, deferred: set[int], how: Sending, due: int
+    ) -> Tensor:
+        """Compress a bucket into a payload. Counts the ``due`` and the sent entries; those of a GPU once it knows."""
+        payload, entries, dense = compress(feedback, bucket, plan, deferred, how)
+        traffic = self.everyone.traffic
+        if isinstance(entries, Tensor):
+            traffic.add(entries=due)
+            feedback.awaited.on_ready(entries, lambda counts: traffic.add(entries_sent=sum(counts) + dense))
+        else:
+            traffic.add(entries=due, entries_sent=entries + dense)
+        return payload
 
     def close(self) -> None:
         """Destroy the process groups that were made for this exchange."""
@@ -165,22 +179,22 @@ def send_dense(
     buffer: Tensor,
     plan: BucketPlan,
     deferred: set[int],
-    memory: Memory,
+    feedback: ErrorFeedback,
     everyone: Link,
     dtype: torch.dtype,
     how: Sending,
 ) -> Flow:
     """Exchange a bucket without compressed tensors, with all of its residuals, in a dtype; updates with their tag."""
-    memory.send_out(buffer, plan, deferred, how.scale, owned=True)
+    feedback.send_out(buffer, plan, deferred, how.scale, owned=True)
     everyone.traffic.add(entries=buffer.numel(), entries_sent=buffer.numel())
-    sent, tag = buffer.to(dtype), how.tag if memory.of_updates else 0
+    sent, tag = buffer.to(dtype), how.tag if feedback.of_updates else 0
     work = all_reduce_mean(sent, everyone)
     if tag:
         ends = torch.full((2,), tag, dtype=torch.int32, device=sent.device)
         ends[1:].neg_()
         yield Segments([work, all_reduce_max(ends, everyone)])
         if must_not_wait(sent.device):
-            memory.awaited.on_ready(ends, _check_tags)
+            feedback.awaited.on_ready(ends, _check_tags)
         else:
             _check_tags(ends.tolist())
     else:
@@ -192,16 +206,6 @@ def _check_tags(ends: list[int]) -> None:
     largest, least = ends[0], -ends[1]
     if largest != least:
         raise PayloadError(f"The ranks exchange whole updates of other tensors, or of another step: {BE_ALIKE}.")
-
-
-def count_entries(due: int, sent: Compressed, link: Link, memory: Memory) -> None:
-    """Count the due and the sent entries of a bucket; a number on a GPU is counted once it is known."""
-    entries, dense = sent.num_entries, sent.num_dense
-    if isinstance(entries, Tensor):  # the callback must not keep all that is sent until the number is known
-        link.traffic.add(entries=due)
-        memory.awaited.on_ready(entries, lambda counts: link.traffic.add(entries_sent=sum(counts) + dense))
-    else:
-        link.traffic.add(entries=due, entries_sent=entries + dense)
 
 
 def unused_tensors(gradients: Tensor, plan: BucketPlan) -> set[int]:

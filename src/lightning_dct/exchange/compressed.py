@@ -38,15 +38,9 @@ import torch
 
 from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, OwnedPiece, Received, Sending, SentPayload
 from lightning_dct.compress.codec import compress, decompress
-from lightning_dct.compress.memory import Memory
-from lightning_dct.exchange.base import Exchange, Flow, count_entries, unused_tensors
-from lightning_dct.exchange.collectives import (
-    Link,
-    all_gather_payload,
-    all_reduce_mean,
-    all_to_all,
-    spread_payload,
-)
+from lightning_dct.compress.error_feedback import ErrorFeedback
+from lightning_dct.exchange.base import Exchange, Flow, unused_tensors
+from lightning_dct.exchange.collectives import Link, all_gather_payload, all_reduce_mean, all_to_all, spread_payload
 from lightning_dct.exchange.sharding import cut, owned_by
 
 
@@ -67,11 +61,10 @@ class AllGather(Exchange):
         self.everyone = everyone
         self.link_traversals = link_traversals("all_gather", everyone.size)
 
-    def send(self, bucket: Bucket, plan: BucketPlan, deferred: set[int], memory: Memory, how: Sending) -> Flow:
+    def send(self, bucket: Bucket, plan: BucketPlan, deferred: set[int], feedback: ErrorFeedback, how: Sending) -> Flow:
         """See :meth:`Exchange.send`."""
-        compressed = compress(memory, bucket, plan, deferred, how)
-        count_entries(sum(plan.sizes), compressed, self.everyone, memory)
-        work, payloads = all_gather_payload(compressed.payload, self.everyone)
+        payload = self.pack(feedback, bucket, plan, deferred, how, due=sum(plan.sizes))
+        work, payloads = all_gather_payload(payload, self.everyone)
         yield work
         factor = 1.0 / ((bucket.scale or 1.0) * self.everyone.size)
         return Received(payloads, plan, factor, own=self.everyone.rank, how=how)
@@ -89,28 +82,26 @@ class TwoPhase(Exchange):
         self._defer_unused = defer_unused
         self._cut = cache(partial(cut, pieces=pieces, owners=everyone.size))  # each bucket once
 
-    def send(self, bucket: Bucket, plan: BucketPlan, deferred: set[int], memory: Memory, how: Sending) -> Flow:
+    def send(self, bucket: Bucket, plan: BucketPlan, deferred: set[int], feedback: ErrorFeedback, how: Sending) -> Flow:
         """See :meth:`Exchange.send`."""
         shards, joined, joined_sums = divided = self._cut(plan)
         sizes = [shard.plan.num_bytes for shard in shards]
         own, ranks = shards[self.everyone.rank], self.everyone.size
-        compressed = compress(memory, bucket, joined, divided.of(deferred), how)
-        count_entries(sum(plan.sizes), compressed, self.everyone, memory)
-        work, received = all_to_all(compressed.payload, sizes, ranks * [own.plan.num_bytes], self.everyone)
+        payload = self.pack(feedback, bucket, joined, divided.of(deferred), how, due=sum(plan.sizes))
+        work, received = all_to_all(payload, sizes, ranks * [own.plan.num_bytes], self.everyone)
         yield work
 
-        sums = compressed.payload.new_empty(sum(own.plan.sizes), dtype=plan.residual_dtype)
-        decompress(memory, Received(received.view(ranks, -1), own.packed, 1.0, own=None, how=how), sums)
+        sums = payload.new_empty(sum(own.plan.sizes), dtype=plan.residual_dtype)
+        decompress(feedback, Received(received.view(ranks, -1), own.packed, 1.0, own=None, how=how), sums)
         deferred = unused_tensors(sums, own.sums) if self._defer_unused else set()
         # With updates, the ranks keep in their own weights what is not sent.
-        summed = Bucket([sums], [memory.owned_of(own.packed, sums.device)], 1.0, memory.of_updates)
-        sent = compress(memory, summed, own.sums, deferred, how)
+        summed = Bucket([sums], [feedback.owned_of(own.packed, sums.device)], 1.0, feedback.of_updates)
+        sent = compress(feedback, summed, own.sums, deferred, how)
         work, spread = spread_payload(sent.payload, [shard.sums.num_bytes for shard in shards], self.everyone)
         yield work
 
         factor = 1.0 / ((bucket.scale or 1.0) * ranks)
-        mine = SentPayload(compressed.payload, joined)
-        return Received(spread.unsqueeze(0), joined_sums, factor, mine, what="Sums", how=how)
+        return Received(spread.unsqueeze(0), joined_sums, factor, SentPayload(payload, joined), what="Sums", how=how)
 
 
 class Hierarchical(Exchange):
@@ -138,12 +129,12 @@ class Hierarchical(Exchange):
         self._defer_unused = defer_unused
         self._cut = cache(partial(cut, pieces=pieces, owners=inside.size))
 
-    def send(self, bucket: Bucket, plan: BucketPlan, deferred: set[int], memory: Memory, how: Sending) -> Flow:
+    def send(self, bucket: Bucket, plan: BucketPlan, deferred: set[int], feedback: ErrorFeedback, how: Sending) -> Flow:
         """See :meth:`Exchange.send`."""
         (buffer,), scale = bucket.news, bucket.scale or 1.0
         shards, joined, _ = self._cut(plan)
         # Residuals of this rank's own gradients, left by another exchange, are sent with the dense gradients.
-        memory.send_out(buffer, plan, deferred, scale, owned=False)
+        feedback.send_out(buffer, plan, deferred, scale, owned=False)
         for index in deferred:
             buffer[slice(*plan.bounds[index])] = 0.0
         yield all_reduce_mean(buffer, self._inside)
@@ -151,12 +142,11 @@ class Hierarchical(Exchange):
         own = shards[self._inside.rank]
         gradient = torch.cat([buffer.new_empty(0), *(buffer[slice(*bounds)] for bounds in own.plan.bounds)])
         deferred = unused_tensors(gradient, own.packed) if self._defer_unused else set()
-        residual = memory.owned_of(own.packed, buffer.device)
+        residual = feedback.owned_of(own.packed, buffer.device)
         # The sum over the node's ranks, from their mean.
-        summed = Bucket([gradient], [residual], scale * self._inside.size, memory.of_updates)
-        compressed = compress(memory, summed, own.packed, deferred, how)
-        count_entries(gradient.numel(), compressed, self.everyone, memory)
-        work, gathered = all_gather_payload(compressed.payload, self._between)
+        summed = Bucket([gradient], [residual], scale * self._inside.size, feedback.of_updates)
+        payload = self.pack(feedback, summed, own.packed, deferred, how, due=gradient.numel())
+        work, gathered = all_gather_payload(payload, self._between)
         yield work
 
         nodes = self._between.size

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from lightning_dct.failures.course import SAME_BATCHES
+from lightning_dct.failures.collective_order import SAME_BATCHES
 from lightning_dct.failures.sockets import WELCOME, accept, listen, pair, receive, write_line
 
 # A death makes other ranks fail, and their reports may arrive first. So the hub waits before it decides.

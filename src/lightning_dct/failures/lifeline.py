@@ -9,7 +9,7 @@ Without it a rank may wait for a dead one until the process group's timeout, hal
 DataLoader workers keep those of a dead rank, a host without power sends nothing, and a rank that has raised an
 exception may itself wait in another collective.
 
-It also carries signals, on which all ranks act together (:mod:`lightning_dct.failures.course`).
+It also carries signals, on which all ranks act together (:mod:`lightning_dct.failures.collective_order`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_dct.agreement import gather_objects
-from lightning_dct.failures.course import Course
+from lightning_dct.failures.collective_order import CollectiveOrder
 from lightning_dct.failures.hub import Hub
 from lightning_dct.failures.sockets import address_towards, enter, receive, write_line
 
@@ -47,7 +47,7 @@ class Lifeline:
         self._hub_who = hub_who
         self._hub = hub
         self._sending = threading.RLock()  # a signal handler may interrupt its own thread while that sends
-        self._course = Course(rank, self._send)
+        self._order = CollectiveOrder(rank, self._send)
         self._ends_with = ""
         self._over = threading.Event()  # this rank has left, or has failed by itself
         self._decided = threading.Event()
@@ -113,15 +113,15 @@ class Lifeline:
 
     def passed(self) -> list[int]:
         """Pass a stop point, and return the signals that all ranks act on there, mostly none."""
-        return self._course.pass_stop_point()
+        return self._order.pass_stop_point()
 
     def come_to(self, what: str, said: str, peers: Sequence[int], patience_s: float | None = None) -> None:
-        """Come to a place where some ranks do the same, as :mod:`lightning_dct.failures.course` explains.
+        """Come to a place where some ranks do the same, as :mod:`lightning_dct.failures.collective_order` explains.
 
         A RuntimeError says that they do not, or that a rank has died or failed.
         """
         if not self._over.is_set():
-            difference = self._course.come_to(what, said, peers, patience_s)
+            difference = self._order.come_to(what, said, peers, patience_s)
             if problem := difference or self._ends_with:
                 raise RuntimeError(f"{problem}.")
 
@@ -134,7 +134,7 @@ class Lifeline:
         """Leave: this rank is done. No thread remains."""
         self._over.set()
         self._hub_may_end = True
-        self._send({"left": list(self._course.counts.items())})
+        self._send({"left": list(self._order.counts.items())})
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_WR)
         self._thread.join(ANSWER_S)
@@ -150,9 +150,9 @@ class Lifeline:
         selector.register(self._connection, selectors.EVENT_READ)
         how = ""
         while not how:
-            if selector.select(self._course.ask_if_late()):
+            if selector.select(self._order.ask_if_late()):
                 how = receive(self._connection, buffer, self._handle)
-        self._course.release()
+        self._order.release()
         if not self._hub_may_end:
             self._decide(f"{self._hub_who} {how}", [0])
         self._decided.set()
@@ -168,7 +168,7 @@ class Lifeline:
                 self.failure = self.failure or f"{self._hub_who} has left"
             else:
                 self._print(f"the ranks' lifelines have ended ({bug}); a rank that dies may be noticed late.")
-        elif difference := self._course.hear(message):
+        elif difference := self._order.hear(message):
             self._decide(difference, [])
 
     def _decide(self, failure: str, blamed: list[int]) -> None:
@@ -178,7 +178,7 @@ class Lifeline:
         if self._rank not in blamed:
             self._ends_with = failure
         self._decided.set()
-        self._course.release()
+        self._order.release()
         if not self._ends_with:
             return
         self._print(f"{failure}. This rank ends too.")

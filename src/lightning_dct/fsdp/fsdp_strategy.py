@@ -22,7 +22,7 @@ from lightning_dct.base_strategy import DCTStrategyBase, check_torch
 from lightning_dct.compress.bucket_plan import local_of
 from lightning_dct.config import DCTConfig, check_integer, check_keywords
 from lightning_dct.exchange.collectives import Link
-from lightning_dct.failures.course import EXCHANGE, IN_FORWARD
+from lightning_dct.failures.collective_order import EXCHANGE, IN_FORWARD
 from lightning_dct.fsdp.mesh_strategy import UNIT, MeshStrategy, Unit, check_sharded, shard_of, sharded_modules
 from lightning_dct.law import Given
 from lightning_dct.sync.setup import check_settings, make_update_synchronizer

@@ -20,7 +20,7 @@ from lightning_dct.agreement import check_agreement, gather_objects
 from lightning_dct.base_strategy import check_torch
 from lightning_dct.clipping import install_clipping
 from lightning_dct.config import check_choice, check_integer
-from lightning_dct.failures.course import EXCHANGE
+from lightning_dct.failures.collective_order import EXCHANGE
 from lightning_dct.law import Given
 from lightning_dct.pipeline.mesh import PipelineMesh, synchronise_metrics
 from lightning_dct.pipeline.placement import Placement, convert, merge_optimizer_states, part_of_optimizer_state

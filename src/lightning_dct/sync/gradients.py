@@ -14,7 +14,7 @@ from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Sending, real
 from lightning_dct.compress.codec import decompress
 from lightning_dct.config import DCTConfig
 from lightning_dct.exchange.base import Exchange, Message, finish, send_sparse, unused_tensors
-from lightning_dct.failures.course import EXCHANGE
+from lightning_dct.failures.collective_order import EXCHANGE
 from lightning_dct.sync.synchronizer import Synchronizer
 from lightning_dct.traffic import FP32_BYTES, Clock, all_reduce_bytes
 from lightning_dct.wire.payload import tag_of
@@ -111,7 +111,7 @@ class GradientSynchronizer(Synchronizer):
         self.come_to(EXCHANGE, f"an exchange of gradients for optimizer step {self.synchronisations + 1}")
         self.request_refresh_when_due()
         self._refreshing = self.refresh_requested
-        self.memory.begin(self._refreshing)
+        self.feedback.begin(self._refreshing)
         scale = 1.0 if self._loss_scale is None else 1.0 / self._loss_scale()
         self._how = Sending(tag_of(self.synchronisations, self.epoch), scale)
 
@@ -120,19 +120,19 @@ class GradientSynchronizer(Synchronizer):
         # In backward's thread and not in callbacks of the futures: gloo would run those in its own threads, which
         # compete with backward for the interpreter and can abort the process when it ends.
         finish(self._messages, self.traffic, self._loss_scale is not None)
-        self.memory.awaited.poll()
+        self.feedback.awaited.poll()
         # The scaler checks the same. The means are the same on all ranks, and so is the result.
         nonfinite = self._loss_scale is not None and not all(message.finite for message in self._messages)
         self.traffic.add(steps=1)
         if nonfinite:
             # The scaler skips this optimizer step. A requested refresh stays requested.
-            self.memory.roll_back()
+            self.feedback.roll_back()
         else:
             self.synchronisations += 1
             self.steps_since_refresh = 1 if self._refreshing else self.steps_since_refresh + 1
-            self.traffic.add(refreshes=int(self.memory.selected))
+            self.traffic.add(refreshes=int(self.feedback.selected))
             self.refresh_requested = False
-            self.memory.commit()
+            self.feedback.commit()
         self._messages = []
 
     def _send(self, bucket: GradBucket) -> Message:
@@ -159,7 +159,7 @@ class GradientSynchronizer(Synchronizer):
         """Start sending a flattened bucket, which takes the mean."""
         in_bf16 = self.config.averages_in_bf16 and buffer.dtype == torch.float32
         has_none = plan.is_dense or self.exchange.sums_first
-        residuals = [] if has_none else [self.memory.residual_of(plan, buffer.device)]
-        bucket, read = Bucket([buffer], residuals, self._how.scale), partial(decompress, self.memory, buffer=buffer)
+        residuals = [] if has_none else [self.feedback.residual_of(plan, buffer.device)]
+        bucket, read = Bucket([buffer], residuals, self._how.scale), partial(decompress, self.feedback, buffer=buffer)
         dtype = torch.bfloat16 if in_bf16 else None
-        return self.exchange.start(bucket, plan, deferred, self.memory, self._how, read, dtype)
+        return self.exchange.start(bucket, plan, deferred, self.feedback, self._how, read, dtype)

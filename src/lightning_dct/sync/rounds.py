@@ -188,15 +188,11 @@ def load_rounds(
         if what == "refresh":
             to_refresh.add(of)
         elif what in ("steps", "unaveraged", "cosine", "measured"):
-            own_rounds = rounds.setdefault(int(of.split(" ")[1]), Rounds())
-            if what == "steps":
-                own_rounds.steps = value
-            elif what == "unaveraged":
-                own_rounds.since_buffers = value
-            elif what == "cosine":
-                own_rounds.cosine.value = min(value, WHOLE)
+            own = rounds.setdefault(int(of.removeprefix("of ")), Rounds())
+            if what in ("steps", "unaveraged"):
+                setattr(own, "steps" if what == "steps" else "since_buffers", value)
             else:
-                own_rounds.cosine.measured = min(value, WHOLE)
+                setattr(own.cosine, "value" if what == "cosine" else "measured", min(value, WHOLE))
         elif what == "undecayed":
             _, number, name = of.split(" ", 2)
             decay = rounds.setdefault(int(number), Rounds()).decay
@@ -205,8 +201,7 @@ def load_rounds(
             _, number, name = of.split(" ", 2)
             if name in parameters and f"mean of {name}" in in_flight:
                 device = parameters[name].device
-                mean, own = (in_flight[f"{part} of {name}"].to(device) for part in ("mean", "own"))
-                rounds.setdefault(int(number), Rounds()).in_flight.append(
-                    InFlight([name], mean.numel(), value, Message.arrived(mean), own)
-                )
+                mean, sent = (in_flight[f"{part} of {name}"].to(device) for part in ("mean", "own"))
+                flying = InFlight([name], mean.numel(), value, Message.arrived(mean), sent)
+                rounds.setdefault(int(number), Rounds()).in_flight.append(flying)
     return rounds, to_refresh

@@ -12,7 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_dct.compress.bucket_plan import BucketPlan, Plans, real_dtype, real_numel
-from lightning_dct.compress.memory import Memory
+from lightning_dct.compress.error_feedback import ErrorFeedback
 from lightning_dct.config import DCTConfig
 from lightning_dct.exchange.base import Exchange
 from lightning_dct.failures.lifeline import Lifeline
@@ -73,8 +73,8 @@ class Synchronizer:
         self.plans = Plans(config, exchange.link_traversals)
         self.exchange = exchange
         self.traffic = exchange.everyone.traffic
-        self.memory = Memory(exchange.pieces, config.adapt_threshold, undoable, config.kernel, of_updates)
-        self.thresholds, self.residuals = self.memory.thresholds, self.memory.residuals
+        self.feedback = ErrorFeedback(exchange.pieces, config.adapt_threshold, undoable, config.kernel, of_updates)
+        self.thresholds, self.residuals = self.feedback.thresholds, self.feedback.residuals
         self.synchronisations = 0
         self.steps_since_refresh = 0
         self.parameter_names = parameter_names
@@ -142,7 +142,7 @@ class Synchronizer:
 
     def norms(self) -> dict[str, float]:
         """Euclidean norm of this rank's residual of each parameter, by name."""
-        return self.memory.norms()
+        return self.feedback.norms()
 
     def norm(self) -> float:
         """Euclidean norm over all entries of this rank's residuals."""
@@ -173,7 +173,7 @@ class Synchronizer:
         Raises:
             PayloadError: A payload is corrupt; the message names its sender.
         """
-        self.memory.awaited.synchronize()
+        self.feedback.awaited.synchronize()
         self.traffic.settle()
 
     def state_dict(self) -> dict[str, Any]:
@@ -183,7 +183,7 @@ class Synchronizer:
             "synchronisations": self.synchronisations,
             "steps_since_refresh": self.steps_since_refresh,
             **({} if self.given_density is None else {"density": self.given_density}),
-            **self.memory.state_dict(),
+            **self.feedback.state_dict(),
             "traffic": self.traffic.state_dict(),
         }
 
@@ -194,7 +194,7 @@ class Synchronizer:
             ValueError: A saved residual has another size than the parameter of its name.
         """
         self.flush()
-        self.memory.load_state_dict(state, {name: real_numel(p) for p, name in self.parameter_names.items()})
+        self.feedback.load_state_dict(state, {name: real_numel(p) for p, name in self.parameter_names.items()})
         self.synchronisations = int(state["synchronisations"])
         self.steps_since_refresh = int(state["steps_since_refresh"])
         self.traffic.load_state_dict(state["traffic"])

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Plans, Received, Sending, real_dtype
 from lightning_dct.compress.codec import apply, counting, decompress, decompress_own
-from lightning_dct.compress.memory import Memory
+from lightning_dct.compress.error_feedback import ErrorFeedback
 from lightning_dct.exchange.base import Exchange, Message, finish
 from lightning_dct.sync.rounds import InFlight, Rounds
 from lightning_dct.sync.shared_weights import SharedWeights
@@ -20,11 +20,11 @@ class UpdateFlow:
         plans: What is sent of each bucket, by the settings.
         weights: This rank's own and the shared ones.
         exchange: Between whom.
-        memory: The thresholds, and residuals of what is not read from the weights in place.
+        feedback: The thresholds, and residuals of what is not read from the weights in place.
     """
 
-    def __init__(self, plans: Plans, weights: SharedWeights, exchange: Exchange, memory: Memory) -> None:
-        self._plans, self._weights, self._exchange, self._memory = plans, weights, exchange, memory
+    def __init__(self, plans: Plans, weights: SharedWeights, exchange: Exchange, feedback: ErrorFeedback) -> None:
+        self._plans, self._weights, self._exchange, self._feedback = plans, weights, exchange, feedback
         self._traffic = exchange.everyone.traffic
 
     def plan(self, names: Sequence[str], length: int) -> BucketPlan:
@@ -40,9 +40,9 @@ class UpdateFlow:
             if plan.is_dense or self._exchange.sums_first:
                 moved = self._weights.movement(names, plan.residual_dtype)
                 own = moved.clone()
-                message = self._exchange.start(Bucket([moved], [], 1.0), plan, set(), self._memory, how)
+                message = self._exchange.start(Bucket([moved], [], 1.0), plan, set(), self._feedback, how)
             elif (bucket := self._weights.bucket(names)) is not None:
-                message = self._exchange.start(bucket, plan, set(), self._memory, how)
+                message = self._exchange.start(bucket, plan, set(), self._feedback, how)
             else:
                 message = self._send_movement(names, plan, how)
             due = rounds.steps + min(config.overlap_steps, length)
@@ -56,7 +56,7 @@ class UpdateFlow:
             for item in items:
                 bucket, received = item.bucket or self._weights.bucket(item.names), item.message.result
                 if isinstance(received, Received) and item.own is None and bucket is not None:
-                    apply(self._memory, received, bucket)
+                    apply(self._feedback, received, bucket)
                 else:
                     self._weights.move(item.names, *self.read(item))
         rounds.in_flight = [item for item in rounds.in_flight if item not in items]
@@ -64,7 +64,7 @@ class UpdateFlow:
     def finish(self, items: Iterable[InFlight]) -> None:
         """Wait for updates in flight; a collective call for exchanges of several collectives."""
         finish([item.message for item in items], self._traffic)
-        self._memory.commit()
+        self._feedback.commit()
 
     def read(self, item: InFlight) -> tuple[Tensor, Tensor]:
         """The mean of what all ranks have sent, and what this rank has sent, of updates that arrived: ``[n]`` each."""
@@ -72,18 +72,18 @@ class UpdateFlow:
         if not isinstance(received, Received):
             return received, item.own  # type: ignore[return-value]
         mean = received.payloads.new_empty(item.entries, dtype=received.plan.residual_dtype)
-        mean, sent = decompress(self._memory, received, mean), decompress_own(self._memory, received, mean)
+        mean, sent = decompress(self._feedback, received, mean), decompress_own(self._feedback, received, mean)
         # A node sends for its ranks, which keep what it does not send.
         return mean, sent if item.own is None else torch.where(counting(sent, received.plan), item.own, 0.0)
 
     def _send_movement(self, names: Sequence[str], plan: BucketPlan, how: Sending) -> Message:
         """Start sending updates that are not read from the weights in place."""
         moved = self._weights.movement(names, plan.residual_dtype)
-        left = self._memory.residual_of(plan, moved.device)
-        message = self._exchange.start(Bucket([moved], [left], 1.0), plan, set(), self._memory, how)
+        left = self._feedback.residual_of(plan, moved.device)
+        message = self._exchange.start(Bucket([moved], [left], 1.0), plan, set(), self._feedback, how)
         # What is not sent stays in the weights, and the residual is not needed any more.
         if how.lost:
             self._weights.add_own(names, left.mul_(how.lost), -1.0)
         for name in names:
-            self._memory.residuals.drop(name)
+            self._feedback.residuals.drop(name)
         return message

@@ -46,7 +46,7 @@ class UpdateState(Synchronizer):
     ) -> None:
         super().__init__(config, parameter_names, exchange, of_updates=True)
         self.weights = weights or SharedWeights()
-        self.flow = UpdateFlow(self.plans, self.weights, exchange, self.memory)
+        self.flow = UpdateFlow(self.plans, self.weights, exchange, self.feedback)
         self.buffers = buffers
         self._optimizers = optimizers
         self._parameters = parameters
@@ -66,7 +66,7 @@ class UpdateState(Synchronizer):
     def norms(self) -> dict[str, float]:
         """Euclidean norm of this rank's residual of each parameter, of its own updates and of sums."""
         norms = self.weights.norms()
-        for name, norm in self.memory.norms().items():
+        for name, norm in self.feedback.norms().items():
             norms[name] = math.hypot(norms.get(name, 0.0), norm)
         return norms
 

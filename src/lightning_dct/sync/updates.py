@@ -37,7 +37,7 @@ from torch.optim import Optimizer
 from lightning_dct.agreement import check_alike
 from lightning_dct.compress.bucket_plan import Sending, local_of, real_numel
 from lightning_dct.config import DCTConfig
-from lightning_dct.failures.course import EXCHANGE
+from lightning_dct.failures.collective_order import EXCHANGE
 from lightning_dct.law import FEWEST_COUNTED, RunSettings
 from lightning_dct.sync.optimizer_trial import try_out
 from lightning_dct.sync.rounds import MOST_IN_FLIGHT, Rounds, buckets_of
@@ -186,7 +186,7 @@ class UpdateSynchronizer(UpdateState):
             self.come_to(rounds.what, f"{rounds.said}{own}, in optimizer step {self.synchronisations}")
             self._measure(rounds, length)
             self._forget_thresholds(sending)
-            self.memory.begin()
+            self.feedback.begin()
             lost = 1.0 - config.residual_decay if rounds.steps <= config.warmup_steps else 0.0
             tag = tag_of(rounds.what, rounds.steps, self.epoch)
             how = Sending(tag, lost=lost, lengthening=self._lengthening(rounds, self.exchange.everyone.size))
@@ -195,7 +195,7 @@ class UpdateSynchronizer(UpdateState):
                 behind = 0 if config.overlap_steps else sum([item.entries for item in rounds.in_flight[1:]])
                 if behind >= max(MOST_IN_FLIGHT, rounds.in_flight[-1].entries):
                     self.flow.apply(rounds, rounds.in_flight[:1])
-            self.traffic.add(refreshes=int(self.memory.selected))
+            self.traffic.add(refreshes=int(self.feedback.selected))
             if not config.overlap_steps:
                 self.flow.apply(rounds, rounds.in_flight)
             # Training does not use the running statistics of a BatchNorm, so warm-up does not send them more often.
@@ -203,7 +203,7 @@ class UpdateSynchronizer(UpdateState):
                 self._exchange_buffers_with(rounds)
         if self.project is not None:
             self.weights.project(self.project)
-        self.memory.awaited.poll()
+        self.feedback.awaited.poll()
 
     def _exchange_buffers_with(self, rounds: Rounds) -> None:
         """Exchange buffers when the first optimizer exchanges, or another one while the first rests."""
@@ -235,7 +235,7 @@ class UpdateSynchronizer(UpdateState):
 
     def _measure(self, rounds: Rounds, length: int) -> None:
         """Now and then measure the cosine of the step just made, and agree on decay; collective calls."""
-        everyone, awaited = self.exchange.everyone, self.memory.awaited
+        everyone, awaited = self.exchange.everyone, self.feedback.awaited
         with self.traffic.timed("exchange", "seconds_waiting"):
             if rounds.cosine.has_begun(rounds.steps):
                 rounds.cosine.measure(rounds.steps, self._own_of(rounds), everyone, awaited)

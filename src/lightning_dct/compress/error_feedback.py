@@ -1,4 +1,4 @@
-"""A rank's state between synchronisations: residuals and thresholds. A synchronisation can be undone.
+"""A rank's error feedback: the residuals and thresholds between synchronisations. A synchronisation can be undone.
 
 A rank keeps two kinds of residuals, both in the units of its own unscaled gradients:
 
@@ -72,7 +72,7 @@ class Residuals:
 
 
 @dataclass(eq=False)
-class Memory:
+class ErrorFeedback:
     """One rank's residuals and thresholds."""
 
     pieces: Mapping[str, OwnedPiece]  # those this rank owns, by label

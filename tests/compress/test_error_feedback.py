@@ -7,7 +7,7 @@ import torch
 
 from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Compressed, OwnedPiece
 from lightning_dct.compress.codec import compress
-from lightning_dct.compress.memory import Memory, add_pieces, pieces_extent
+from lightning_dct.compress.error_feedback import ErrorFeedback, add_pieces, pieces_extent
 from lightning_dct.kernels import cpu_kernel
 
 CPU = torch.device("cpu")
@@ -16,9 +16,9 @@ BUCKET = BucketPlan(("b", "a"), (3, 6), (0, 0), torch.float32, "fp32")
 SHARD = BucketPlan(("b", "a[2:5]"), (3, 3), (0, 0), torch.float32, "fp32")
 
 
-def memory(undoable: bool = False) -> Memory:
+def feedback(undoable: bool = False) -> ErrorFeedback:
     """Of its own gradients 1 everywhere, of sums 10."""
-    made = Memory(PIECES, adapt_threshold=True, undoable=undoable)
+    made = ErrorFeedback(PIECES, adapt_threshold=True, undoable=undoable)
     made.begin()
     made.residual_of(BUCKET, CPU).fill_(1.0)
     made.owned_of(SHARD, CPU).fill_(10.0)
@@ -35,7 +35,7 @@ def state(**owned: dict[int, list[float]]) -> dict[str, Any]:
 
 
 def test_state() -> None:
-    saved = memory().state_dict()
+    saved = feedback().state_dict()
     assert {name: residual.tolist() for name, residual in saved["residuals"].items()} == {
         "b": [1.0] * 3,
         "a": [1.0] * 6,
@@ -46,7 +46,7 @@ def test_state() -> None:
         "b": {0: [10.0] * 3},
         "a": {2: [10.0] * 3},
     }
-    again = Memory(PIECES, adapt_threshold=True, undoable=False)
+    again = ErrorFeedback(PIECES, adapt_threshold=True, undoable=False)
     again.load_state_dict(saved, {"a": 6, "b": 3})
     assert str(again.state_dict()) == str(saved)
     assert sum(norm**2 for norm in again.norms().values()) == pytest.approx(9 * 1.0 + 6 * 100.0)
@@ -56,7 +56,7 @@ def test_the_kernel_that_was_asked_for_is_the_one_that_runs(monkeypatch: pytest.
     plan = BucketPlan(("b", "a"), (3, 6), (1, 1), torch.float32, "fp32")
 
     def compressed(kernel: str) -> Compressed:
-        made = Memory(PIECES, adapt_threshold=True, undoable=False, kernel=kernel)
+        made = ErrorFeedback(PIECES, adapt_threshold=True, undoable=False, kernel=kernel)
         made.begin()
         return compress(made, Bucket([torch.ones(9)], [made.residual_of(plan, CPU)], 1.0), plan, set())
 
@@ -68,7 +68,7 @@ def test_the_kernel_that_was_asked_for_is_the_one_that_runs(monkeypatch: pytest.
 
 
 def test_pieces_of_another_owner_become_residuals() -> None:
-    taken = memory()
+    taken = feedback()
     taken.load_state_dict(state(a={2: [5.0, 6.0, 7.0], 0: [3.0, 4.0]}, b={1: [9.0, 9.0]}), {"a": 6, "b": 3})
     assert taken.owned.view("a[2:5]").tolist() == [5.0, 6.0, 7.0]
     assert taken.owned.view("b") is None
@@ -78,12 +78,12 @@ def test_pieces_of_another_owner_become_residuals() -> None:
 
 def test_pieces_beyond_the_parameter_are_refused() -> None:
     with pytest.raises(ValueError, match="residual of parameter 'a' has 7 entries, the model's parameter has 6"):
-        memory().load_state_dict(state(a={5: [1.0, 1.0]}), {"a": 6, "b": 3})
+        feedback().load_state_dict(state(a={5: [1.0, 1.0]}), {"a": 6, "b": 3})
 
 
 @pytest.mark.parametrize("owned", [True, False])
 def test_what_is_held_back_goes_out_once(owned: bool) -> None:
-    held = memory()
+    held = feedback()
     held.begin()
     buffer = torch.zeros(9)
     held.send_out(buffer, BUCKET, deferred={0}, scale=0.5, owned=owned)
@@ -98,7 +98,7 @@ def test_what_is_held_back_goes_out_once(owned: bool) -> None:
 
 
 def test_roll_back() -> None:
-    held = memory(undoable=True)
+    held = feedback(undoable=True)
     before = str(held.state_dict())
     held.begin(refresh=True)
     held.send_out(torch.zeros(9), BUCKET, deferred=set(), scale=1.0, owned=False)

@@ -30,7 +30,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 # Places that a rank remembers. It can be ahead of another by no more than the exchanges it has in flight.
-MEMORY = 1024
+REMEMBERED = 1024
 ORDER = 8  # places before one that make it another
 # Seconds at a place after which a rank asks about it. A step may take longer, and then an answer says that all is well.
 LATE_S = 10.0
@@ -46,7 +46,7 @@ EXCHANGE = "an exchange"
 IN_FORWARD = f"{EXCHANGE} in forward"
 
 
-class Course:
+class CollectiveOrder:
     """One rank's places and stop points, shared by its main thread and the one that listens to the hub.
 
     ``counts`` has how many places this rank has come to, by the ranks that share them.
@@ -58,7 +58,7 @@ class Course:
         self._turn = threading.Condition()
         self.counts: Counter[tuple[int, ...]] = Counter()
         self._agreed: Counter[tuple[int, ...]] = Counter()  # the last of these places that all agree on
-        self._done: deque[dict[str, Any]] = deque(maxlen=MEMORY)
+        self._done: deque[dict[str, Any]] = deque(maxlen=REMEMBERED)
         self._asked: list[dict[str, Any]] = []
         self._since: float | None = None  # when it has come to its last place, unless it has asked about it
         # After how many places this rank was found in which collective of the user's own, and since when.
@@ -102,7 +102,7 @@ class Course:
             return ""
         with self._turn:
             self._turn.wait_for(lambda: self._agreed[ranks] >= place or self._released, patience_s)
-        if is_exchange and len(self._usual) < MEMORY:
+        if is_exchange and len(self._usual) < REMEMBERED:
             self._usual.add(order)
         return ""
 
