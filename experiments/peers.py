@@ -88,9 +88,7 @@ def _methods() -> Iterator[Method]:
 
 
 METHODS = {method.name: method for method in _methods()}
-NOT_RUN = {
-    "exogym": "its only release, 0.0.0a0, holds its version number and no code",
-}
+NOT_RUN = {"exogym": "its only release, 0.0.0a0, holds its version number and no code"}
 """Rivals that no row can be made of."""
 
 

@@ -94,8 +94,7 @@ class Rank:
         weights = torch.tensor([1.0, 0.7, 0.5])
         both = [Sent(one.flags.expand(2, -1).clone(), one.values.repeat(2), 2 * [one.values.numel()]) for one in sent]
         found["add the sum of two"] = partial(
-            self._each,
-            lambda n: kernel.add_sums([self.shared[n]], [self.own[n]], [0], both[n], weights, mine=0),
+            self._each, lambda n: kernel.add_sums([self.shared[n]], [self.own[n]], [0], both[n], weights, mine=0)
         )
         target = int(self.density * self.entries)
         magnitudes = torch.cat([own - shared for own, shared in zip(self.own, self.shared, strict=True)]).abs_()

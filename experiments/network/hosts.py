@@ -79,11 +79,7 @@ class Host:
             command = ["ip", "netns", "exec", self.namespace, *_as_invoking_user(), *command]
             environment = {"GLOO_SOCKET_IFNAME": INTERFACE, **environment}
         return subprocess.Popen(
-            command,
-            env={**os.environ, **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+            command, env={**os.environ, **environment}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
 
     def enter(self) -> None:

@@ -64,9 +64,7 @@ class BytePairTokenizer:
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(
-            vocab_size=vocabulary_size,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
+            vocab_size=vocabulary_size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
         )
         lines = training_text.decode(errors="replace").splitlines(keepends=True)
         tokenizer.train_from_iterator(lines, trainer)

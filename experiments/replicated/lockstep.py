@@ -146,11 +146,7 @@ class Exchanges:
     """
 
     def __init__(
-        self,
-        settings: Mapping[str, Any],
-        models: Sequence[Mapping[str, Tensor]],
-        steps: int,
-        trial: Trial,
+        self, settings: Mapping[str, Any], models: Sequence[Mapping[str, Tensor]], steps: int, trial: Trial
     ) -> None:
         self.config = RunSettings(Given.of(settings), len(models), steps).at(0)
         meetings: list[dict[int, tuple[Tensor, Any]]] = []

@@ -238,11 +238,7 @@ def train(job: Job, report: Report | None = None) -> dict[str, Any]:
 
 
 def figures_of(
-    job: Job,
-    history: History,
-    seconds: float,
-    module: nn.Module,
-    exchanges: Exchanges | None,
+    job: Job, history: History, seconds: float, module: nn.Module, exchanges: Exchanges | None
 ) -> dict[str, Any]:
     """The figures of a run."""
     last = [loss for step, loss in history if is_last(step, job.steps)]

@@ -142,12 +142,7 @@ class CountedDDPStrategy(DDPStrategy):
     """
 
     def __init__(
-        self,
-        synchronisation: str = "fp32",
-        rank: int = 4,
-        start_step: int = 100,
-        density: float = 0.01,
-        **kwargs: Any,
+        self, synchronisation: str = "fp32", rank: int = 4, start_step: int = 100, density: float = 0.01, **kwargs: Any
     ) -> None:
         if synchronisation not in SYNCHRONISATIONS:
             raise ValueError(

@@ -14,13 +14,7 @@ from strategies_for_hypothesis import FORMATS, examples
 
 
 def plan(sizes: list[int], densities: list[float] | float = 0.01, **settings: Any) -> BucketPlan:
-    settings = {
-        "dtype": torch.float32,
-        "value_format": "bf16",
-        "min_tensor_size": 0,
-        "link_traversals": 2,
-        **settings,
-    }
+    settings = {"dtype": torch.float32, "value_format": "bf16", "min_tensor_size": 0, "link_traversals": 2, **settings}
     if isinstance(densities, float):
         densities = [densities] * len(sizes)
     return plan_bucket([f"p{index}" for index in range(len(sizes))], sizes, densities, **settings)

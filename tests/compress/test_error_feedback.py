@@ -42,10 +42,7 @@ def test_state() -> None:
     }
     assert {
         name: {start: piece.tolist() for start, piece in parts.items()} for name, parts in saved["owned"].items()
-    } == {
-        "b": {0: [10.0] * 3},
-        "a": {2: [10.0] * 3},
-    }
+    } == {"b": {0: [10.0] * 3}, "a": {2: [10.0] * 3}}
     again = ErrorFeedback(PIECES, adapt_threshold=True, undoable=False)
     again.load_state_dict(saved, {"a": 6, "b": 3})
     assert str(again.state_dict()) == str(saved)

@@ -269,10 +269,7 @@ def skip_a_step_of_one(exchange: str, local_steps: int, density: float | None = 
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="gloo's sizes are checked, and NCCL's are not")
-@pytest.mark.parametrize(
-    ("exchange", "local_steps", "world_size"),
-    [("all_gather", 1, 2), ("two_phase", 2, 3)],
-)
+@pytest.mark.parametrize(("exchange", "local_steps", "world_size"), [("all_gather", 1, 2), ("two_phase", 2, 3)])
 def test_another_optimizers_updates_are_refused(ranks: Any, exchange: str, local_steps: int, world_size: int) -> None:
     """Oracle: an error on every rank at the first exchange that would add one net's updates to the other."""
     for message in ranks(world_size).run(skip_a_step_of_one, exchange, local_steps):

@@ -80,11 +80,7 @@ def train(value_format: str, overflows: bool, scale: float, settings: dict[str, 
 
 @pytest.mark.parametrize(
     ("value_format", "settings"),
-    [
-        ("1bit", {}),
-        ("fp32", {"adapt_threshold": False}),
-        ("bf16", {"bucket_cap_mb": 0.0005, "exchange": "two_phase"}),
-    ],
+    [("1bit", {}), ("fp32", {"adapt_threshold": False}), ("bf16", {"bucket_cap_mb": 0.0005, "exchange": "two_phase"})],
 )
 def test_overflow_on_one_rank_skips_the_step_on_all(ranks: Any, value_format: str, settings: dict[str, Any]) -> None:
     """Oracle: the state before the step, bit by bit; and the sum of the gradients of all other steps."""

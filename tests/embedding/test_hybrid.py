@@ -202,8 +202,7 @@ def conserve(exchange):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "value_format", "cache_rows"),
-    [(2, "1bit", 20), (3, "fp32", 20), (3, "2bit", 1000)],
+    ("world_size", "value_format", "cache_rows"), [(2, "1bit", 20), (3, "fp32", 20), (3, "2bit", 1000)]
 )
 def test_nothing_is_lost(ranks, world_size, value_format, cache_rows):
     exchange = {"density": 0.1, "value_format": value_format, "refresh_every": 7, "cache_rows": cache_rows}

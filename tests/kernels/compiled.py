@@ -1,4 +1,7 @@
-"""Compiles every kernel for GPUs to machine code, without a GPU: ``python compiled.py 80 90``; prints what fails."""
+"""Compiles every kernel for GPUs to machine code, without a GPU, and prints what fails: ``python compiled.py 80 90``.
+
+All variants for the first kind of GPU, and one of each kernel for the others.
+"""
 
 import sys
 from collections.abc import Iterator
@@ -72,16 +75,14 @@ def variants() -> Iterator[tuple[Any, dict[str, Any]]]:
     yield triton_add.judge, {"ROUNDS": 2, "SCALES": True}
     for name, own, owns in (("1bit", None, True), ("2bit", "1bit", True), ("fp32", None, False), ("bf16", None, True)):
         yield triton_add.open_words, {"FORMAT": name}
-        yield (
-            triton_add.add,
-            {"SENDERS": 2, "BASE": tl.float32, "FORMAT": name, "OWN_FORMAT": own, "OWNS": owns},
-        )
+        yield (triton_add.add, {"SENDERS": 2, "BASE": tl.float32, "FORMAT": name, "OWN_FORMAT": own, "OWNS": owns})
 
 
 def main() -> int:
     failed = 0
-    for arch in map(int, sys.argv[1:]):
-        for kernel, given in variants():
+    for place, arch in enumerate(map(int, sys.argv[1:])):
+        every = list(variants())
+        for kernel, given in every if place == 0 else {kernel: (kernel, given) for kernel, given in every}.values():
             types = {name: "constexpr" if name in given else TYPES.get(name, "*i64") for name in kernel.arg_names}
             constants = {(kernel.arg_names.index(name),): value for name, value in given.items()}
             source = ASTSource(fn=kernel, signature=types, constexprs=constants)

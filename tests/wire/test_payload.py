@@ -52,12 +52,7 @@ def test_size_follows_from_the_layout_alone(filled: Filled) -> None:
     layout, positions, values, whole = filled
     payload = pack_entries(layout, positions, values, whole)[0]
     entries = sum(layout.capacities)
-    value_bytes = {
-        "fp32": 4 * entries,
-        "bf16": 2 * entries,
-        "2bit": -(-entries // 4),
-        "1bit": -(-entries // 8),
-    }
+    value_bytes = {"fp32": 4 * entries, "bf16": 2 * entries, "2bit": -(-entries // 4), "1bit": -(-entries // 8)}
     scale_bytes = 4 * len(layout.tensor_sizes) if layout.value_format in ("2bit", "1bit") else 0
     position_bytes = layout.position_code.num_bytes
     exact = 12, scale_bytes, position_bytes, value_bytes[layout.value_format], whole.numel()

@@ -64,11 +64,7 @@ def test_values_of_any_dtype_whatever_the_default(value_format: str, dtype: torc
 
 
 # Of the value itself, of the largest of its tensor, and the finest denormals.
-ERRORS = {
-    "fp32": (0, 0, 0),
-    "bf16": (2.0**-8, 0, 2.0**-134),
-    "2bit": (0, 1.0, 2.0**-149),
-}
+ERRORS = {"fp32": (0, 0, 0), "bf16": (2.0**-8, 0, 2.0**-134), "2bit": (0, 1.0, 2.0**-149)}
 
 
 @pytest.mark.parametrize("value_format", ERRORS)
