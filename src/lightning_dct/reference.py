@@ -261,7 +261,7 @@ def exchange(
 
 def sampled(weights: list[Tensor], step: int) -> Tensor:
     """Some entries of one rank's weights, others at another step."""
-    stride = max(16, sum(w.numel() for w in weights) // 1024)
+    stride = max(64, sum(w.numel() for w in weights) // 1024)
     first = 7919 * (step + step // 16)
     return torch.cat([w[first % min(stride, w.numel()) :: stride].float() for w in weights])
 

@@ -11,7 +11,15 @@ from distributed.training import Module, fit, rank
 from lightning_dct import DCTStrategy
 from lightning_dct.compress.awaited import Awaited
 from lightning_dct.exchange.collectives import Link
-from lightning_dct.sync.step_cosine import ENTRIES, WHOLE, StepCosine, cosine_of, is_measured, sample_of
+from lightning_dct.sync.step_cosine import (
+    ENTRIES,
+    SMALLEST_STRIDE,
+    WHOLE,
+    StepCosine,
+    cosine_of,
+    is_measured,
+    sample_of,
+)
 from lightning_dct.traffic import Traffic
 
 
@@ -62,7 +70,7 @@ def test_samples_are_small_and_take_all_tensors(sizes: list[int]) -> None:
     weights = [torch.arange(size) + 0.0 for size in sizes]
     samples = [sample_of(weights, step) for step in range(16, 816, 16)]
     for sample in samples:
-        assert len(sample) <= min(2 * ENTRIES, sum(sizes) / 16) + len(sizes)
+        assert len(sample) <= min(2 * ENTRIES, sum(sizes) / SMALLEST_STRIDE) + len(sizes)
     seen = {float(sample[0]) for sample in samples if len(sample)}
     assert len(seen) >= min(sum(sizes[:1]) or sum(sizes), 16)
 

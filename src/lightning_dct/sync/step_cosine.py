@@ -26,9 +26,9 @@ from lightning_dct.exchange.collectives import Link, all_reduce_mean
 
 # Cosines are rounded to multiples of 1 / WHOLE, so that all ranks and devices use the same number.
 WHOLE = 1024
-# Entries of a sample, or a sixteenth of a small model's: a measurement costs less than a hundredth of an exchange.
+# Entries of a sample, or a small model's in every so many, which would else send more for this than in its exchanges.
 ENTRIES = 1024
-SMALLEST_STRIDE = 16
+SMALLEST_STRIDE = 64
 EVERY = 16
 
 
