@@ -26,7 +26,7 @@ from lightning_dct.exchange.collectives import Link, all_reduce_mean
 
 # Cosines are rounded to multiples of 1 / WHOLE, so that all ranks and devices use the same number.
 WHOLE = 1024
-# Entries of a sample, or a small model's in every so many, which would else send more for this than in its exchanges.
+# Entries of a sample. That of a small model has one entry in 64, because it would cost a large part of its bytes.
 ENTRIES = 1024
 SMALLEST_STRIDE = 64
 EVERY = 16
