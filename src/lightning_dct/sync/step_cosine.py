@@ -8,7 +8,7 @@ An optimizer that divides by the size of gradients, such as Adam, has chosen the
 the mean of what ranks exchange after every step is multiplied by ``f = sqrt(W / (1 + (W - 1) c))``: 1 if all ranks step
 alike, and ``sqrt(W)`` if what they do is noise.
 
-The cosine changes slowly. So ranks measure it now and then, and on about a thousand entries of the model:
+The cosine changes slowly. So ranks measure it now and then, and on a thousand entries of the model or fewer:
 
     c  =  (|sum over ranks of q|^2 / sum over ranks of |q|^2  -  1) / (W - 1)
 
