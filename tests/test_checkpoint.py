@@ -16,8 +16,7 @@ from torch import Tensor
 from lightning_dct import CheckpointError, DCTStrategy
 from lightning_dct.checkpoint import format as saved
 from lightning_dct.checkpoint.format import check_state
-from lightning_dct.checkpoint.merging import merge_states, with_edited_groups
-from lightning_dct.checkpoint.reading import agreed_notes, read_state
+from lightning_dct.checkpoint.reading import agreed_notes, merge_states, read_state, with_edited_groups
 from lightning_dct.embedding.table_files import Piece, RowFiles, write_rows
 from strategies_for_hypothesis import examples
 

@@ -86,19 +86,15 @@ class DCTStrategyBase(CheckpointedStrategy):
                     f"`{type(callback).__name__}` does not work with `{type(self).__name__}`: it copies the model,"
                     f" {self.not_copied_because}. Average checkpoints after training."
                 )
-
-        def missing(*callbacks: pl.Callback) -> list[pl.Callback]:
-            return [one for one in callbacks if not any(isinstance(given, type(one)) for given in trainer.callbacks)]
-
-        reports = () if trainer.barebones else (CompressionMonitor(), RunAdvice())
-        before, after = ((internal.FailureNotice(),), (internal.SignalsAfterStep(),)) if self._lifelines else ((), ())
-        views = missing(internal.SharedWeightsView()) if self.config.compress == "updates" else []
-        # First, because other callbacks may need all ranks when evaluation ends, or after an exception.
-        first = missing(*before, internal.EvaluationJoin())
-        last = missing(ThresholdRefresh(self.config.refresh_every), *reports, *after)
-        # Lightning keeps checkpoint callbacks last.
-        rest = sorted([*trainer.callbacks, *last], key=lambda callback: isinstance(callback, Checkpoint))
-        trainer.callbacks[:] = [*views, *first, *rest]
+        wanted: list[pl.Callback] = [internal.EvaluationJoin(), ThresholdRefresh(self.config.refresh_every)]
+        if not trainer.barebones:
+            wanted += [CompressionMonitor(), RunAdvice()]
+        if self._lifelines:
+            wanted += [internal.FailureNotice(), internal.SignalsAfterStep()]
+        if self.config.compress == "updates":
+            wanted.append(internal.SharedWeightsView())
+        missing = [one for one in wanted if not any(isinstance(given, type(one)) for given in trainer.callbacks)]
+        trainer.callbacks[:] = sorted([*trainer.callbacks, *missing], key=_place_of)
 
     def setup_environment(self) -> None:
         """Start the processes, then make the rows of embedding tables that each rank owns."""
@@ -363,6 +359,8 @@ def check_torch(kind: type) -> None:
 
 
 def _place_of(callback: pl.Callback) -> int:
-    """Notices come first, and the view of the shared weights opens before all other callbacks."""
-    first = (internal.FailureNotice, internal.SharedWeightsView)
-    return next((place for place, kind in enumerate(first) if isinstance(callback, kind)), len(first))
+    """Checkpoints come last, as in Lightning."""
+    # First, because other callbacks may need all ranks after an exception or when evaluation ends, or read weights.
+    first = (internal.FailureNotice, internal.SharedWeightsView, internal.EvaluationJoin)
+    others = len(first) + isinstance(callback, Checkpoint)
+    return next((place for place, kind in enumerate(first) if isinstance(callback, kind)), others)

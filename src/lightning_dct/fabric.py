@@ -24,7 +24,6 @@ from lightning_dct.agreement import check_agreement, describe_optimizers, gather
 from lightning_dct.checkpoint import format as saved
 from lightning_dct.checkpoint import reading
 from lightning_dct.checkpoint.files import AtomicCheckpointIO, cleans_own_disk, lock, unlock
-from lightning_dct.checkpoint.merging import checksum_of_groups, with_edited_groups
 from lightning_dct.compress.awaited import clock_of, recorded
 from lightning_dct.config import DCTConfig, check_density, check_keywords
 from lightning_dct.embedding.sharded import ShardedEmbeddingBags
@@ -257,7 +256,7 @@ class DCTStrategy(DDPStrategy):
             optimizers: list[list[Any]] = [
                 [name, one.state_dict()] for name, one in _optimizers_of(synchronizer, state)
             ]
-            groups = self.broadcast({name: checksum_of_groups([one]) for name, one in optimizers})
+            groups = self.broadcast({name: reading.checksum_of_groups([one]) for name, one in optimizers})
             own = {**synchronizer.state_dict(), "optimizers": optimizers, "optimizer_groups": groups}
             written = saved.write_state(self.checkpoint_io, _part(path, index), note, self.global_rank, own)
             notes.append({**saved.seal(note, gather_objects(written)), "module": key})
@@ -363,7 +362,7 @@ def _continue(synchronizer: Synchronizer, own: dict[str, Any], state: Mapping[st
     for key, optimizer in _optimizers_of(synchronizer, state):
         if key in states:
             theirs = optimizer.state_dict()  # Lightning's file has been loaded
-            (mine,) = with_edited_groups([states[key]], [theirs], groups.get(key))
+            (mine,) = reading.with_edited_groups([states[key]], [theirs], groups.get(key))
             optimizer.load_state_dict(dict(mine))
     return reading.digest_of(synchronizer)
 

@@ -20,7 +20,6 @@ from lightning_dct.activations.module import CompressedModule, modules_of, plain
 from lightning_dct.agreement import gather_objects
 from lightning_dct.checkpoint import files, reading
 from lightning_dct.checkpoint import format as saved
-from lightning_dct.checkpoint.merging import checksum_of_groups, with_edited_groups
 from lightning_dct.config import DCTConfig
 from lightning_dct.embedding.sharded import ShardedEmbeddingBags
 from lightning_dct.embedding.table_files import load_row_states, load_rows, save_rows, saved_in_shards, without_rows
@@ -170,7 +169,7 @@ class CheckpointedStrategy(ParallelStrategy):
             self.synchronizer.flush()
         self._finish_saving()
         # Under SLURM every rank looks for a free name, and they may find different ones.
-        save, groups = "", checksum_of_groups(checkpoint.get("optimizer_states", []))
+        save, groups = "", reading.checksum_of_groups(checkpoint.get("optimizer_states", []))
         if self.is_global_zero:
             save = self._begin_saving(str(filepath))
         path, save, groups = self.broadcast((str(filepath), save, groups))
@@ -297,7 +296,7 @@ class CheckpointedStrategy(ParallelStrategy):
     def _load_optimizer_states(self, checkpoint: Mapping[str, Any], own: Sequence[Mapping[str, Any]]) -> None:
         """Load this rank's own states of the optimizers if there are any, and otherwise those of the checkpoint."""
         if own:
-            own = with_edited_groups(own, checkpoint["optimizer_states"], checkpoint[STATE_KEY].get("groups"))
+            own = reading.with_edited_groups(own, checkpoint["optimizer_states"], checkpoint[STATE_KEY].get("groups"))
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": list(own)} if own else checkpoint)
 
     def _state(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from emulated_ranks import EmulatedRanks, Meeting, assert_same_bits, heavy_tailed
 from lightning_dct import reference
-from lightning_dct.checkpoint.merging import merge_states
+from lightning_dct.checkpoint.reading import merge_states
 from lightning_dct.wire.positions import PayloadError
 from strategies_for_hypothesis import FORMATS, examples
 

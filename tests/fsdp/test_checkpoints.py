@@ -13,7 +13,7 @@ from distributed.resuming import twice_ten_batches, without_times
 from distributed.training import assert_weights_close, assert_weights_equal
 from fsdp.training import Plain, fsdp, train
 from lightning_dct import DCTStrategy
-from lightning_dct.checkpoint.merging import put_together
+from lightning_dct.checkpoint.reading import put_together
 from lightning_dct.checksums import CheckpointError
 from lightning_dct.compress.bucket_plan import local_of
 from lightning_dct.sync.setup import parameter_names

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from lightning_dct import CheckpointError
 from lightning_dct.checkpoint.format import identity, make_note, read_checked, rows_path, state_folder, state_path
-from lightning_dct.checkpoint.merging import merge_states
-from lightning_dct.checkpoint.reading import agreed_notes
+from lightning_dct.checkpoint.reading import agreed_notes, merge_states
 from lightning_dct.compress.bucket_plan import OwnedPiece
 from lightning_dct.compress.error_feedback import ErrorFeedback
 from lightning_dct.embedding.cache import RememberedRows, check_memory

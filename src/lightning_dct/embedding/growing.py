@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_dct.config import check_integer
-from lightning_dct.embedding.bags import Pooling
 from lightning_dct.embedding.cache import CACHE_ARRAYS, RowCache
 from lightning_dct.embedding.owners import ID_SPACE, Int64Array, RowOwners, initial_rows, place_by_hash
 from lightning_dct.embedding.pruning import is_row_state
@@ -101,9 +100,7 @@ class GrowingEmbeddingBags(ShardedEmbeddingBags):
         admit_after: Training look-ups in which an id must occur before it gets a row. As many ids as ``max_rows`` are
             counted at a time.
         initial_bound: Default rows are uniform on ``[-bound, bound)``; ``1 / sqrt(max_rows)`` when None.
-        seed: Seeds the default rows.
-
-    The other arguments are those of :class:`~lightning_dct.ShardedEmbeddingBags`.
+        **settings: The other arguments of :class:`~lightning_dct.ShardedEmbeddingBags`; ``seed`` is of default rows.
 
     Raises:
         TypeError: A setting has the wrong type.
@@ -119,32 +116,18 @@ class GrowingEmbeddingBags(ShardedEmbeddingBags):
         *,
         max_rows: int,
         admit_after: int = 1,
-        pooling: Pooling = "sum",
-        density: float = 0.05,
-        value_format: str = "1bit",
-        refresh_every: int = 1000,
-        cache_rows: int = 1 << 18,
         initial_bound: float | None = None,
-        seed: int = 0,
+        **settings: Any,
     ) -> None:
         check_integer("num_tables", num_tables, minimum=1)
         check_integer("max_rows", max_rows, minimum=1)
         check_integer("admit_after", admit_after, minimum=1)
-        super().__init__(
-            [ID_SPACE] * num_tables,
-            embedding_dim,
-            pooling=pooling,
-            density=density,
-            value_format=value_format,
-            refresh_every=refresh_every,
-            cache_rows=cache_rows,
-            initial_bound=1 / math.sqrt(max_rows) if initial_bound is None else initial_bound,
-            seed=seed,
-        )
+        bound = 1 / math.sqrt(max_rows) if initial_bound is None else initial_bound
+        super().__init__([ID_SPACE] * num_tables, embedding_dim, initial_bound=bound, **settings)
         self.num_rows = self.max_rows = max_rows
         self.admit_after = admit_after
         tables = np.arange(num_tables)
-        self._default_rows = initial_rows(seed, tables, np.zeros_like(tables), self.initial_bound, embedding_dim)
+        self._default_rows = initial_rows(self.seed, tables, np.zeros_like(tables), self.initial_bound, embedding_dim)
         self._renewed: list[Tensor] = []  # slots whose optimizer state is still that of an evicted row
 
     def extra_repr(self) -> str:

@@ -211,22 +211,20 @@ def compress_changes(
     counts, positions = reached, positions_of(flags, len(values))
     finite = np.ones(len(bases), dtype=np.bool_)
     broken = values.isfinite().logical_not_()
-    some_broken = bool(broken.any())
-    if some_broken or positions.numel() > layout.capacity:
+    if (some_broken := bool(broken.any())) or len(values) > layout.capacity:
         table_of = torch.searchsorted(torch.tensor(edges[1:], device=flat.device), positions, right=True)
-    if some_broken:
-        finite[table_of[broken].cpu().numpy()] = False
-        keep = broken | torch.from_numpy(finite).to(flat.device)[table_of]
-        positions, values, table_of = positions[keep], values[keep], table_of[keep]
-        reached = torch.bincount(table_of, minlength=len(bases)).tolist()
-    if positions.numel() > layout.capacity:
-        # Those that exceed their table's threshold by the largest factors are sent.
-        over = torch.from_numpy(np.where(finite, limits, np.inf)).to(flat.device, flat.dtype).index_select(0, table_of)
-        # In fp64 the largest float over the smallest threshold is finite; infinite over infinite is NaN.
-        excess = (values.to(torch.float64) / over).nan_to_num_(nan=math.inf)
-        kept = nonzero_indices(keep_largest(excess, layout.capacity)[0])
-        positions, values, table_of = (one.index_select(0, kept) for one in (positions, values, table_of))
-    if len(values) < sum(counts):
+        if some_broken:
+            finite[table_of[broken].cpu().numpy()] = False
+            keep = broken | torch.from_numpy(finite).to(flat.device)[table_of]
+            positions, values, table_of = positions[keep], values[keep], table_of[keep]
+            reached = torch.bincount(table_of, minlength=len(bases)).tolist()
+        if len(values) > layout.capacity:
+            # Those that exceed their table's threshold by the largest factors are sent.
+            over = torch.from_numpy(np.where(finite, limits, np.inf)).to(flat.device, flat.dtype)[table_of]
+            # In fp64 the largest float over the smallest threshold is finite; infinite over infinite is NaN.
+            excess = (values.to(torch.float64) / over).nan_to_num_(nan=math.inf)
+            kept = nonzero_indices(keep_largest(excess, layout.capacity)[0])
+            positions, values, table_of = positions[kept], values[kept], table_of[kept]
         counts = torch.bincount(table_of, minlength=len(bases)).tolist()
         flags = torch.zeros_like(flags).index_add_(0, positions >> 3, (1 << (positions & 7)).to(torch.uint8))
     _guard(message, thresholds, reached, finite.tolist(), bases)

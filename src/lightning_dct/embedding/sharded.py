@@ -111,8 +111,8 @@ class ShardedEmbeddingBags(CompressedModule):
         self.initial_bound: list[float] = np.array(bounds, dtype=np.float32).tolist()  # of each table
         # This rank's rows of all tables, [owned rows, embedding_dim]; their kept pieces if they are pruned.
         self.weight: Tensor = UnmadeRows()
-        # Rows that were loaded, of all tables or of this rank, and the masks of their pieces; until they are taken.
-        self._loaded: tuple[Tensor, Tensor | None] | None = None
+        # Rows that were loaded before there was a place for them, of all tables or of this rank.
+        self._loaded: Tensor | None = None
         # Whether `state_dict` leaves the rows out, while a strategy saves or loads, which has files for them.
         self.saved_in_shards = False
         # Of pruned rows; see `pruning`.
@@ -178,7 +178,7 @@ class ShardedEmbeddingBags(CompressedModule):
         if self.is_materialized:
             if not (dist.is_initialized() and self.placement.world_size == 1 < dist.get_world_size()):
                 return
-            made, self._loaded = self.weight, (self.own_rows(np.arange(self.capacity())), None)
+            made, self._loaded = self.weight, self.own_rows(np.arange(self.capacity()))
             self.kept = None
             self.weight = cast(Any, UnmadeRows)(made.requires_grad, made.device, made.dtype)
         if not torch.sparse.check_sparse_tensor_invariants.is_enabled():
@@ -191,13 +191,12 @@ class ShardedEmbeddingBags(CompressedModule):
         with torch.no_grad():
             self.initialize_rows()
         self.reset_memory()
-        self._take_loaded()
+        if self._loaded is not None:
+            self._take(self._loaded, None)
+            self._loaded = None
 
-    def _take_loaded(self) -> None:
-        """Overwrite this rank's rows with what was loaded, if anything was."""
-        if self._loaded is None:
-            return
-        (rows, masks), self._loaded = self._loaded, None
+    def _take(self, rows: Tensor, masks: Tensor | None) -> None:
+        """Overwrite this rank's rows with these, of all tables or of this rank, and the masks of their pieces."""
         if rows.shape == (sum(self.table_rows), self.embedding_dim):
             own = self.placement.numbers_of(self.exchange_group.rank)
             rows, masks = rows[own], None if masks is None else masks[own]
@@ -385,10 +384,9 @@ class ShardedEmbeddingBags(CompressedModule):
         if rows is None or (self.saved_in_shards and not is_whole):
             return
         if self.is_materialized and (is_whole or rows.shape == (self.capacity(), dim)):
-            self._loaded = rows, masks
-            self._take_loaded()
+            self._take(rows, masks)
         elif is_whole:
-            self._loaded = rows.detach().clone(), None
+            self._loaded = rows.detach().clone()
         else:
             or_own = f", or the {self.capacity()} of this rank" if self.is_materialized else ""
             errors.append(
