@@ -141,6 +141,31 @@ def test_a_forward_may_write_other_weights_on_each_rank(ranks: Any) -> None:
     assert float(one["gain"].mean()) < 0.9
 
 
+def load_within_an_evaluation(path: Path) -> bool:
+    """Whether a rank's own weights are those that were saved after a checkpoint is loaded in mid-run."""
+    strategy = FabricDCTStrategy(local_steps=1, density=0.1)
+    fabric = Fabric(accelerator=accelerator(), devices=dist.get_world_size(), strategy=strategy)
+    fabric.launch()
+    module = Perceptron()
+    module, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    found = []
+    for inputs, _ in Noise(6, 40, 8, rank=rank()):
+        fabric.backward(module(fabric.to_device(inputs)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append([weights.clone() for weights in module.parameters()])
+        if len(found) == 3:
+            fabric.save(path, {"module": module, "optimizer": optimizer})
+    with strategy.shared_weights():
+        fabric.load(path, {"module": module, "optimizer": optimizer})
+    now = list(module.parameters())
+    return all(map(torch.equal, found[2], now)) and not any(map(torch.equal, found[5], now))
+
+
+def test_a_checkpoint_may_be_loaded_within_an_evaluation(ranks: Any, tmp_path: Path) -> None:
+    assert ranks(2).run(load_within_an_evaluation, tmp_path / "fabric.ckpt") == [True, True]
+
+
 def evaluate_within_an_evaluation() -> bool:
     """Whether the weights and buffers of an evaluation stay when another one within it ends, and its own afterwards."""
     strategy = FabricDCTStrategy(density=0.1)

@@ -137,11 +137,9 @@ class Updates(_Loop):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from this rank's saved state, after the model's state with the shared weights has been loaded."""
-        weights, shown = self.synchronizer.weights, self.synchronizer.weights.shown
-        weights.forget()
+        if not self.synchronizer.weights.shown:
+            self.synchronizer.weights.forget()
         super().load_state_dict(state)
-        if shown:  # this is within an evaluation
-            weights.show()
 
     def close(self) -> None:
         """Leave the shared weights in the model, and exchange no more; a collective call."""

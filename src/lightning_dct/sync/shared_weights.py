@@ -58,7 +58,6 @@ class SharedWeights:
     def forget(self) -> None:
         """Forget all parameters; :meth:`adopt` takes the weights that they have by then."""
         self.parameters, self.sizes, self._shared, self._buckets = {}, {}, {}, {}
-        self._own, self._before, self._unwritten = {}, {}, {}
 
     def shared(self, name: str) -> Tensor:
         """The shared weights of a parameter, in its shape and dtype; only exchanges change them, in place."""
@@ -151,6 +150,8 @@ class SharedWeights:
             )
         own.copy_(saved)
         self._unwritten.pop(name, None)
+        if name in self._before:  # what has been loaded into the model goes with them
+            self._before[name].copy_(local_of(self.parameters[name]).data)
 
     def follow_parameters(self) -> None:
         """Move both sets to the parameters' device, while the shared weights are in the model."""
