@@ -145,6 +145,24 @@ def test_evaluations_within_another_and_after_the_end_see_the_shared_weights(ran
     assert not torch.equal(one[3]["first.weight"], other[3]["first.weight"])
 
 
+def write_apart(ends: bool) -> str:
+    """What is said after one rank alone has loaded weights."""
+    loop = Loop(SETTINGS[0])
+    loop.train(0, 5)
+    with loop.updates.shared_weights(), torch.no_grad():
+        loop.model.first.weight += rank()
+    evaluation = loop.updates.shared_weights()
+    with pytest.raises(RuntimeError) as caught:
+        loop.updates.close() if ends else evaluation.__enter__()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_an_error_names_shared_weights_that_differ(ranks: Any, ends: bool) -> None:
+    for said in ranks(2).run(write_apart, ends):
+        assert said.startswith("The shared weights of 'first.weight' on ranks 0 and 1 differ")
+
+
 def load_within_an_evaluation() -> list[dict[str, Tensor]]:
     """Own weights and shared ones: those that are saved, and those that another loop has loaded."""
     loop, found = Loop(SETTINGS[0]), []

@@ -117,10 +117,9 @@ class Updates(_Loop):
         check_agreement(describe_optimizers(self.optimizers, self.synchronizer.parameter_names), model, group)
         self._handles: list[RemovableHandle] = []
         for optimizer in self.optimizers:
-            self._handles += [
-                optimizer.register_step_pre_hook(lambda one, *_: self.synchronizer.begin_step(one)),
-                optimizer.register_step_post_hook(lambda one, *_: self.synchronizer.after_step(one)),
-            ]
+            before = optimizer.register_step_pre_hook(lambda one, *_: self.synchronizer.begin_step(one))
+            after = optimizer.register_step_post_hook(lambda one, *_: self.synchronizer.after_step(one))
+            self._handles += [before, after]
 
     @contextmanager
     def shared_weights(self) -> Iterator[None]:
@@ -130,6 +129,8 @@ class Updates(_Loop):
             self.synchronizer.come_to("an evaluation", "an evaluation")
             self.synchronizer.begin_evaluation()
         try:
+            if self.lifeline is not None and not shown:  # all ranks are here
+                self.synchronizer.check_alike()
             yield
         finally:
             if self._handles and not shown:
@@ -147,8 +148,8 @@ class Updates(_Loop):
             self._handles.pop().remove()
         self.synchronizer.come_to("the end", "`close`")
         self.synchronizer.apply_all()
-        self.synchronizer.begin_evaluation()
-        self.synchronizer.exchange.close()
+        with self.shared_weights():  # they stay
+            self.synchronizer.exchange.close()
 
 
 class Gradients(_Loop):
