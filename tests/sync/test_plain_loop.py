@@ -1,6 +1,7 @@
 """`Updates` and `Gradients` in a loop without a Trainer: the bits of `DCTStrategy`, resume, misuse; on real ranks."""
 
 import copy
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -244,6 +245,23 @@ def two_optimizers() -> list[Tensor]:
 def test_several_optimizers(ranks: Any) -> None:
     first, second = ranks(2).run(two_optimizers)
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def step_another_optimizer() -> list[str]:
+    model = perceptron()
+    updates = Updates(model, optim.SGD(model.parameters(), lr=0.1), local_steps=1)
+    optimizer = optim.Adam(model.parameters(), lr=0.1)
+    model(torch.randn(4, 40)).square().mean().backward()
+    optimizer.step()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        updates.close()
+    return [str(one.message) for one in caught]
+
+
+def test_a_loop_that_steps_another_optimizer_is_told(ranks: Any) -> None:
+    first, _ = ranks(2).run(step_another_optimizer)
+    assert any("no optimizer that it was given has made a step" in said for said in first)
 
 
 def refused(make: Callable[[], Any]) -> str:

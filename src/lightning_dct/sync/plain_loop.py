@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from lightning_utilities.core.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from torch.amp import GradScaler
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
@@ -147,6 +147,8 @@ class Updates(_Loop):
         while self._handles:
             self._handles.pop().remove()
         self.synchronizer.come_to("the end", "`close`")
+        if not self.traffic.totals.steps:
+            rank_zero_warn("`Updates` has exchanged nothing: no optimizer that it was given has made a step.")
         self.synchronizer.apply_all()
         with self.shared_weights():  # they stay
             self.synchronizer.exchange.close()

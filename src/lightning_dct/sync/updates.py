@@ -260,9 +260,8 @@ class UpdateSynchronizer(UpdateState):
     def apply_all(self) -> None:
         """Wait for updates in flight and apply them, whether they are due or not; a collective call."""
         self.continue_training()
-        for rounds in self._rounds.values():
-            if rounds.in_flight:
-                self.flow.apply(rounds, rounds.in_flight)
+        for rounds in [one for one in self._rounds.values() if one.in_flight]:
+            self.flow.apply(rounds, rounds.in_flight)
 
     def forget_optimizer(self, number: int) -> None:
         """Apply the updates in flight of an optimizer that steps no more, and forget its clock; a collective call."""
