@@ -120,10 +120,10 @@ def check_alike(shared: Mapping[str, Tensor], others: Mapping[str, Tensor], peer
             if names and kind == 0:
                 raise RuntimeError(
                     f"The shared weights of {names[0]!r} on ranks {first} and {rank} differ, and must be the same on"
-                    " all ranks, bit for bit. Something has written other values on each rank outside `training_step`,"
-                    " such as an initialisation from the rank's own data, or `eval()` and `train()` of a schedule-free"
-                    " optimizer. Compute them on one rank and give them to all with `self.trainer.strategy.broadcast`,"
-                    " or write them in `training_step`, whose changes are exchanged."
+                    " all ranks, bit for bit. Something has written other values on each rank outside `training_step`:"
+                    " an initialisation from the rank's own data, `Embedding(max_norm=...)` in a validation, `eval()`"
+                    " and `train()` of a schedule-free optimizer. Compute them on one rank and give them to all with"
+                    " `broadcast` of strategy or Fabric, or write them in `training_step`, which exchanges them."
                 )
             if names:
                 rank_zero_warn(

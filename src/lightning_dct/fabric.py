@@ -76,7 +76,6 @@ class DCTStrategy(DDPStrategy):
         super().__init__(accelerator=accelerator, **kwargs)
         self.traffic = Traffic(recorded)
         self._unseen_steps = UnseenStepCheck()
-        self._is_evaluating = False
         if self.config.compress == "updates":
             self._backward_sync_control = _NoBackwardSync()
 
@@ -172,7 +171,7 @@ class DCTStrategy(DDPStrategy):
                 if len(optimizers) > 1 and synchronizer in updates:
                     _take_number_of_dropped(synchronizer, optimizers, optimizer)
         for synchronizer in updates:
-            synchronizer.before_step(optimizer)
+            synchronizer.begin_step(optimizer)
         with self._unseen_steps.seen(optimizer):
             output = super().optimizer_step(optimizer, **kwargs)
         for synchronizer in updates:
@@ -208,7 +207,7 @@ class DCTStrategy(DDPStrategy):
     @contextmanager
     def shared_weights(self) -> Iterator[None]:
         """Have the weights that all ranks share in the modules, to evaluate them; a collective call."""
-        if self._is_evaluating:  # as where a function that evaluates calls another
+        if any(one.weights.shown for one in self._updates):  # as where a function that evaluates calls another
             yield
             return
         # Keeps the modules alive meanwhile.
@@ -222,11 +221,9 @@ class DCTStrategy(DDPStrategy):
             for synchronizer in updates:
                 synchronizer.begin_evaluation()
                 synchronizer.check_alike()
-            self._is_evaluating = True
             try:
                 yield
             finally:
-                self._is_evaluating = False
                 for synchronizer in reversed(updates):
                     synchronizer.end_evaluation()
 

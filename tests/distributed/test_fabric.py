@@ -108,6 +108,64 @@ def test_updates_are_exchanged_and_saved(ranks: Any, tmp_path: Path, settings: d
     assert torch.equal(resumed[1]["own"], other["own"])
 
 
+class Bounded(torch.nn.Module):
+    """Writes into its weights in forward, as ``nn.Embedding(max_norm=...)`` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = torch.nn.Parameter(torch.ones(40))
+        self.last = torch.nn.Linear(40, 8)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.gain.data.clamp_(max=float(inputs.abs().mean()))
+        return self.last(inputs * self.gain)
+
+
+def train_bounded() -> dict[str, torch.Tensor]:
+    strategy = FabricDCTStrategy(local_steps=1, density=0.1)
+    fabric = Fabric(accelerator=accelerator(), devices=dist.get_world_size(), strategy=strategy)
+    fabric.launch()
+    module = Bounded()
+    module, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    for inputs, _ in Noise(6, 40, 8, rank=rank()):
+        fabric.backward(module(fabric.to_device(inputs)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    with strategy.shared_weights():
+        return {name: weights.clone() for name, weights in module.state_dict().items()}
+
+
+def test_a_forward_may_write_other_weights_on_each_rank(ranks: Any) -> None:
+    one, other = ranks(2).run(train_bounded)
+    assert all(torch.equal(weights, other[name]) for name, weights in one.items())
+    assert float(one["gain"].mean()) < 0.9
+
+
+def load_within_an_evaluation(path: Path) -> bool:
+    """Whether a rank's own weights are those that were saved after a checkpoint is loaded in mid-run."""
+    strategy = FabricDCTStrategy(local_steps=1, density=0.1)
+    fabric = Fabric(accelerator=accelerator(), devices=dist.get_world_size(), strategy=strategy)
+    fabric.launch()
+    module = Perceptron()
+    module, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    found = []
+    for inputs, _ in Noise(6, 40, 8, rank=rank()):
+        fabric.backward(module(fabric.to_device(inputs)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append([weights.clone() for weights in module.parameters()])
+        if len(found) == 3:
+            fabric.save(path, {"module": module, "optimizer": optimizer})
+    with strategy.shared_weights():
+        fabric.load(path, {"module": module, "optimizer": optimizer})
+    now = list(module.parameters())
+    return all(map(torch.equal, found[2], now)) and not any(map(torch.equal, found[5], now))
+
+
+def test_a_checkpoint_may_be_loaded_within_an_evaluation(ranks: Any, tmp_path: Path) -> None:
+    assert ranks(2).run(load_within_an_evaluation, tmp_path / "fabric.ckpt") == [True, True]
+
+
 def evaluate_within_an_evaluation() -> bool:
     """Whether the weights and buffers of an evaluation stay when another one within it ends, and its own afterwards."""
     strategy = FabricDCTStrategy(density=0.1)

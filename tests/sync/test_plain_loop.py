@@ -1,6 +1,7 @@
 """`Updates` and `Gradients` in a loop without a Trainer: the bits of `DCTStrategy`, resume, misuse; on real ranks."""
 
 import copy
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -119,6 +120,94 @@ def test_ranks_share_the_same_weights_and_train_their_own(ranks: Any) -> None:
     assert not torch.equal(first[0]["first.weight"], second[0]["first.weight"])
 
 
+def evaluate_everywhere() -> list[dict[str, Tensor]]:
+    """The weights within evaluations that must all see the shared ones, and then this rank's own, twice."""
+    loop = Loop(SETTINGS[0])
+    loop.train(0, 10)
+    own, seen = sums(loop.model.state_dict()), []
+    with loop.updates.shared_weights():
+        with loop.updates.shared_weights():
+            pass
+        seen.append(sums(loop.model.state_dict()))
+    again = sums(loop.model.state_dict())
+    with loop.updates.shared_weights():
+        loop.updates.close()
+    seen.append(sums(loop.model.state_dict()))
+    with loop.updates.shared_weights():
+        pass
+    return [*seen, sums(loop.model.state_dict()), own, again]
+
+
+def test_evaluations_within_another_and_after_the_end_see_the_shared_weights(ranks: Any) -> None:
+    one, other = ranks(2).run(evaluate_everywhere)
+    for name, shared in one[0].items():
+        assert all(torch.equal(shared, seen[name]) for seen in (*one[:3], *other[:3]))
+        assert torch.equal(one[3][name], one[4][name])
+    assert not torch.equal(one[3]["first.weight"], other[3]["first.weight"])
+
+
+def write_apart(ends: bool) -> str:
+    """What is said after one rank alone has loaded weights."""
+    loop = Loop(SETTINGS[0])
+    loop.train(0, 5)
+    with loop.updates.shared_weights(), torch.no_grad():
+        loop.model.first.weight += rank()
+    evaluation = loop.updates.shared_weights()
+    with pytest.raises(RuntimeError) as caught:
+        loop.updates.close() if ends else evaluation.__enter__()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_an_error_names_shared_weights_that_differ(ranks: Any, ends: bool) -> None:
+    for said in ranks(2).run(write_apart, ends):
+        assert said.startswith("The shared weights of 'first.weight' on ranks 0 and 1 differ")
+
+
+def load_within_an_evaluation() -> list[dict[str, Tensor]]:
+    """Own weights and shared ones: those that are saved, and those that another loop has loaded."""
+    loop, found = Loop(SETTINGS[0]), []
+    loop.train(0, 10)
+    for _ in range(2):
+        found.append(sums(loop.model.state_dict()))
+        with loop.updates.shared_weights():
+            found.append(sums(loop.model.state_dict()))
+        state, loop = copy.deepcopy(loop.updates.state_dict()), Loop(SETTINGS[0])
+        loop.train(10, 15)
+        with loop.updates.shared_weights():
+            loop.model.load_state_dict(found[1])
+            loop.updates.load_state_dict(state)
+            assert all(torch.equal(one, found[1][name]) for name, one in loop.model.state_dict().items())
+    return found
+
+
+def test_a_state_may_be_loaded_within_an_evaluation(ranks: Any) -> None:
+    for own, shared, loaded_own, loaded_shared in ranks(2).run(load_within_an_evaluation):
+        for name in own:
+            assert torch.equal(own[name], loaded_own[name])
+            assert torch.equal(shared[name], loaded_shared[name])
+        assert not torch.equal(own["first.weight"], shared["first.weight"])
+
+
+def load_weights_late() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The weights that all ranks load after `Updates` is made, and the shared ones after steps that move nothing."""
+    model = perceptron()
+    optimizer = optim.SGD(model.parameters(), lr=0.0)
+    updates = Updates(model, optimizer, density=0.1)
+    loaded = {name: torch.ones_like(weights) for name, weights in model.state_dict().items()}
+    model.load_state_dict(loaded)
+    for inputs, _ in loader(3, 40, 8):
+        model(inputs).square().mean().backward()
+        optimizer.step()
+    updates.close()
+    return loaded, sums(model.state_dict())
+
+
+def test_weights_that_all_ranks_load_before_the_first_step_are_shared(ranks: Any) -> None:
+    for loaded, shared in ranks(2).run(load_weights_late):
+        assert all(torch.equal(weights, shared[name]) for name, weights in loaded.items())
+
+
 def train_a_loop(save: Path | None, load: Path | None, settings: dict[str, Any]) -> Any:
     """Saved after eleven steps, each rank its own file."""
     loop = Loop(settings)
@@ -158,6 +247,23 @@ def test_several_optimizers(ranks: Any) -> None:
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
+def step_another_optimizer() -> list[str]:
+    model = perceptron()
+    updates = Updates(model, optim.SGD(model.parameters(), lr=0.1), local_steps=1)
+    optimizer = optim.Adam(model.parameters(), lr=0.1)
+    model(torch.randn(4, 40)).square().mean().backward()
+    optimizer.step()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        updates.close()
+    return [str(one.message) for one in caught]
+
+
+def test_a_loop_that_steps_another_optimizer_is_told(ranks: Any) -> None:
+    first, _ = ranks(2).run(step_another_optimizer)
+    assert any("no optimizer that it was given has made a step" in said for said in first)
+
+
 def refused(make: Callable[[], Any]) -> str:
     with pytest.raises((ValueError, TypeError)) as error:
         make()
@@ -173,6 +279,15 @@ def misuse_of_gradients(settings: dict[str, Any]) -> Any:
     return Gradients(DistributedDataParallel(perceptron()), **settings)
 
 
+def wrapped() -> Any:
+    model = DistributedDataParallel(perceptron())
+    return Updates(model, optim.SGD(model.parameters(), lr=0.1))
+
+
+def not_wrapped() -> Any:
+    return Gradients(perceptron(), density=0.1)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -184,6 +299,8 @@ def misuse_of_gradients(settings: dict[str, Any]) -> Any:
         (partial(misuse, {"project": 3}), "`project` must be a function of the module, or None; got 3."),
         (partial(misuse, {}, optim.LBFGS), "`LBFGS`"),
         (partial(misuse, {}, differ=True), "lr of optimizer 0"),
+        (wrapped, "`Updates` replaces `DistributedDataParallel`"),
+        (not_wrapped, "`Gradients` needs a model in `DistributedDataParallel`; got `Perceptron`."),
     ],
 )
 def test_misuse_is_named(ranks: Any, make: Any, words: str) -> None:

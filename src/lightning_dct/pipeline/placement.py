@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from lightning_dct.activations.split_point import SplitPoint
 from lightning_dct.pipeline.mesh import PipelineMesh
 from lightning_dct.pipeline.sequential import SplitSequential
-from lightning_dct.sync.setup import start_alike
+from lightning_dct.sync.shared_weights import start_alike
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,6 @@ for batch in batches:
 with updates.shared_weights():
     evaluate(model)
 updates.close()
-
-With ``Gradients`` it is the paper's own method, for a model in ``DistributedDataParallel``:
-
-gradients = lightning_dct.Gradients(ddp_model, density=0.01)
 """
 
 import math
@@ -20,7 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from lightning_utilities.core.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from torch.amp import GradScaler
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
@@ -105,6 +101,8 @@ class Updates(_Loop):
         given = Given.of(settings)
         if given.config.compress != "updates":
             raise ValueError("`Updates` exchanges updates of weights; got `compress='gradients'`. Use `Gradients`.")
+        if isinstance(model, DistributedDataParallel):
+            raise ValueError("`Updates` replaces `DistributedDataParallel`. Give it the model that is not wrapped.")
         group = process_group or dist.distributed_c10d._get_default_group()
         self.optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
         for optimizer in self.optimizers:
@@ -119,35 +117,41 @@ class Updates(_Loop):
         check_agreement(describe_optimizers(self.optimizers, self.synchronizer.parameter_names), model, group)
         self._handles: list[RemovableHandle] = []
         for optimizer in self.optimizers:
-            self.synchronizer.register(optimizer)
-            self._handles += [
-                optimizer.register_step_pre_hook(lambda one, *_: self.synchronizer.before_step(one)),
-                optimizer.register_step_post_hook(lambda one, *_: self.synchronizer.after_step(one)),
-            ]
+            before = optimizer.register_step_pre_hook(lambda one, *_: self.synchronizer.begin_step(one))
+            after = optimizer.register_step_post_hook(lambda one, *_: self.synchronizer.after_step(one))
+            self._handles += [before, after]
 
     @contextmanager
     def shared_weights(self) -> Iterator[None]:
         """Have the weights that all ranks share in the model, to evaluate or save them; a collective call."""
-        self.synchronizer.come_to("an evaluation", "an evaluation")
-        self.synchronizer.begin_evaluation()
+        shown = self.synchronizer.weights.shown  # within another evaluation, or after `close`
+        if not shown:
+            self.synchronizer.come_to("an evaluation", "an evaluation")
+            self.synchronizer.begin_evaluation()
         try:
+            if self.lifeline is not None and not shown:  # all ranks are here
+                self.synchronizer.check_alike()
             yield
         finally:
-            self.synchronizer.end_evaluation()
+            if self._handles and not shown:
+                self.synchronizer.end_evaluation()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from this rank's saved state, after the model's state with the shared weights has been loaded."""
-        self.synchronizer.weights.forget()
+        if not self.synchronizer.weights.shown:
+            self.synchronizer.weights.forget()
         super().load_state_dict(state)
 
     def close(self) -> None:
         """Leave the shared weights in the model, and exchange no more; a collective call."""
-        for handle in self._handles:
-            handle.remove()
+        while self._handles:
+            self._handles.pop().remove()
         self.synchronizer.come_to("the end", "`close`")
+        if not self.traffic.totals.steps:
+            rank_zero_warn("`Updates` has exchanged nothing: no optimizer that it was given has made a step.")
         self.synchronizer.apply_all()
-        self.synchronizer.begin_evaluation()
-        self.synchronizer.exchange.close()
+        with self.shared_weights():  # they stay
+            self.synchronizer.exchange.close()
 
 
 class Gradients(_Loop):
@@ -168,6 +172,8 @@ class Gradients(_Loop):
     """
 
     def __init__(self, model: DistributedDataParallel, *, scaler: GradScaler | None = None, **settings: Any) -> None:
+        if not isinstance(model, DistributedDataParallel):
+            raise TypeError(f"`Gradients` needs a model in `DistributedDataParallel`; got `{type(model).__name__}`.")
         super().__init__(DCTConfig(**{"compress": "gradients", **settings}), model, model.process_group)
         if self.config.compress != "gradients":
             raise ValueError("`Gradients` exchanges gradients; got `compress='updates'`. Use `Updates`.")

@@ -14,13 +14,12 @@ from torch.nn.parameter import is_lazy
 
 from lightning_dct.activations.module import module_settings, plain_name
 from lightning_dct.agreement import check_agreement
-from lightning_dct.compress.bucket_plan import local_of
 from lightning_dct.config import DCTConfig
 from lightning_dct.exchange.collectives import Link
 from lightning_dct.exchange.factory import Host, make_exchange
 from lightning_dct.sync.buffers import Buffers
 from lightning_dct.sync.gradients import GradientSynchronizer
-from lightning_dct.sync.shared_weights import SharedWeights, as_real
+from lightning_dct.sync.shared_weights import SharedWeights, start_alike
 from lightning_dct.sync.updates import UpdateSynchronizer
 
 
@@ -115,15 +114,6 @@ def make_update_synchronizer(
     made.project = None if host.project is None else partial(host.project, module)
     made.compare_places(host.lifeline, group)
     return made
-
-
-def start_alike(tensors: Iterable[Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
-    """Give all ranks of a group the tensors of one rank; a collective call."""
-    for tensor in tensors:
-        own = as_real(local_of(tensor.detach()))
-        same = own.contiguous()
-        dist.broadcast(same, group=group, group_src=source)
-        own.copy_(same)
 
 
 def exchanges_buffers(ddp_settings: Mapping[str, Any]) -> bool:

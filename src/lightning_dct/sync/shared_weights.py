@@ -7,10 +7,11 @@ Either set can be in the model. Exchanging them exchanges pointers and copies no
 """
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -112,8 +113,6 @@ class SharedWeights:
 
     def hide(self) -> None:
         """Put this rank's own weights into the model again."""
-        if not self._own:
-            return
         self.settle()
         own, self._own, self._before = self._own, {}, {}
         for name, weights in own.items():
@@ -132,13 +131,10 @@ class SharedWeights:
 
     def project(self, function: Callable[[], None]) -> None:
         """Apply a function of the model's weights to both sets, while this rank's own are in the model."""
-        function()
-        own = {name: parameter.data for name, parameter in self.parameters.items()}
-        for name, parameter in self.parameters.items():
-            parameter.data = self._shared[name]
-        function()
-        for name, parameter in self.parameters.items():
-            self._shared[name], parameter.data = parameter.data, own[name]
+        for _ in range(2):
+            function()
+            for name, parameter in self.parameters.items():
+                self._shared[name], parameter.data = parameter.data, self._shared[name]
 
     def set_own(self, name: str, saved: Tensor) -> None:
         """Set this rank's own weights of a parameter.
@@ -154,6 +150,8 @@ class SharedWeights:
             )
         own.copy_(saved)
         self._unwritten.pop(name, None)
+        if name in self._before:  # what has been loaded into the model goes with them
+            self._before[name].copy_(local_of(self.parameters[name]).data)
 
     def follow_parameters(self) -> None:
         """Move both sets to the parameters' device, while the shared weights are in the model."""
@@ -231,3 +229,11 @@ def are_same_bits(one: Tensor, other: Tensor) -> bool:
 def as_real(tensor: Tensor) -> Tensor:
     """A complex tensor as a view of real numbers; any other unchanged."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def start_alike(tensors: Iterable[Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
+    """Give all ranks of a group the tensors of one rank; a collective call."""
+    for tensor in tensors:
+        own = as_real(local_of(tensor.detach()))
+        dist.broadcast(same := own.contiguous(), group=group, group_src=source)
+        own.copy_(same)

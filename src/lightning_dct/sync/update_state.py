@@ -131,9 +131,9 @@ class UpdateState(Synchronizer):
                 self.weights.add_own(item.names, item.own, 1.0)  # type: ignore[arg-type]
         if edited:
             rank_zero_warn(
-                f"The checkpoint's weights of {', '.join(map(repr, edited))[:300]} differ from the weights that were"
-                " saved. Every rank continues from the checkpoint's weights. Unsent changes of these parameters are"
-                " lost."
+                f"The model's weights of {', '.join(map(repr, edited))[:300]} differ from the weights that were saved"
+                " with this state. If you have not edited them, load the model's state first. Every rank continues from"
+                " the model's weights. Unsent changes of these parameters are lost."
             )
         self._settled = self._excluded()
 

@@ -41,7 +41,7 @@ from lightning_dct.failures.collective_order import EXCHANGE
 from lightning_dct.law import FEWEST_COUNTED, RunSettings
 from lightning_dct.sync.optimizer_trial import try_out
 from lightning_dct.sync.rounds import MOST_IN_FLIGHT, Rounds, buckets_of
-from lightning_dct.sync.shared_weights import as_real
+from lightning_dct.sync.shared_weights import as_real, start_alike
 from lightning_dct.sync.step_cosine import EVERY, is_measured
 from lightning_dct.sync.update_state import UpdateState
 from lightning_dct.wire.payload import tag_of
@@ -73,6 +73,15 @@ class UpdateSynchronizer(UpdateState):
         rounds = self.register(optimizer)
         if rounds.names and is_measured(rounds.steps + 1) and self._lengthens(rounds):
             rounds.cosine.begin(rounds.steps + 1, self._own_of(rounds))
+
+    def begin_step(self, optimizer: Optimizer) -> None:
+        """As :meth:`before_step`, where weights may be loaded until the first step; a collective call."""
+        known, rounds = set(self.weights.parameters), self.register(optimizer)
+        if new := [name for name in rounds.names if name not in known]:
+            self.come_to(f"first of {rounds.what}", f"the first step of {len(new)} parameters")
+            # Forward may have written other values on each rank, which count as updates of the first rank's weights.
+            start_alike(map(self.weights.shared, new), self.exchange.everyone.group)
+        self.before_step(optimizer)
 
     def register(self, optimizer: Optimizer) -> Rounds:
         """Have the trainable parameters of an optimizer take part, and return its rounds."""
@@ -227,8 +236,7 @@ class UpdateSynchronizer(UpdateState):
 
     def _lengthens(self, rounds: Rounds) -> bool:
         """Whether the mean is made as long as the steps of an optimizer that chooses their length."""
-        settings = self.config.lengthens and not self.exchange.sums_first and not self._alone
-        return settings and rounds.trial.chooses_length
+        return not (self._alone or self.exchange.sums_first) and self.config.lengthens and rounds.trial.chooses_length
 
     def _own_of(self, rounds: Rounds) -> list[Tensor]:
         return [as_real(self.weights.own(name)) for name in rounds.names]
@@ -252,16 +260,14 @@ class UpdateSynchronizer(UpdateState):
     def apply_all(self) -> None:
         """Wait for updates in flight and apply them, whether they are due or not; a collective call."""
         self.continue_training()
-        for rounds in self._rounds.values():
-            if rounds.in_flight:
-                self.flow.apply(rounds, rounds.in_flight)
+        for rounds in [one for one in self._rounds.values() if one.in_flight]:
+            self.flow.apply(rounds, rounds.in_flight)
 
     def forget_optimizer(self, number: int) -> None:
         """Apply the updates in flight of an optimizer that steps no more, and forget its clock; a collective call."""
-        if (rounds := self._rounds.get(number)) is not None:
+        if (rounds := self._rounds.pop(number, None)) is not None:
             self.continue_training()
             self.flow.apply(rounds, rounds.in_flight)
-            del self._rounds[number]
 
     def exchange_buffers(self) -> None:
         """Give every rank the same buffers; a collective call."""
