@@ -279,6 +279,19 @@ def misuse_of_gradients(settings: dict[str, Any]) -> Any:
     return Gradients(DistributedDataParallel(perceptron()), **settings)
 
 
+def optimizers_that_are_none(given: Callable[[list[Any]], Any]) -> Any:
+    model = perceptron()
+    return Updates(model, given(list(model.parameters())))
+
+
+def load(state: dict[str, Any]) -> Any:
+    return misuse({}).load_state_dict(state)
+
+
+def nothing(given: list[Any]) -> list[Any]:
+    return given[:0]
+
+
 def wrapped() -> Any:
     model = DistributedDataParallel(perceptron())
     return Updates(model, optim.SGD(model.parameters(), lr=0.1))
@@ -297,7 +310,12 @@ def not_wrapped() -> Any:
         (partial(misuse_of_gradients, {"compress": "updates"}), "Use `Updates`"),
         (partial(misuse_of_gradients, {"local_steps": 3}), "`compress='gradients'`"),
         (partial(misuse, {"project": 3}), "`project` must be a function of the module, or None; got 3."),
+        (partial(misuse, {"steps": -3}), "`steps`"),
+        (partial(misuse, {"steps": "300"}), "`steps`"),
         (partial(misuse, {}, optim.LBFGS), "`LBFGS`"),
+        (partial(optimizers_that_are_none, iter), "`Updates` needs an optimizer after the model"),
+        (partial(optimizers_that_are_none, nothing), "`Updates` needs an optimizer after the model"),
+        (partial(load, {"state": {}, "param_groups": []}), "This is not a state that `Updates.state_dict()` has made."),
         (partial(misuse, {}, differ=True), "lr of optimizer 0"),
         (wrapped, "`Updates` replaces `DistributedDataParallel`"),
         (not_wrapped, "`Gradients` needs a model in `DistributedDataParallel`; got `Perceptron`."),

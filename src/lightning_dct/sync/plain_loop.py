@@ -10,7 +10,7 @@ updates.close()
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_dct.agreement import check_agreement, describe_optimizers
 from lightning_dct.compress.awaited import clock_of, recorded
-from lightning_dct.config import DCTConfig
+from lightning_dct.config import DCTConfig, check_integer
 from lightning_dct.failures.lifeline import lifeline_of_process
 from lightning_dct.law import Given, RunSettings
 from lightning_dct.sync.optimizer_trial import refuse
@@ -60,7 +60,9 @@ class _Loop:
         return self.synchronizer.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from this rank's saved state (ValueError: a tensor has another size than the parameter's)."""
+        """Continue from this rank's saved state (ValueError: another object's, or a tensor has another size)."""
+        if "residuals" not in state:
+            raise ValueError(f"This is not a state that `{type(self).__name__}.state_dict()` has made.")
         self.synchronizer.load_state_dict(state)
 
 
@@ -104,9 +106,15 @@ class Updates(_Loop):
         if isinstance(model, DistributedDataParallel):
             raise ValueError("`Updates` replaces `DistributedDataParallel`. Give it the model that is not wrapped.")
         group = process_group or dist.distributed_c10d._get_default_group()
-        self.optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+        self.optimizers = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
+        if not self.optimizers or not all(isinstance(one, Optimizer) for one in self.optimizers):
+            raise TypeError(
+                "`Updates` needs an optimizer after the model, or a list of several, each of torch's class."
+            )
         for optimizer in self.optimizers:
             refuse(optimizer)
+        if steps is not None:
+            check_integer("steps", steps, minimum=1)
         self.project = project
         run_settings = RunSettings(given, group.size(), math.inf if steps is None else steps)
         super().__init__(run_settings.at(0), model, group)
@@ -138,7 +146,7 @@ class Updates(_Loop):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from this rank's saved state, after the model's state with the shared weights has been loaded."""
-        if not self.synchronizer.weights.shown:
+        if not self.synchronizer.weights.shown and "residuals" in state:
             self.synchronizer.weights.forget()
         super().load_state_dict(state)
 
