@@ -9,12 +9,14 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
+from distributed.harness import RankFailure
 from distributed.training import rank as rank_of_process
 from distributed.training import trainer_for
-from lightning_dct import SplitPoint
-from pipeline.split_models import Losses, SplitModule, batches, strategy_for, train, train_alone, worst
+from lightning_dct import SplitPoint, SplitSequential
+from pipeline.split_models import MICRO_BATCHES, Losses, SplitModule, batches, strategy_for, train, train_alone, worst
 
 
 def rows() -> DataLoader:
@@ -80,6 +82,66 @@ def test_a_step_draws_the_same_wherever_it_runs(ranks: Any) -> None:
         assert len(set(first)) == len(first) >= 2 * 3 * 2
         assert after_first == after_last  # other random numbers are as without
     assert set(told[0][0]).isdisjoint(told[2][0])
+
+
+class Drop(nn.Module):
+    """Dropout that notes its masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.masks: list[list[float]] = []
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        kept = functional.dropout(torch.ones_like(inputs), training=self.training)
+        if self.training and type(inputs) is Tensor:  # not where shapes are found
+            self.masks.append(kept.flatten().tolist())
+        return inputs * kept
+
+
+class Drops(Reads):
+    """Draws twice as often in the first stage as in the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, tanh, split, last = self.network
+        self.drops = Drop(), Drop(), Drop()
+        self.network = SplitSequential(first, *self.drops[:2], tanh, split, self.drops[2], last)
+
+
+class DrawsOnOneRank(Callback):
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.is_global_zero:
+            torch.rand(())
+
+
+def drop(draws_on_one_rank: bool) -> tuple[list[int], list[list[list[float]]]]:
+    torch.manual_seed(0)
+    module = Drops()
+    callbacks = [DrawsOnOneRank()] if draws_on_one_rank else []
+    trainer = trainer_for(strategy_for(2), callbacks=callbacks, use_distributed_sampler=False, max_epochs=3)
+    trainer.fit(module, rows())
+    return module.read, [one.masks for one in module.drops if one.masks]
+
+
+def test_stages_drop_other_entries_and_go_on_with_the_same_batches(ranks: Any) -> None:
+    """Oracle: all rows in each epoch, in another order; two masks agree in half of their entries."""
+    (read, first), (others_read, second) = ranks(2).run(drop, False)
+    epochs = {tuple(read[start : start + 16]) for start in (0, 16, 32)}
+    assert read == others_read
+    assert len(epochs) == 3
+    assert all(sorted(epoch) == list(range(16)) for epoch in epochs)
+    masks = torch.tensor(first + second)
+    assert masks.shape[:2] == (3, 3 * 4 * MICRO_BATCHES)
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        assert 0.4 < (masks[one] == masks[other]).float().mean() < 0.6
+    assert 0.4 < (masks[0, 1:] == masks[0, :-1]).float().mean() < 0.6
+
+
+def test_ranks_that_come_to_read_different_batches_are_refused(ranks: Any) -> None:
+    with pytest.raises(
+        RankFailure, match=r"read different batches for `training_step`.*draw no random numbers on some"
+    ):
+        ranks(2).run(drop, True)
 
 
 class Various(SplitModule):

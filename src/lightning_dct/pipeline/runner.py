@@ -33,9 +33,9 @@ from lightning_dct.pipeline.sequential import NetworkCall, check_context, check_
 # How ranks of one pipeline differ, and the remedy.
 _BATCHES = (
     "read different batches for `{step}`, and all of them must read the same. Begin the script with"
-    " `seed_everything(0, workers=True)`, so that all ranks make, shuffle and augment data alike. If the script"
-    " splits data itself, use `trainer.distributed_sampler_kwargs` (`num_replicas`: pipelines, `rank`: this one)"
-    " instead of `trainer.world_size` and `trainer.global_rank`."
+    " `seed_everything(0, workers=True)`, so that all ranks make, shuffle and augment data alike, and draw no random"
+    " numbers on some ranks only. If the script splits data itself, use `trainer.distributed_sampler_kwargs`"
+    " (`num_replicas`: pipelines, `rank`: this one) instead of `trainer.world_size` and `trainer.global_rank`."
 )
 _KEYWORDS = (
     "called the network with different keyword arguments in `{step}`. They do not cross between stages, so they"
@@ -57,7 +57,7 @@ class Runner:
         self._mesh = self.pipeline.mesh
         self._step_results = StepResults(self._mesh)
         self._borders: dict[Any, list[Border]] = {}
-        self._checked: set[tuple[str, str]] = set()
+        self._checked: dict[tuple[str, str], int] = {}  # and in which epoch
         # Of the random numbers in steps, the same on all ranks of this pipeline.
         self._seed = self._mesh.share(torch.initial_seed(), 0)
 
@@ -101,7 +101,7 @@ class Runner:
                 " of one size. Pad the inputs to the same shape for the whole batch."
             )
         self._step_results.post_receive()
-        self.pipeline.train(calls, borders, loss_of)
+        self.pipeline.train(calls, borders, loss_of, partial(self._drawing, "training_step", arguments))
         result = (torch.stack(losses).mean().cpu(), steps.combine(logged)) if self._mesh.is_last else None
         return self._share(result, self._step_results.share).to(self.pipeline.device)
 
@@ -115,7 +115,8 @@ class Runner:
         whole = self._capture(step, 0, batch, *arguments)
         self._check_same_data(step, _KEYWORDS, whole.context)
         calls = steps.split_ragged(whole, self.pipeline.micro_batches, batch)
-        outputs = self.pipeline.forward(calls, [self._borders_of(call) for call in calls])
+        borders = [self._borders_of(call) for call in calls]
+        outputs = self.pipeline.forward(calls, borders, partial(self._drawing, step, arguments))
         sent, result = None, None
         if outputs is not None:
             result, logs = self._finish(step, 0, steps.join(outputs), batch, *arguments)
@@ -173,20 +174,22 @@ class Runner:
         return result, logs
 
     def _run(self, step: str, number: int, arguments: Sequence[Any], forward: Any, log: Any) -> Any:
-        """Run a step with another forward of the network and another ``self.log``.
+        """Run a step with another forward of the network and another ``self.log``."""
+        network, gather = exchanged(self.network, "forward", forward), exchanged(self.module, "all_gather", _refuse)
+        with self._drawing(step, arguments[1:], number), network, gather, exchanged(self.module, "log", log):
+            return getattr(self.module, step)(*arguments)
 
-        It draws the same random numbers whenever it has this micro-batch, also in a resumed run.
-        """
-        module, trainer = self.module, self.module.trainer
-        numbers = [one for one in arguments[1:] if isinstance(one, int)]
+    @contextmanager
+    def _drawing(self, step: str, arguments: Sequence[Any], *where: int) -> Iterator[None]:
+        """Draw numbers that follow from the batch and ``where``. Others stay: ranks still shuffle data alike."""
+        trainer, numbers = self.module.trainer, [one for one in arguments if isinstance(one, int)]
         place = step, trainer.current_epoch, trainer.global_step, numbers
-        seed = zlib.crc32(repr((self._seed, self._mesh.replica, place, number)).encode())
-        network, gather = exchanged(self.network, "forward", forward), exchanged(module, "all_gather", _refuse)
-        with isolate_rng(), network, gather, exchanged(module, "log", log):
+        seed = zlib.crc32(repr((self._seed, self._mesh.replica, place, *where)).encode())
+        with isolate_rng():
             torch.manual_seed(seed)
             np.random.seed(seed)
             random.seed(seed)
-            return getattr(module, step)(*arguments)
+            yield
 
     def _borders_of(self, call: NetworkCall) -> list[Border]:
         leaves, structure = tree_flatten(call)
@@ -198,10 +201,10 @@ class Runner:
         return self._borders[key]
 
     def _check_same_data(self, step: str, difference: str, data: Any) -> None:
-        """Check, in the first batch of each step, that all ranks of the pipeline have the same tensors (ValueError)."""
-        if (step, difference) in self._checked:
+        """Check, in the first batch of an epoch, that all ranks of the pipeline have the same tensors (ValueError)."""
+        if self._checked.get((step, difference)) == (epoch := self.module.trainer.current_epoch):
             return
-        self._checked.add((step, difference))
+        self._checked[step, difference] = epoch
         seen = [(leaf.shape, checksum_of(leaf)) for leaf in tree_leaves(data) if isinstance(leaf, Tensor)]
         if any(theirs != seen for theirs in gather_objects(seen, self._mesh.control)):
             raise ValueError(f"The ranks of one pipeline have {difference.format(step=step)}")

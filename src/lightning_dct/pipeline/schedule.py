@@ -43,8 +43,9 @@ def check_schedule(schedule: str, stages: int, micro_batches: int) -> None:
         )
 
 
-# The loss of a micro-batch, from its number and the last piece's result.
+# The loss of a micro-batch, from its number and the last piece's result; and where a piece draws, from both numbers.
 LossOf = Callable[[int, Any], Tensor]
+Drawing = Callable[[int, int], AbstractContextManager[Any]]
 
 
 class Stage(nn.Module):
@@ -60,12 +61,13 @@ class Stage(nn.Module):
         self.leaving: Border | None = None
         self.calls: Sequence[NetworkCall] = ()
         self.loss_of: LossOf | None = None
+        self.drawing: Drawing
 
     def compute(self, micro_batch: int, payload: tuple[Tensor, ...]) -> Any:
         """The piece's result for a micro-batch; the first piece has an empty payload."""
         first, context = self.calls[micro_batch]
         value = first if self.arriving is None else Receive.apply(*payload, self.arriving)
-        with self._precision():
+        with self._precision(), self.drawing(micro_batch, self.index):
             return self.modules_of_piece(value, **context_of(self.modules_of_piece, context))
 
     def forward(self, *payload: Tensor, micro_batch: Tensor) -> tuple[Tensor, Tensor] | Tensor:
@@ -131,7 +133,7 @@ class Pipeline:
         self._schedule: Any = None
         self._layouts: Any = None
 
-    def train(self, calls: Sequence[NetworkCall], borders: Sequence[Border], loss_of: LossOf) -> None:
+    def train(self, calls: Sequence[NetworkCall], borders: Sequence[Border], loss_of: LossOf, draw: Drawing) -> None:
         """Run forward and backward of all micro-batches, which adds gradients to the parameters' ``.grad``.
 
         The first piece takes the input of each call, and every piece takes the keywords that it names. The borders are
@@ -143,7 +145,7 @@ class Pipeline:
         if layouts != self._layouts:
             self._schedule, self._layouts = self._build(), layouts
         for stage in self.stages:
-            stage.calls, stage.loss_of = calls, loss_of
+            stage.calls, stage.loss_of, stage.drawing = calls, loss_of, draw
         numbers = torch.arange(self.micro_batches)
         try:
             self._schedule.step(micro_batch=numbers, target=numbers, return_outputs=False)
@@ -154,17 +156,17 @@ class Pipeline:
             for stage in self.stages:
                 stage.calls, stage.loss_of = (), None
 
-    def forward(self, calls: Sequence[NetworkCall], borders: Sequence[Sequence[Border]]) -> list[Any] | None:
+    def forward(self, calls: Sequence[NetworkCall], borders: Sequence[Sequence[Border]], draw: Drawing) -> Any:
         """Run forward only, for micro-batches that may differ in size, with the borders of each.
 
         Returns:
-            The last piece's result for each micro-batch; None on ranks without that piece.
+            The list of the last piece's results, by micro-batch; None on ranks without that piece.
         """
         outputs: list[Any] = []
         sending: list[Any] = []
         kept: list[Tensor] = []  # payloads must live until they are sent
         for stage in self.stages:
-            stage.calls, outputs, waiting = calls, [], []
+            stage.calls, stage.drawing, outputs, waiting = calls, draw, [], []
             for number, of_this in enumerate(borders):
                 self._set_borders(of_this)
                 payload: tuple[Tensor, ...] = ()
