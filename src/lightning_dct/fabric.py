@@ -179,7 +179,7 @@ class DCTStrategy(DDPStrategy):
         return output
 
     def _come_to(self, what: str, group: Any = None) -> None:
-        """Come to a place where all ranks of a group do the same, or raise a RuntimeError; see there."""
+        """Come to a place that all ranks of a group come to (RuntimeError); see ``collective_order.py``."""
         if self.lifeline is not None:
             peers = range(self.world_size) if group is None else dist.get_process_group_ranks(group)
             self.lifeline.come_to(what, what, peers)
