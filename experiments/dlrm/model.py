@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from dlrm.other_tables import QuantisedTables, ThresholdedTables
 from lightning_dct import GrowingEmbeddingBags, ShardedEmbeddingBags
 
-TABLES = {"sharded": ShardedEmbeddingBags, "thresholded": ThresholdedTables, "quantised": QuantisedTables}
+FIXED_TABLES = {"sharded": ShardedEmbeddingBags, "thresholded": ThresholdedTables, "quantised": QuantisedTables}
 """Tables of a fixed number of rows that are spread over the ranks, by kind."""
 
 
@@ -66,7 +66,7 @@ class DLRM(nn.Module):
         if exchange is not None and kind == "growing":
             self.tables = GrowingEmbeddingBags(len(table_rows), embedding_dim, **exchange)
         elif exchange is not None:
-            self.tables = TABLES[kind](table_rows, embedding_dim, **exchange)
+            self.tables = FIXED_TABLES[kind](table_rows, embedding_dim, **exchange)
         else:
             self.tables = nn.ModuleList(nn.EmbeddingBag(rows, embedding_dim, mode="sum") for rows in table_rows)
             for table in self.tables:

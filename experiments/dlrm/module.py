@@ -9,7 +9,7 @@ from torch.nn import functional
 from torchmetrics import MetricCollection
 from torchmetrics.classification import BinaryAccuracy, BinaryAUROC
 
-from dlrm.model import DLRM
+from dlrm.model import DLRM, FIXED_TABLES
 from lightning_dct import DCTStrategy
 from scored import ScoredModule
 
@@ -19,7 +19,7 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
 }
 """Names that ``model.optimizer`` takes."""
-TABLES = ("auto", "replicated", "sharded", "growing", "thresholded", "quantised")
+TABLES = ("auto", "replicated", "growing", *FIXED_TABLES)
 """Names that ``model.tables`` takes."""
 
 

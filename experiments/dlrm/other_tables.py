@@ -154,8 +154,9 @@ def round_to_mx4(groups: Tensor) -> Tensor:
     """To E2M1 times a power of two for each row; the largest entry lies in (2, 4] times that power."""
     largest = groups.abs().amax(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
     scale = torch.exp2(largest.log2().ceil() - 2)
-    nearest = torch.bucketize((groups / scale).abs(), (FP4[1:] + FP4[:-1]) / 2, right=True)
-    return FP4[nearest].copysign(groups) * scale
+    levels = FP4.to(groups.device)
+    nearest = torch.bucketize((groups / scale).abs(), (levels[1:] + levels[:-1]) / 2, right=True)
+    return levels[nearest].copysign(groups) * scale
 
 
 FORMATS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {

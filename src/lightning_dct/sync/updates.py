@@ -76,12 +76,12 @@ class UpdateSynchronizer(UpdateState):
 
     def begin_step(self, optimizer: Optimizer) -> None:
         """As :meth:`before_step`, where weights may be loaded until the first step; a collective call."""
-        known, rounds = set(self.weights.parameters), self.register(optimizer)
-        if new := [name for name in rounds.names if name not in known]:
-            self.come_to(f"first of {rounds.what}", f"the first step of {len(new)} parameters")
+        known, number = len(self.weights.parameters), self._number_of(optimizer)
+        self.before_step(optimizer)
+        if new := [*self.weights.parameters][known:]:
+            self.come_to(f"first of {self._rounds[number].what}", f"the first step of {len(new)} parameters")
             # Forward may have written other values on each rank, which count as updates of the first rank's weights.
             start_alike(map(self.weights.shared, new), self.exchange.everyone.group)
-        self.before_step(optimizer)
 
     def register(self, optimizer: Optimizer) -> Rounds:
         """Have the trainable parameters of an optimizer take part, and return its rounds."""
