@@ -23,10 +23,9 @@ from lightning_dct.exchange.compressed import AllGather, TwoPhase, link_traversa
 from lightning_dct.exchange.factory import NodeLayout, choose_for_model, share_model
 from lightning_dct.law import Given, RunSettings
 from lightning_dct.sync.optimizer_trial import Trial
-from lightning_dct.sync.rounds import Rounds, buckets_of
+from lightning_dct.sync.rounds import Rounds, UpdateFlow, buckets_of
 from lightning_dct.sync.shared_weights import SharedWeights
 from lightning_dct.sync.step_cosine import StepCosine, cosine_of_all, is_measured, sample_of
-from lightning_dct.sync.update_flow import UpdateFlow
 from lightning_dct.traffic import FP32_BYTES, Traffic, all_reduce_bytes
 from lightning_dct.wire.payload import tag_of
 

@@ -307,7 +307,7 @@ class _Arrived:
 
 
 def add(feedback: ErrorFeedback, received: Received, bucket: Bucket, said: str) -> None:
-    """Add payloads; see :func:`~lightning_dct.compress.codec.apply`. ``memory.awaited`` raises errors later."""
+    """Add payloads; see :func:`~lightning_dct.compress.codec.apply`. ``feedback.awaited`` raises errors later."""
     payloads, plan, factor, own, _, how = received
     arrived, rows, base = _Arrived(payloads, plan), len(payloads), DTYPES[plan.residual_dtype]
     table, words, addresses = arrived.table, arrived.words, arrived.table.addresses(bucket)

@@ -1,6 +1,6 @@
-"""When an optimizer's parameters are exchanged, in which buckets, and which updates are in flight."""
+"""When an optimizer's parameters are exchanged, in which buckets, and the flow of these between weights and ranks."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from weakref import ref
 
@@ -9,11 +9,22 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dct.compress.awaited import must_not_wait
-from lightning_dct.compress.bucket_plan import Bucket, real_dtype, real_numel
-from lightning_dct.exchange.base import Message
+from lightning_dct.compress.bucket_plan import (
+    Bucket,
+    BucketPlan,
+    Plans,
+    Received,
+    Sending,
+    real_dtype,
+    real_numel,
+)
+from lightning_dct.compress.codec import apply, counting, decompress, decompress_own
+from lightning_dct.compress.error_feedback import ErrorFeedback
+from lightning_dct.exchange.base import Exchange, Message, finish
 from lightning_dct.sync.optimizer_trial import Trial
 from lightning_dct.sync.shared_decay import SharedDecay
-from lightning_dct.sync.step_cosine import WHOLE, StepCosine
+from lightning_dct.sync.shared_weights import SharedWeights
+from lightning_dct.sync.step_cosine import StepCosine
 from lightning_dct.traffic import FP32_BYTES, all_gather_bytes, all_reduce_bytes
 
 # Entries. One bucket is compressed while others are in flight. Smaller buckets cost more calls. Larger ones take more
@@ -147,61 +158,77 @@ def buckets_of(parameters: Sequence[tuple[str, Tensor]], turns: int) -> list[lis
     return buckets
 
 
-def save_rounds(
-    rounds: Mapping[int, Rounds],
-    parameters: Mapping[str, Tensor],
-    to_refresh: Collection[str],
-    read: Callable[[InFlight], tuple[Tensor, Tensor]],
-) -> tuple[dict[str, int], dict[str, Tensor]]:
-    """The clocks as numbers, and the completed updates in flight as CPU tensors by parameter.
+class UpdateFlow:
+    """Sends buckets of updates, and applies what all ranks have sent.
 
-    ``rounds`` are by the number of the optimizer. ``to_refresh`` are the parameters whose thresholds are selected anew
-    when they are next sent. ``read`` gives the mean and what this rank has sent.
+    Args:
+        plans: What is sent of each bucket, by the settings.
+        weights: This rank's own and the shared ones.
+        exchange: Between whom.
+        feedback: The thresholds, and residuals of what is not read from the weights in place.
     """
-    clocks = {f"refresh {name}": 1 for name in to_refresh}
-    in_flight: dict[str, Tensor] = {}
-    for number, own_rounds in rounds.items():
-        clocks[f"steps of {number}"] = own_rounds.steps
-        clocks[f"unaveraged of {number}"] = own_rounds.since_buffers
-        clocks[f"cosine of {number}"] = own_rounds.cosine.value
-        if own_rounds.cosine.measured is not None:
-            clocks[f"measured of {number}"] = own_rounds.cosine.measured
-        for name in own_rounds.decay.left_out | own_rounds.decay.known:
-            clocks[f"undecayed in {number} {name}"] = int(name in own_rounds.decay.left_out)
-        for item in own_rounds.in_flight:
-            sizes = [real_numel(parameters[name]) for name in item.names]
-            means, owns = (both.split(sizes) for both in read(item))
-            for name, mean, own in zip(item.names, means, owns, strict=True):
-                clocks[f"due in {number} {name}"] = item.due
-                in_flight |= {f"mean of {name}": mean.cpu().clone(), f"own of {name}": own.cpu().clone()}
-    return clocks, in_flight
 
+    def __init__(self, plans: Plans, weights: SharedWeights, exchange: Exchange, feedback: ErrorFeedback) -> None:
+        self._plans, self._weights, self._exchange, self._feedback = plans, weights, exchange, feedback
+        self._traffic = exchange.everyone.traffic
 
-def load_rounds(
-    clocks: Mapping[str, int], in_flight: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
-) -> tuple[dict[int, Rounds], set[str]]:
-    """Undo :func:`save_rounds`: the rounds by the number of the optimizer, and the parameters to refresh."""
-    rounds: dict[int, Rounds] = {}
-    to_refresh = set()
-    for key, value in clocks.items():
-        what, _, of = key.partition(" ")
-        if what == "refresh":
-            to_refresh.add(of)
-        elif what in ("steps", "unaveraged", "cosine", "measured"):
-            own = rounds.setdefault(int(of.removeprefix("of ")), Rounds())
-            if what in ("steps", "unaveraged"):
-                setattr(own, "steps" if what == "steps" else "since_buffers", value)
+    def plan(self, names: Sequence[str], length: int) -> BucketPlan:
+        """How some parameters are sent, so many steps after the last time."""
+        sizes, dtype = [self._weights.sizes[name] for name in names], real_dtype(self._weights.parameters[names[0]])
+        return self._plans.of(names, sizes, dtype, length / self._plans.config.local_steps)
+
+    def send(self, names: Sequence[str], rounds: Rounds, length: int, how: Sending) -> InFlight:
+        """Start sending the updates of some parameters, ``length`` steps after the last time; a collective call."""
+        with self._traffic.timed("compress"):
+            config, plan = self._plans.config, self.plan(names, length)
+            own = bucket = None
+            if plan.is_dense or self._exchange.sums_first:
+                moved = self._weights.movement(names, plan.residual_dtype)
+                own = moved.clone()
+                message = self._exchange.start(Bucket([moved], [], 1.0), plan, set(), self._feedback, how)
+            elif (bucket := self._weights.bucket(names)) is not None:
+                message = self._exchange.start(bucket, plan, set(), self._feedback, how)
             else:
-                setattr(own.cosine, "value" if what == "cosine" else "measured", min(value, WHOLE))
-        elif what == "undecayed":
-            _, number, name = of.split(" ", 2)
-            decay = rounds.setdefault(int(number), Rounds()).decay
-            (decay.left_out if value else decay.known).add(name)
-        else:
-            _, number, name = of.split(" ", 2)
-            if name in parameters and f"mean of {name}" in in_flight:
-                device = parameters[name].device
-                mean, sent = (in_flight[f"{part} of {name}"].to(device) for part in ("mean", "own"))
-                flying = InFlight([name], mean.numel(), value, Message.arrived(mean), sent)
-                rounds.setdefault(int(number), Rounds()).in_flight.append(flying)
-    return rounds, to_refresh
+                message = self._send_movement(names, plan, how)
+            due = rounds.steps + min(config.overlap_steps, length)
+            # While training goes on the weights may come to lie elsewhere.
+            return InFlight(names, sum(plan.sizes), due, message, own, None if config.overlap_steps else bucket)
+
+    def apply(self, rounds: Rounds, items: list[InFlight]) -> None:
+        """Add the mean to the shared weights, and replace what this rank has sent by the mean in its own."""
+        self.finish(items)
+        with self._traffic.timed("apply"):
+            for item in items:
+                bucket, received = item.bucket or self._weights.bucket(item.names), item.message.result
+                if isinstance(received, Received) and item.own is None and bucket is not None:
+                    apply(self._feedback, received, bucket)
+                else:
+                    self._weights.move(item.names, *self.read(item))
+        rounds.in_flight = [item for item in rounds.in_flight if item not in items]
+
+    def finish(self, items: Iterable[InFlight]) -> None:
+        """Wait for updates in flight; a collective call for exchanges of several collectives."""
+        finish([item.message for item in items], self._traffic)
+        self._feedback.commit()
+
+    def read(self, item: InFlight) -> tuple[Tensor, Tensor]:
+        """The mean of what all ranks have sent, and what this rank has sent, of updates that arrived: ``[n]`` each."""
+        received = item.message.result
+        if not isinstance(received, Received):
+            return received, item.own  # type: ignore[return-value]
+        mean = received.payloads.new_empty(item.entries, dtype=received.plan.residual_dtype)
+        mean, sent = decompress(self._feedback, received, mean), decompress_own(self._feedback, received, mean)
+        # A node sends for its ranks, which keep what it does not send.
+        return mean, sent if item.own is None else torch.where(counting(sent, received.plan), item.own, 0.0)
+
+    def _send_movement(self, names: Sequence[str], plan: BucketPlan, how: Sending) -> Message:
+        """Start sending updates that are not read from the weights in place."""
+        moved = self._weights.movement(names, plan.residual_dtype)
+        left = self._feedback.residual_of(plan, moved.device)
+        message = self._exchange.start(Bucket([moved], [left], 1.0), plan, set(), self._feedback, how)
+        # What is not sent stays in the weights, and the residual is not needed any more.
+        if how.lost:
+            self._weights.add_own(names, left.mul_(how.lost), -1.0)
+        for name in names:
+            self._feedback.residuals.drop(name)
+        return message

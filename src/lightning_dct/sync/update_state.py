@@ -9,14 +9,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dct.checksums import checksum_of
-from lightning_dct.compress.bucket_plan import local_of
+from lightning_dct.compress.bucket_plan import local_of, real_numel
 from lightning_dct.config import DCTConfig
-from lightning_dct.exchange.base import Exchange
+from lightning_dct.exchange.base import Exchange, Message
 from lightning_dct.sync.buffers import Buffers
-from lightning_dct.sync.rounds import Rounds, load_rounds, save_rounds
+from lightning_dct.sync.rounds import InFlight, Rounds, UpdateFlow
 from lightning_dct.sync.shared_weights import SharedWeights, as_real
+from lightning_dct.sync.step_cosine import WHOLE
 from lightning_dct.sync.synchronizer import Synchronizer
-from lightning_dct.sync.update_flow import UpdateFlow
 
 COUNTED_STEPS = "counted steps"
 
@@ -156,3 +156,63 @@ def _is_edited(name: str, shared: Tensor, state: Mapping[str, Any]) -> bool:
     known = state.get("shared", {})
     is_known = name in known and state["weights"][name].dtype == shared.dtype
     return is_known and checksum_of(shared) != known[name]
+
+
+def save_rounds(
+    rounds: Mapping[int, Rounds],
+    parameters: Mapping[str, Tensor],
+    to_refresh: Collection[str],
+    read: Callable[[InFlight], tuple[Tensor, Tensor]],
+) -> tuple[dict[str, int], dict[str, Tensor]]:
+    """The clocks as numbers, and the completed updates in flight as CPU tensors by parameter.
+
+    ``rounds`` are by the number of the optimizer. ``to_refresh`` are the parameters whose thresholds are selected anew
+    when they are next sent. ``read`` gives the mean and what this rank has sent.
+    """
+    clocks = {f"refresh {name}": 1 for name in to_refresh}
+    in_flight: dict[str, Tensor] = {}
+    for number, own_rounds in rounds.items():
+        clocks[f"steps of {number}"] = own_rounds.steps
+        clocks[f"unaveraged of {number}"] = own_rounds.since_buffers
+        clocks[f"cosine of {number}"] = own_rounds.cosine.value
+        if own_rounds.cosine.measured is not None:
+            clocks[f"measured of {number}"] = own_rounds.cosine.measured
+        for name in own_rounds.decay.left_out | own_rounds.decay.known:
+            clocks[f"undecayed in {number} {name}"] = int(name in own_rounds.decay.left_out)
+        for item in own_rounds.in_flight:
+            sizes = [real_numel(parameters[name]) for name in item.names]
+            means, owns = (both.split(sizes) for both in read(item))
+            for name, mean, own in zip(item.names, means, owns, strict=True):
+                clocks[f"due in {number} {name}"] = item.due
+                in_flight |= {f"mean of {name}": mean.cpu().clone(), f"own of {name}": own.cpu().clone()}
+    return clocks, in_flight
+
+
+def load_rounds(
+    clocks: Mapping[str, int], in_flight: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
+) -> tuple[dict[int, Rounds], set[str]]:
+    """Undo :func:`save_rounds`: the rounds by the number of the optimizer, and the parameters to refresh."""
+    rounds: dict[int, Rounds] = {}
+    to_refresh = set()
+    for key, value in clocks.items():
+        what, _, of = key.partition(" ")
+        if what == "refresh":
+            to_refresh.add(of)
+        elif what in ("steps", "unaveraged", "cosine", "measured"):
+            own = rounds.setdefault(int(of.removeprefix("of ")), Rounds())
+            if what in ("steps", "unaveraged"):
+                setattr(own, "steps" if what == "steps" else "since_buffers", value)
+            else:
+                setattr(own.cosine, "value" if what == "cosine" else "measured", min(value, WHOLE))
+        elif what == "undecayed":
+            _, number, name = of.split(" ", 2)
+            decay = rounds.setdefault(int(number), Rounds()).decay
+            (decay.left_out if value else decay.known).add(name)
+        else:
+            _, number, name = of.split(" ", 2)
+            if name in parameters and f"mean of {name}" in in_flight:
+                device = parameters[name].device
+                mean, sent = (in_flight[f"{part} of {name}"].to(device) for part in ("mean", "own"))
+                flying = InFlight([name], mean.numel(), value, Message.arrived(mean), sent)
+                rounds.setdefault(int(number), Rounds()).in_flight.append(flying)
+    return rounds, to_refresh
