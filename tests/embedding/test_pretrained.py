@@ -50,3 +50,12 @@ def test_other_shapes_are_named(shape: tuple[int, int]) -> None:
         with pytest.raises(RuntimeError, match=r"`weight` has shape .*rows of all tables.*1027.* of 8 entries each"):
             tables.load_state_dict({"weight": torch.zeros(shape)}, strict=False)
         tables.materialize()
+
+
+def test_a_checkpoint_without_rows_says_where_they_are() -> None:
+    """``load_from_checkpoint`` reads Lightning's file alone."""
+    module = Hybrid({})
+    with pytest.raises(
+        RuntimeError, match=r"`tables\.weight` is in the folder beside a Trainer's checkpoint: use `trai"
+    ):
+        module.load_state_dict(module.top.state_dict(prefix="top."))

@@ -378,6 +378,8 @@ class ShardedEmbeddingBags(CompressedModule):
         # While tables are saved in shards, their rows are in files of their own.
         if key in missing and (rows is not None or self.saved_in_shards):
             missing.remove(key)
+        elif key in missing and arguments[1]:  # strict
+            errors.append(f"`{key}` is in the folder beside a Trainer's checkpoint: use `trainer.fit(ckpt_path=...)`.")
         if self.is_materialized:
             self.rows_replaced()
         is_whole = rows is not None and rows.shape == (sum(self.table_rows), dim)
