@@ -97,6 +97,10 @@ def test_seeds_are_given_in_one_place() -> None:
         (["--collect", "multirun", "--link", "10"], "takes runs as they are"),
         (["experiment=lm", "--strategy", "ddp", "--strategy", "ddp"], "label of its own"),
         (["experiment=lm"], "--strategy --collect is required"),
+        (["experiment=lm", "seed=range(3)", "--strategy", "ddp"], "seed=range(3): write the seeds as in --seeds"),
+        (["experiment=lm", "--strategy", "ddp", "--sweep", "seed=0,1"], "neither seed (--seeds)"),
+        (["experiment=lm", "--strategy", "ddp", "--sweep", "strategy=ddp,dct"], "nor strategy (--strategy)"),
+        (["experiment=lm", "--strategy", "ddp", "--sweep", "a=1,2", "--sweep", "a=3,4"], "each setting once"),
     ],
 )
 def test_a_command_that_makes_no_sense_is_refused(
