@@ -47,6 +47,11 @@ def main(words: Sequence[str] | None = None) -> int:
             common, seeds = take_seeds(arguments.overrides, arguments.seeds)
             strategies = [Strategy.parse(text) for text in arguments.strategy]
             axes = [Axis.parse(text) for text in arguments.sweep]
+            swept = ["seed", "strategy", *(axis.setting for axis in axes)]
+            if len(set(swept)) < len(swept):
+                raise ValueError(
+                    "--sweep takes each setting once, and neither seed (--seeds) nor strategy (--strategy)"
+                )
             require_distinct(strategies, common, {"seed": "--seeds", **{axis.setting: "--sweep" for axis in axes}})
             output = arguments.output or Path("outputs/compare") / folder_name(common, common)
             runner = Runner(arguments.collect_only)
@@ -110,7 +115,10 @@ def take_seeds(overrides: Sequence[str], seeds: Sequence[int] | None) -> tuple[l
     if named and seeds is not None:
         raise ValueError(f"{named[0]}: --seeds says already which")
     if seeds is None:
-        seeds = [int(seed) for override in named for seed in override.partition("=")[2].split(",")] or [0]
+        words = [word for override in named for word in override.partition("=")[2].split(",")] or ["0"]
+        if not all(word.strip().isdecimal() for word in words):
+            raise ValueError(f"{' '.join(named)}: write the seeds as in --seeds 0 1 2")
+        seeds = [int(word) for word in words]
     if len(set(seeds)) < len(seeds):
         raise ValueError(f"--seeds {' '.join(map(str, seeds))}: a seed comes twice")
     return [override for override in overrides if override not in named], list(seeds)

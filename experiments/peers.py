@@ -26,7 +26,15 @@ matplotlib.use("agg")
 import matplotlib.pyplot as plt
 
 from comparison.runs import Entry, Run, Runner, Strategy, plan_run
-from comparison.table import difference, markdown, metric_figure, result_figure, write_runs
+from comparison.table import (
+    difference,
+    figure_text,
+    markdown,
+    metric_figure,
+    result_figure,
+    without_figures,
+    write_runs,
+)
 from lightning_dct.law import Given
 from network.hosts import why_not
 
@@ -179,7 +187,7 @@ def tabulate(page: Page, ranks: int, entries: Sequence[Entry], times: bool) -> l
         loss, apart = metric_figure(entry.runs, LOSS), difference(entry, entries[0], LOSS)
         theirs = result_figure(entry.runs, lambda result: result["their_ratio"])
         memory = result_figure(entry.runs, lambda result: (result["tensor_bytes"] - held) / weights)
-        cells = [entry.label, code, own or _NOTHING, loss.write("{:.4f}"), apart.write("{:+.2%}")]
+        cells = [entry.label, code, own or _NOTHING, figure_text(loss, "{:.4f}"), figure_text(apart, "{:+.2%}")]
         for figure, pattern in ((bytes_sent, "{:,.0f}"), (ratio, "{:,.1f}x")):
             found = result_figure(entry.runs, figure)
             cells.append(_NOTHING if found is None else pattern.format(found.mean))
@@ -238,6 +246,9 @@ def main(words: Sequence[str] | None = None) -> int:
     ]
     if not chosen or chosen[0].name != "ddp":
         parser.error("--methods must take in ddp, which the others are compared with")
+    for name in ("seeds", "ranks"):
+        if len(set(given := getattr(arguments, name))) < len(given):
+            parser.error(f"--{name} {' '.join(map(str, given))}: one comes twice")
     left_out = {method.name: why for method in chosen if (why := why_missing(method))}
     page, by_ranks, tables = Page(arguments), {}, []
     for ranks in arguments.ranks:
@@ -247,7 +258,9 @@ def main(words: Sequence[str] | None = None) -> int:
             print(f"{ranks} ranks: there is no run of ddp to compare with")
             return 1
         rows = tabulate(page, ranks, by_ranks[ranks], arguments.times)
-        tables.append(f"{ranks} ranks, {arguments.steps:,} steps\n\n" + markdown(rows, []))
+        tables.append(
+            f"{ranks} ranks, {arguments.steps:,} steps\n\n" + markdown(rows, without_figures(by_ranks[ranks], [LOSS]))
+        )
     notes = [f"{name}: left out, because {why}" for name, why in (left_out | NOT_RUN).items()]
     text = "\n".join([*tables, *(f"- {note}" for note in [*notes, *page.runner.problems])]) + "\n"
     print(text)

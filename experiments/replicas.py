@@ -32,9 +32,9 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 
-from comparison.runs import Strategy
+from comparison.runs import Strategy, require_distinct
 from comparison.table import Figure
 from lightning_dct import DCTConfig
 from lightning_dct.law import expected_loss
@@ -88,7 +88,16 @@ class Runs:
                     progress.update(bars[number], completed=step, description=f"{_title(missing[number])} {loss:.4f}")
 
                 self._do(missing, report)
-        return [json.loads(self.file_of(job).read_text()) if self.file_of(job).exists() else None for job in jobs]
+        return [self._result(job) for job in jobs]
+
+    def _result(self, job: Job) -> dict[str, Any] | None:
+        if not self.file_of(job).exists():
+            return None
+        result: dict[str, Any] = json.loads(self.file_of(job).read_text())
+        if result["loss"] is None:
+            self.problems.append(f"{_title(job)}: the loss is not finite")
+            return None
+        return result
 
     def _do(self, jobs: Sequence[Job], report: Callable[[int, int, float], None]) -> None:
         if jobs[0].device == "cuda":
@@ -145,7 +154,9 @@ def _put(steps: Any, number: int, step: int, loss: float) -> None:
 
 def _title(job: Job) -> str:
     own = [word.removeprefix("strategy.").removeprefix("model.") for word in job.overrides]
-    return f"{job.ranks} ranks, {job.steps:,} steps, {' '.join(word for word in own if 'experiment=' not in word)}"[:90]
+    # What makes a job differ from others comes last.
+    words = " ".join(word for word in own if "experiment=" not in word)
+    return f"{job.ranks} ranks, {job.steps:,} steps, {words[-70:]}"
 
 
 def rows_of(arguments: argparse.Namespace, runs: Runs) -> list[Row]:
@@ -160,7 +171,7 @@ def rows_of(arguments: argparse.Namespace, runs: Runs) -> list[Row]:
         jobs = []
         for (ranks, strategy, rate), seed in by_seed:
             own = [*arguments.overrides, *strategy.overrides, f"seed={seed}"]
-            jobs.append(Job((*own, f"{RATE}={rate}") if rate else tuple(own), ranks, steps, **more))
+            jobs.append(Job((*own, f"{RATE}={rate}") if rate is not None else tuple(own), ranks, steps, **more))
         results: dict[tuple[int, str, float | None], dict[int, dict[str, Any]]] = {}
         for ((ranks, strategy, rate), seed), result in zip(by_seed, runs(jobs), strict=True):
             if result is not None:
@@ -198,7 +209,8 @@ def tabulate(rows: Sequence[Row]) -> Table:
         "fewer bytes",
         "ms",
     )
-    table = Table(*heads)
+    # Folded, because a figure that is cut off says something else.
+    table = Table(*(Column(head, overflow="fold") for head in heads))
     for row in rows:
         group = [other for other in rows if (other.ranks, other.steps) == (row.ranks, row.steps)]
         dense = [other for other in group if other.strategy == group[0].strategy]
@@ -247,8 +259,18 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--val-rows", type=int, default=512, help="validation rows of a check (default: 512)")
     parser.add_argument("--output", type=Path, default=Path("outputs/replicas"))
     arguments = parser.parse_intermixed_args(words)
-    if Strategy.parse(arguments.strategy[0]).overrides[0] != DENSE:
+    varied = {"seed": "--seeds", "trainer.max_steps": "--steps", "trainer.devices": "--ranks"}
+    try:
+        strategies = [Strategy.parse(text) for text in arguments.strategy]
+        require_distinct(
+            strategies, arguments.overrides, varied | ({RATE: "--rates"} if arguments.rates != [None] else {})
+        )
+    except ValueError as error:
+        parser.error(str(error))
+    if strategies[0].overrides[0] != DENSE:
         parser.error("the first --strategy must be ddp, which the others are compared with")
+    if min(arguments.ranks) < 2 or min(arguments.steps) < 1:
+        parser.error("--ranks takes numbers from 2 on, and --steps from 1 on")
     if arguments.other_rates and len(arguments.other_rates) != len(arguments.ranks):
         parser.error("--other-rates takes as many rates as --ranks has numbers")
     runs = Runs(arguments.output, arguments.jobs, arguments.threads)
@@ -263,6 +285,7 @@ def main(words: Sequence[str] | None = None) -> int:
         with (arguments.output / "table.txt").open("w") as file:
             for console in (Console(), Console(file=file, width=200)):
                 console.print(tabulate(rows), *notes, sep="\n")
+            file.writelines(f"{problem}\n" for problem in runs.problems)
         write_result(arguments.output / "replicas.json", {"rows": [asdict(row) for row in rows]})
     for problem in runs.problems:
         print(problem, file=sys.stderr)

@@ -46,6 +46,7 @@ class StepTimer(Callback):
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         self._seconds, self._skipped_seconds, self._steps, self.history = 0.0, 0.0, 0, []
         self._step, self._since = trainer.global_step, time.perf_counter()
+        self._skipped_costs = costs_of(trainer.strategy)  # a resumed run has had some
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         if trainer.global_step == self._step:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import re
@@ -41,7 +42,9 @@ class Strategy:
         labelled = _LABELLED.fullmatch(text.strip())
         words = (labelled["settings"] if labelled else text).split()
         if not words or "=" in words[0]:
-            raise ValueError(f'--strategy "{text}" must name a file of conf/strategy first, as in "dct seed=1"')
+            raise ValueError(
+                f'--strategy "{text}" must name a file of conf/strategy first, as in "dct strategy.density=0.01"'
+            )
         overrides = (f"strategy={words[0]}", *words[1:])
         return cls(labelled["label"].strip() if labelled else describe(overrides), overrides)
 
@@ -133,10 +136,11 @@ def require_distinct(strategies: Sequence[Strategy], common: Sequence[str], vari
     Raises:
         ValueError: Two strategies are the same or have the same label, or a setting is given in two places.
     """
+    varied = {"strategy": "--strategy", **varied}
     for distinct in ({strategy.label for strategy in strategies}, {strategy.overrides for strategy in strategies}):
         if len(distinct) < len(strategies):
             raise ValueError("two strategies are or are called the same: give each a label of its own")
-    for word in [*common, *(word for strategy in strategies for word in strategy.overrides)]:
+    for word in [*common, *(word for strategy in strategies for word in strategy.overrides[1:])]:
         if (name := setting_name(word)) in varied:
             raise ValueError(f"{word}: {varied[name]} sets {name} already; use that")
 
@@ -190,9 +194,20 @@ class Runner:
     def _do(self, planned: Run) -> Mapping[str, Any]:
         planned.folder.mkdir(parents=True, exist_ok=True)
         log = planned.folder / OUTPUT
-        print(f"running  {planned.name}", flush=True)
-        started = time.monotonic()
-        with log.open("w") as output:
+        # All processes of a run have this file open, so they hold the lock even if the comparison is killed.
+        with log.open("a") as output:
+            try:
+                fcntl.flock(output, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                print(f"waiting  {planned.name}: processes that write to {log} train it", flush=True)
+                fcntl.flock(output, fcntl.LOCK_EX)
+                if (result := read_result(planned)) is not None:
+                    return result
+            except OSError:
+                pass  # some file systems have no locks
+            output.truncate(0)
+            print(f"running  {planned.name}", flush=True)
+            started = time.monotonic()
             command = train_command(list(planned.overrides), planned.folder, planned.hosts, self._ranks)
             status = run_alone(command, output)
         # The result is the last thing a run writes, so a failure after it changes nothing.

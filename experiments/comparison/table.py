@@ -101,6 +101,18 @@ def result_figure(runs: Sequence[Run], take: Callable[[Result], float | None]) -
     return Figure.of(take(run.result) for run in runs)
 
 
+def without_figures(entries: Sequence[Entry], names: Sequence[str]) -> list[str]:
+    """Notes on runs that lack a finite figure, which a mean leaves out."""
+    counts = [
+        sum(any(run.result["metrics"].get(name) is None for name in names) for run in entry.runs) for entry in entries
+    ]
+    return [
+        f"{entry.label}: {count} of {len(entry.runs)} runs have no finite {' or '.join(names)}; means leave them out."
+        for entry, count in zip(entries, counts, strict=True)
+        if count
+    ]
+
+
 def difference(entry: Entry, baseline: Entry, name: str) -> Figure | None:
     """The difference from the baseline's metric, seed by seed, so that the seed's effect on both is not in the spread.
 
@@ -130,10 +142,10 @@ def to_markdown(entries: Sequence[Entry], title: str, remarks: Sequence[str] = (
     for setting in dict.fromkeys(setting for entry in entries for setting in entry.chosen or ()):
         columns[setting] = [entry.chosen[setting] if entry.chosen else _NOTHING for entry in entries]
     for name in reported_metrics(entries):
-        columns[name] = [_text(metric_figure(entry.runs, name), "{:.4f}") for entry in entries]
+        columns[name] = [figure_text(metric_figure(entry.runs, name), "{:.4f}") for entry in entries]
         if metric_of(name) in COMPARED and len(entries) > 1:
             pattern = "{:+.4f}" if higher_is_better(name) else "{:+.1%}"
-            differences = [_text(difference(entry, entries[0], name), pattern) for entry in entries[1:]]
+            differences = [figure_text(difference(entry, entries[0], name), pattern) for entry in entries[1:]]
             columns[f"{metric_of(name)} against {entries[0].label}"] = [_NOTHING, *differences]
     for head, pattern, take in _FIGURES:
         figures = [result_figure(entry.runs, take) for entry in entries]
@@ -143,7 +155,7 @@ def to_markdown(entries: Sequence[Entry], title: str, remarks: Sequence[str] = (
     sweeps = [f"{entry.label}: {entry.note}." for entry in entries if entry.note]
     return f"{title}\n\n" + markdown(
         [[*columns], *(list(row) for row in zip(*columns.values(), strict=True))],
-        [*how_to_read(entries), *sweeps, *remarks],
+        [*how_to_read(entries), *without_figures(entries, reported_metrics(entries)), *sweeps, *remarks],
     )
 
 
@@ -243,5 +255,6 @@ def _thousands(count: float | None) -> float | None:
     return None if count is None else count / 1000
 
 
-def _text(figure: Figure | None, pattern: str) -> str:
+def figure_text(figure: Figure | None, pattern: str) -> str:
+    """A figure as text, or a sign that there is none."""
     return _NOTHING if figure is None else figure.write(pattern)

@@ -93,7 +93,7 @@ class Prepared:
     """What a job trains: the module of an experiment, its data, and the settings of ``Updates`` (None for dense).
 
     Raises:
-        ValueError: The strategy is neither ``dct`` with updates nor ``ddp``.
+        ValueError: The strategy is neither ``dct`` with updates nor ``ddp``, or ranks would do what replicas do not.
     """
 
     def __init__(self, job: Job) -> None:
@@ -109,6 +109,12 @@ class Prepared:
         self.module.trainer = self.trainer
         self.module.configure_model()
         self.module.trainer = None
+        left_out = ("gradient_clip_val", None), ("accumulate_grad_batches", 1), ("precision", "32-true")
+        for name, plain in left_out:
+            if config.trainer.get(name) != plain:
+                raise ValueError(f"replicas do not follow trainer.{name}={config.trainer[name]}: use {plain or 'null'}")
+        if any(getattr(one, "track_running_stats", False) for one in self.module.modules()):
+            raise ValueError("replicas take no running statistics, as of BatchNorm: train with experiments/compare.py")
 
     @property
     def replicas(self) -> int:
@@ -205,10 +211,12 @@ def mean_loss(module: nn.Module, weights: Mapping[str, Tensor], batches: Sequenc
     total: Any = 0.0
     count: Any = 0
     given = {f"module.{name}": one for name, one in weights.items()}
+    module.eval()
     for batch in batches:
         figures, examples = functional_call(Figures(module), given, (batch,))
         total = total + figures["loss"].double() * examples
         count = count + examples
+    module.train()
     return float(total / count)
 
 
@@ -244,7 +252,7 @@ def figures_of(
     last = [loss for step, loss in history if is_last(step, job.steps)]
     figures = {
         "loss": statistics.fmean(last),
-        "noise": statistics.stdev(last) if len(last) > 1 else None,
+        "noise": statistics.stdev(last) if len(last) > 1 and math.isfinite(sum(last)) else None,
         "history": history,
         "milliseconds_per_step": 1e3 * seconds / job.steps,
         "parameters": sum(parameter.numel() for parameter in module.parameters()),

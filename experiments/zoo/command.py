@@ -29,6 +29,10 @@ def main(words: Sequence[str] | None = None) -> int:
     arguments = parser.parse_intermixed_args(words)
     runner = Runner(arguments.collect_only)
     try:
+        for name in ("seeds", "rates", "only"):
+            given = getattr(arguments, name) or ()
+            if len(set(given)) < len(given):
+                raise ValueError(f"--{name} {' '.join(map(str, given))}: one comes twice")
         strategies = [Strategy.parse(text) for text in arguments.strategy]
         require_distinct(strategies, arguments.overrides, _OPTIONS)
         sides = [(member, rate) for member in arguments.only or member_names() for rate in arguments.rates]

@@ -98,8 +98,7 @@ def _workload(arguments: argparse.Namespace) -> Workload:
             raise ValueError("`--arguments` are for the constructor of a `--module`; `--parameters` has none")
         return one_tensor(arguments.parameters)
     if os.getcwd() not in sys.path:
-        # As for `python script.py`.
-        sys.path.insert(0, os.getcwd())
+        sys.path.insert(0, os.getcwd())  # as for `python script.py`
     return workload_of(load_module(arguments.module, parse_arguments(arguments.arguments)))
 
 
@@ -145,9 +144,9 @@ def parse_count(text: str) -> int:
     """
     match = re.fullmatch(r"([\d_]*\.?\d+(?:e\d+)?) ?([kMGBT]?)", text)
     number = float(match[1]) * _FACTORS[match[2]] if match else 0.0
-    if not 1 <= number <= MOST_PARAMETERS:
+    if not 1 <= number <= MOST_PARAMETERS or not math.isclose(number, round(number)):
         raise argparse.ArgumentTypeError(
-            f"{text!r}: write a number from 1 on, as 25000000, 100M or 1.3B, {MOST_PARAMETERS:.0e} at most"
+            f"{text!r}: write a whole number from 1 on, as 25000000, 100M or 1.3B, {MOST_PARAMETERS:.0e} at most"
         )
     return round(number)
 

@@ -108,6 +108,20 @@ def test_values_are_those_since_the_last_log() -> None:
     assert [metrics["dct/overhead_ms"] for _, metrics in logged] == [500.0, 500.0]
 
 
+def test_a_ratio_counts_the_steps_before_an_exchange_also_if_they_were_logged() -> None:
+    """Every fourth step exchanges updates, and each is logged; rows of tables are exchanged in every step."""
+    monitor, trainer = CompressionMonitor(), FakeTrainer(Traffic(), split_traffic=Traffic())
+    monitor.on_train_start(trainer, MODULE)  # type: ignore[arg-type]
+    for step in range(8):
+        trainer.strategy.split_traffic.add(steps=1, bytes_sent=20, bytes_dense=200)
+        trainer.batch(monitor, steps=1, bytes_sent=80 * (step % 4 == 3), bytes_dense=100, seconds=0.5)
+    logged = [metrics for _, metrics in trainer.loggers[0].logged]
+    assert [metrics.get("dct/dp/compression_ratio") for metrics in logged] == 2 * [None, None, None, 400 / 80]
+    assert [metrics["dct/mp/compression_ratio"] for metrics in logged] == 8 * [10.0]
+    assert [metrics["dct/compression_ratio"] for metrics in logged] == 2 * [10.0, 10.0, 10.0, (400 + 200) / 100]
+    assert [metrics["dct/overhead_ms"] for metrics in logged] == 8 * [500.0]
+
+
 def test_a_single_process_logs_no_ratio() -> None:
     monitor, trainer = CompressionMonitor(), FakeTrainer(Traffic())
     monitor.on_train_start(trainer, MODULE)  # type: ignore[arg-type]

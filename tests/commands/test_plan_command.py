@@ -125,8 +125,9 @@ def test_the_dense_exchange_is_not_said_to_be_faster_than_itself(capsys: pytest.
         (["--arguments", "a=1"], "`--arguments` are for the constructor of a `--module`"),
         (["--min-tensor-size", "-1"], "`min_tensor_size` must be at least 0"),
         (["--module", "nosuch:A"], "not allowed with argument --parameters"),
-        (["--steps", "0"], "--steps: '0': write a number from 1 on"),
-        (["--steps", "-5"], "--steps: '-5': write a number from 1 on"),
+        (["--steps", "0"], "--steps: '0': write a whole number from 1 on"),
+        (["--steps", "-5"], "--steps: '-5': write a whole number from 1 on"),
+        (["--steps", "1.5"], "--steps: '1.5': write a whole number from 1 on"),
         (["--compress", "gradients", "--local-steps", "4"], "; got local_steps=4. Leave that out"),
     ],
 )
@@ -144,7 +145,7 @@ def test_misuse(capsys: pytest.CaptureFixture[str], words: list[str], told: str)
         (["torch.nn:LazyLinear", "--arguments", "out_features=3"], "size of parameter 'weight' is not known"),
         (["torch.nn:ReLU"], "ReLU has no parameter whose gradient is synchronised"),
         (["made_up_modules:Empty"], "Empty has no parameter whose gradient is synchronised"),
-        (["made_up_modules:nothing"], "`--module made_up_modules:nothing` gives a list, not a torch.nn.Module"),
+        (["made_up_modules:nothing"], "`--module made_up_modules:nothing` must give a torch.nn.Module, not list"),
         *(
             ([path, "--arguments", f"{first}=touch called"], "neither a class of torch.nn.Module nor a function in a")
             for path, first in (("os:system", "command"), ("subprocess:getoutput", "cmd"), ("subprocess:Popen", "args"))

@@ -1,7 +1,9 @@
 """What is run and what is chosen: sweeps, folders, and whole comparisons whose runs take no time."""
 
+import fcntl
 import json
 import shlex
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 
 import comparison.runs
 from compare import main, take_seeds
-from comparison.runs import Strategy, collect, plan_run, read_result, require_distinct
+from comparison.runs import OUTPUT, RESULT, Runner, Strategy, collect, plan_run, read_result, require_distinct
 from comparison.sweep import Axis, choose, combinations
 from made_up_results import made_up, run_in_no_time
 
@@ -70,6 +72,7 @@ def test_labels_and_settings() -> None:
     for strategies, common, message in (
         ([ddp, Strategy.parse("ddp: dct")], [], "label of its own"),
         ([ddp, dct], ["data.batch_size=3"], "--sweep sets data.batch_size already"),
+        ([ddp, dct], ["strategy=ddp"], "--strategy sets strategy already"),
         ([Strategy.parse("ddp seed=1")], [], "--seeds sets seed already"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -94,6 +97,10 @@ def test_seeds_are_given_in_one_place() -> None:
         (["--collect", "multirun", "--link", "10"], "takes runs as they are"),
         (["experiment=lm", "--strategy", "ddp", "--strategy", "ddp"], "label of its own"),
         (["experiment=lm"], "--strategy --collect is required"),
+        (["experiment=lm", "seed=range(3)", "--strategy", "ddp"], "seed=range(3): write the seeds as in --seeds"),
+        (["experiment=lm", "--strategy", "ddp", "--sweep", "seed=0,1"], "neither seed (--seeds)"),
+        (["experiment=lm", "--strategy", "ddp", "--sweep", "strategy=ddp,dct"], "nor strategy (--strategy)"),
+        (["experiment=lm", "--strategy", "ddp", "--sweep", "a=1,2", "--sweep", "a=3,4"], "each setting once"),
     ],
 )
 def test_a_command_that_makes_no_sense_is_refused(
@@ -134,6 +141,26 @@ def test_the_result_of_another_run_is_refused(tmp_path: Path) -> None:
         file.write_text(text)
         with pytest.raises(ValueError, match=r"result\.json is"):
             read_result(planned)
+
+
+def test_a_run_that_a_killed_comparison_has_left_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparison.runs, "run_alone", lambda *_: pytest.fail("started beside the one that runs"))
+    planned = plan_run(["experiment=lm"], Strategy.parse("ddp"), (), 1, tmp_path)
+    planned.folder.mkdir()
+    # As its processes have it, which inherit what the comparison has locked.
+    left = (planned.folder / OUTPUT).open("w")
+    fcntl.flock(left, fcntl.LOCK_EX)
+    left.write("so far\n")
+
+    def end() -> None:
+        (planned.folder / RESULT).write_text(json.dumps(made_up(list(planned.overrides), loss=1.0)))
+        left.close()
+
+    threading.Timer(0.3, end).start()
+    found = Runner().get(planned)
+    assert found is not None
+    assert found.result["metrics"]["val/loss"] == 1.0
+    assert (planned.folder / OUTPUT).read_text() == "so far\n"
 
 
 def test_runs_on_hosts_are_told_how_and_may_have_the_overrides_of_hosts(

@@ -48,12 +48,14 @@ def test_scores_are_set_against_the_baseline_as_they_are() -> None:
     assert main_metric(["test/accuracy", "test/loss", "test/auc"]) == "auc"
 
 
-def test_a_run_that_is_missing_or_diverged_takes_its_seed_out_of_the_difference_only() -> None:
+def test_a_run_that_is_missing_or_diverged_takes_its_seed_out_of_the_difference_and_is_told() -> None:
     entries = [entry("ddp", loss=[1.0, 2.0, 3.0]), entry("dct", loss=[1.5, None]), Entry("failed", ())]
     _, dct, failed = by_head(entries)
     assert dct["test/loss"] == "1.5010"
     assert dct["loss against ddp"] == "+50.0%"
     assert failed == {**dict.fromkeys(dct, "-"), "strategy": "failed", "seeds": "0"}
+    (note,) = [line for line in to_markdown(entries, "title").splitlines() if "finite" in line]
+    assert note == "- dct: 1 of 2 runs have no finite test/loss; means leave them out."
 
 
 def test_what_crosses_inside_a_model_has_columns_and_counts() -> None:

@@ -1,6 +1,7 @@
 """The page of peers, from runs that are made up: what is run, what is left out, and what it says."""
 
 import csv
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import peers
 from made_up_results import run_in_no_time
 
 CONF = Path(__file__).parents[2] / "conf"
-LOSSES = {"ddp": 2.0, "ddp_bf16": 2.02, "sparse_loco": 2.2}
+LOSSES: dict[str, float | None] = {"ddp": 2.0, "ddp_bf16": 2.02, "sparse_loco": 2.2}
 
 
 def figures(settings: dict[str, str]) -> dict[str, Any] | None:
@@ -69,6 +70,17 @@ def test_a_row_whose_package_is_missing_is_left_out(
     assert "bf16: left out, because no-such-package is not installed" in (tmp_path / "peers-40.md").read_text()
 
 
-def test_there_must_be_something_to_compare_with(tmp_path: Path) -> None:
+def test_a_method_that_diverges_has_a_row(
+    tmp_path: Path, started: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(LOSSES, "ddp_bf16", None)
+    assert peers.main(["--loopback", "--steps", "40", "--output", str(tmp_path), "--methods", "ddp", "bf16"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"\| bf16 \| torch \S+ \| - \| - \| - \| 80 \|", printed)
+    assert "- bf16: 1 of 1 runs have no finite test/loss" in printed
+
+
+@pytest.mark.parametrize("words", [["--methods", "bf16"], ["--methods", "ddp", "--seeds", "0", "0"]])
+def test_a_command_that_makes_no_sense_is_refused(tmp_path: Path, started: list[str], words: list[str]) -> None:
     with pytest.raises(SystemExit):
-        peers.main(["--methods", "bf16", "--output", str(tmp_path)])
+        peers.main([*words, "--output", str(tmp_path)])

@@ -14,7 +14,19 @@ from torch import Tensor
 import replicas
 from distributed.training import Watch, trainer_for
 from replicated.side_by_side import SideBySide, train_side_by_side
-from replicated.training import CHECKS, CONF, Job, Prepared, Replicas, gradients_of_all, is_last, train, validated_after
+from replicated.training import (
+    CHECKS,
+    CONF,
+    Job,
+    Prepared,
+    Replicas,
+    gradients_of_all,
+    is_last,
+    mean_loss,
+    rows_of_validation,
+    train,
+    validated_after,
+)
 
 STEPS = 14
 TINY = ("experiment=lm", "data=documentation", "data.context_length=16", "data.batch_size=4", "model.width=16")
@@ -202,12 +214,55 @@ def test_the_command_compares_with_the_best_dense_rate(
     assert "ValueError: too few" in capsys.readouterr().err
 
 
-def test_the_command_needs_a_dense_row_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_training_that_diverges_is_told_and_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [*DIGITS, "--rates", "0.1", "1e30", "--steps", "20", "--output", str(tmp_path), "--strategy", "ddp"]
+    assert replicas.main(words) == 1
+    monkeypatch.setattr(replicas, "train", lambda *_: pytest.fail("trained again"))
+    assert replicas.main(words) == 1
+    assert capsys.readouterr().err.count("seed=0 learning_rate=1e+30: the loss is not finite") == 2
+    table = (tmp_path / "table.txt").read_text()
+    assert "the loss is not finite" in table
+    assert [row["rate"] for row in json.loads((tmp_path / "replicas.json").read_text())["rows"]] == [0.1]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--strategy", "dct"], "must be ddp"),
+        (["--strategy", "ddp", "--strategy", "dct", "--strategy", "dct: dct strategy.density=0.1"], "label of its own"),
+        (["strategy=ddp", "--strategy", "ddp", "--strategy", "dct"], "--strategy sets"),
+        (["seed=1", "--strategy", "ddp"], "--seeds sets"),
+        (["trainer.max_steps=9", "--strategy", "ddp"], "--steps sets"),
+        (["--ranks", "1", "--strategy", "ddp"], "--ranks takes numbers from 2 on"),
+    ],
+)
+def test_a_command_that_makes_no_sense_is_refused(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
-        replicas.main(["experiment=lm", "--strategy", "dct", "--output", str(tmp_path)])
-    assert "must be ddp" in capsys.readouterr().err
+        replicas.main(["experiment=lm", *words, "--output", str(tmp_path)])
+    assert message in capsys.readouterr().err
 
 
-def test_only_updates_are_exchanged() -> None:
-    with pytest.raises(ValueError, match="strategy=dct"):
-        Prepared(Job((*TINY, "strategy=top_k"), ranks=2, steps=2))
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ((*TINY, "strategy=top_k"), "strategy=dct"),
+        ((*TINY, "strategy=ddp", "trainer.gradient_clip_val=0.5"), r"trainer\.gradient_clip_val=0\.5: use null"),
+        ((*TINY, "strategy=ddp", "trainer.accumulate_grad_batches=2"), "use 1"),
+        (("experiment=zoo/residual_cosine", "data.train_images=8", "data.val_images=8", "strategy=ddp"), "BatchNorm"),
+    ],
+)
+def test_what_replicas_would_do_differently_is_refused(overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Prepared(Job(overrides, ranks=2, steps=2))
+
+
+def test_nothing_is_dropped_in_validation() -> None:
+    job = Job((*TINY, "strategy=ddp", "model.dropout=0.5"), ranks=2, steps=1, val_rows=8)
+    prepared = Prepared(job)
+    losses = {mean_loss(prepared.module, {}, rows_of_validation(prepared.data, job)) for _ in range(2)}
+    assert len(losses) == 1
+    assert prepared.module.training

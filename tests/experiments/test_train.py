@@ -54,17 +54,21 @@ def test_the_time_of_a_step_is_the_mean(monkeypatch: pytest.MonkeyPatch) -> None
     clock, trainer = 0.0, SimpleNamespace(global_step=0, state=fitting, callback_metrics={"val/loss": 2})
     trainer.strategy = strategy
     monkeypatch.setattr("reporting.time.perf_counter", lambda: clock)
-    timer = StepTimer(skip=2)
+    strategy.traffic.add(seconds=1000.0)  # before the run was resumed
+    timer, whole = StepTimer(skip=2), StepTimer(skip=0)
     timer.on_train_start(trainer, None)
+    whole.on_train_start(trainer, None)
     for step, seconds in enumerate([9.0, 9.0, 0.1, 0.1, 0.1, 0.5], start=1):
         clock, trainer.global_step = clock + seconds, step
         strategy.traffic.add(seconds=seconds / 4, seconds_waiting=seconds / 10)
         strategy.split_traffic.add(seconds=seconds / 4)
         timer.on_train_batch_end(trainer)
+        whole.on_train_batch_end(trainer)
         clock += 5.0  # A validation, which is not part of a step.
         timer.on_validation_end(trainer, None)
     assert timer.mean_milliseconds == pytest.approx(200)
     assert timer.mean_costs == (pytest.approx(100), pytest.approx(20))
+    assert whole.mean_costs[0] == pytest.approx(1e3 * 18.8 / 2 / 6)
     assert timer.history[1] == {"step": 2, "seconds": 18.0, "metrics": {"val/loss": 2.0}}
     assert timer.history[-1]["seconds"] == pytest.approx(18.8)
 

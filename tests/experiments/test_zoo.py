@@ -151,6 +151,8 @@ def test_a_table_and_a_picture_of_all_members(tmp_path: Path, monkeypatch: pytes
         (["--strategy", "ddp", "--only", "elephant"], "invalid choice: 'elephant'"),
         (["--strategy", "ddp", "--strategy", "dct model.learning_rate=1"], "--rates sets"),
         (["--strategy", "ddp", "seed=1"], "--seeds sets"),
+        (["--strategy", "ddp", "--seeds", "1", "1"], "--seeds 1 1: one comes twice"),
+        (["--strategy", "ddp", "--only", "gpt", "--only", "gpt"], "--only gpt gpt: one comes twice"),
         ([], "--strategy"),
     ],
 )

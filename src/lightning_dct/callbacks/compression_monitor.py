@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -65,12 +66,12 @@ class CompressionMonitor(pl.Callback):
     ============================  ======================================================================================
     key                           value
     ============================  ======================================================================================
-    dct/compression_ratio         bytes of the dense fp32 exchange over bytes sent, all traffic, since the last log
+    dct/compression_ratio         bytes of the dense fp32 exchange over bytes sent, of all exchanges since the last log
     dct/overhead_ms               time spent compressing and decompressing, ms a step, since the last log
     dct/seconds                   seconds of training since fit began, without validations
     dct/dp/compression_ratio      the same ratio, data parallelism only: updates or gradients
     dct/dp/density                entries sent over entries due, since the last log
-    dct/dp/bytes_sent             bytes that this rank has sent since fit began
+    dct/dp/bytes_sent             bytes that this rank has sent, before a resume too
     dct/dp/bytes_dense            bytes that the dense fp32 exchange would have sent
     dct/dp/threshold              median of the thresholds of all compressed tensors
     dct/dp/residual_norm          Euclidean norm of the residual of this rank
@@ -133,8 +134,7 @@ class CompressionMonitor(pl.Callback):
         totals = self._totals(trainer)
         if not totals:
             return
-        steps = totals["dp"].steps
-        synchronised, self._steps_before = steps > self._steps_before, steps
+        synchronised, self._steps_before = totals["dp"].steps > self._steps_before, totals["dp"].steps
         # Each micro-batch of an optimizer step has the same logging step: log after the last one.
         if not synchronised or not trainer.is_global_zero or not is_logged(trainer):
             return
@@ -144,12 +144,10 @@ class CompressionMonitor(pl.Callback):
         totals = self._totals(trainer)
         recent = {part: now - self._at_last_log[part] for part, now in totals.items()}
         dp, mp = recent["dp"], recent["mp"]
-        metrics = {
-            "dct/overhead_ms": 1e3 * (dp.seconds + mp.seconds) / dp.steps,
-            "dct/seconds": perf_counter() - self._since,
-        }
+        overhead = 1e3 * (dp.seconds + mp.seconds) / dp.steps
+        metrics = {"dct/overhead_ms": overhead, "dct/seconds": perf_counter() - self._since}
         if sent := dp.bytes_sent + mp.bytes_sent:
-            metrics["dct/compression_ratio"] = (dp.bytes_dense + mp.bytes_dense) / sent
+            metrics["dct/compression_ratio"] = sum(part.bytes_dense for part in (dp, mp) if part.bytes_sent) / sent
         thresholds = [] if synchronizer is None else [*synchronizer.thresholds.by_label().values()]
         norm = None if synchronizer is None else synchronizer.norm()
         metrics |= part_metrics("dp", totals["dp"], dp, thresholds, norm)
@@ -160,7 +158,9 @@ class CompressionMonitor(pl.Callback):
             metrics |= part_metrics("mp", totals["mp"], mp, thresholds, norm)
         if overflows := sum(module.overflows for module in modules if isinstance(module, SplitPoint)):
             metrics["dct/mp/overflows"] = overflows
-        self._at_last_log = totals
+        # The dense bytes of steps without an exchange are those that the next one saves.
+        later = {part: 0 if new.bytes_sent else new.bytes_dense for part, new in recent.items()}
+        self._at_last_log = {p: replace(now, bytes_dense=now.bytes_dense - later[p]) for p, now in totals.items()}
         step = logged_step(trainer)
         of_tensors: dict[str, Any] = {}
         if step >= self._next_tensors_at:
@@ -168,8 +168,7 @@ class CompressionMonitor(pl.Callback):
             self._next_tensors_at = step + self.tensors_every_n_steps
         for logger in trainer.loggers:
             # One call, because each call is a row of W&B's history.
-            more = of_tensors if isinstance(logger, WandbLogger) else {}
-            logger.log_metrics({**metrics, **more}, step=step)
+            logger.log_metrics(metrics | (of_tensors if isinstance(logger, WandbLogger) else {}), step=step)
 
     def on_validation_start(self, *_: Any) -> None:
         """Leave validations out of the time."""

@@ -132,7 +132,7 @@ def load_module(path: str, keywords: Mapping[str, Any]) -> nn.Module:
             " needs, as in `--arguments width=512 layers=4`"
         ) from error
     if not isinstance(module, nn.Module):
-        raise ValueError(f"`--module {path}` gives a {type(module).__name__}, not a torch.nn.Module")
+        raise ValueError(f"`--module {path}` must give a torch.nn.Module, not {type(module).__name__}")
     return module
 
 
