@@ -222,6 +222,7 @@ class WithTables(Plain):
         (DenseBetween, {}, ["'model.0.weight'", "uncompressed", "device_mesh['data_parallel']"]),
         (WithTables, {}, ["`ShardedEmbeddingBags` ('tables')"]),
         (Plain, {"replicas": 3}, ["`replicas=3` does not divide the 4 ranks"]),
+        (Plain, {"unit": (nn.LSTM,)}, ["`Plain` has no module of the classes in `unit=", "LSTM"]),
     ],
 )
 def test_what_cannot_work_is_named(ranks: Any, kind: type, settings: dict[str, Any], words: list[str]) -> None:

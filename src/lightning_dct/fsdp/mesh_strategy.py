@@ -173,24 +173,24 @@ def _units_of(model: pl.LightningModule, unit: Unit) -> list[nn.Module]:
     """The modules that :func:`wrap` shards, inner ones first."""
     units: list[nn.Module] = []
     taken: set[Tensor] = set()
-
-    def add(module: nn.Module) -> None:
-        units.append(module)
-        taken.update(module.parameters())
-
+    candidates = list(_inside_out(model))
+    if not (isinstance(unit, int) or any(isinstance(module, unit) for module in [*candidates, model])):
+        raise ValueError(
+            f"`{type(model).__name__}` has no module of the classes in `unit={unit!r}` that FSDP could gather."
+            f" Name classes of modules that it calls, or a number of entries, such as `unit={UNIT}`."
+        )
     shared = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
-    for module in _inside_out(model):
+    for module in candidates:
         own = [parameter for parameter in module.parameters() if parameter not in taken]
         is_unit = sum(p.numel() for p in own) >= unit if isinstance(unit, int) else isinstance(module, unit)
         here = Counter(parameter for _, parameter in module.named_parameters(remove_duplicate=False))
         if own and is_unit and all(here[parameter] == shared[parameter] for parameter in own):
-            add(module)
-    if model.automatic_optimization:
-        add(model)
-        return units
-    for child in _callable_children(model):
-        if not taken.issuperset(child.parameters()):
-            add(child)
+            units.append(module)
+            taken.update(own)
+    for module in [model] if model.automatic_optimization else _callable_children(model):
+        if module is model or not taken.issuperset(module.parameters()):
+            units.append(module)
+            taken.update(module.parameters())
     return units
 
 
