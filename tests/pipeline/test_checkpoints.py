@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 from torch import Tensor
 
-from distributed.resuming import SaveAndStop
-from distributed.training import trainer_for
+from distributed.resuming import AtStart, SaveAndStop
+from distributed.training import Watch, trainer_for
 from lightning_dct import DCTStrategy
-from pipeline.split_models import BATCH_SIZE, Losses, Outcome, SplitModule, batches, outcome, strategy_for, train, worst
+from pipeline.split_models import BATCH_SIZE, Outcome, SplitModule, batches, outcome, strategy_for, train, worst
 
 SPLIT = {"density": 0.2, "forward_format": "int8", "refresh_every": 3}
 SUBSPACE = {"kind": "subspace", "rank": 7, "num_tokens": 2}
@@ -85,18 +85,13 @@ def go_on(path: Path) -> Outcome:
 
 def leg(stages: int, resume: Path | None, save: Path, until: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Train up to so many batches and save; what a rank holds back when it begins, and all weights in the end."""
-    begun: dict[str, Tensor] = {}
-
-    class Look(Callback):
-        def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-            begun.update(trainer.strategy.synchronizer.residuals.state_dict())
-
     strategy = DCTStrategy(**COMPRESSED) if stages == 1 else strategy_for(stages, "1f1b", **COMPRESSED)
+    start = AtStart(lambda trainer: trainer.strategy.synchronizer.residuals.state_dict())
     module = SplitModule(2, SPLIT, torch.optim.Adam, lr=0.01)
-    trainer = trainer_for(strategy, callbacks=[Look(), SaveAndStop(save, until)], max_epochs=100)
+    trainer = trainer_for(strategy, callbacks=[start, SaveAndStop(save, until)], max_epochs=100)
     trainer.fit(module, batches(8, stages, BATCH_SIZE), ckpt_path=None if resume is None else str(resume))
     assert trainer.fit_loop.total_batch_idx + 1 == until
-    return begun, {name: weight.detach().clone() for name, weight in module.named_parameters()}
+    return start.seen, {name: weight.detach().clone() for name, weight in module.named_parameters()}
 
 
 def test_chain_of_layouts(ranks: Any, tmp_path: Path) -> None:
@@ -129,7 +124,7 @@ def test_chain_of_layouts(ranks: Any, tmp_path: Path) -> None:
 
 
 def fit_then_save(path: Path) -> Outcome:
-    module, watch = SplitModule(2, SPLIT), Losses()
+    module, watch = SplitModule(2, SPLIT), Watch()
     trainer = trainer_for(strategy_for(2), callbacks=[watch])
     trainer.fit(module, batches(2, 2))
     trainer.save_checkpoint(path)
