@@ -122,6 +122,20 @@ def test_bf16_overflow_ends_at_the_largest_bfloat16() -> None:
 
 
 @pytest.mark.parametrize("value_format", FORMATS)
+def test_denormals(value_format: str) -> None:
+    tiny = [1e-40, -3e-40, 2.0**-149]
+    decoded = one_tensor(tiny, value_format)
+    if value_format == "fp32":
+        assert decoded.tolist() == torch.tensor(tiny).tolist()
+    elif value_format == "1bit":
+        assert decoded.abs().tolist() == pytest.approx([(1e-40 + 3e-40) / 3] * 3, rel=1e-3)
+    elif value_format == "2bit":
+        assert decoded.abs().tolist() == pytest.approx([1.4e-40, 2.8e-40, 1.4e-40], rel=1e-3)
+    else:
+        assert decoded.double().tolist() == pytest.approx(tiny, abs=2.0**-134)  # half of bfloat16's finest denormal
+
+
+@pytest.mark.parametrize("value_format", FORMATS)
 def test_nothing_to_write(value_format: str) -> None:
     decoded, scales = round_trip(torch.empty(0), torch.empty(0, dtype=torch.int64), value_format)
     assert decoded.numel() == 0
