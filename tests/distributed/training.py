@@ -164,8 +164,8 @@ def on_two_nodes() -> Iterator[None]:
         yield
 
 
-def trainer_for(strategy: DDPStrategy, **settings: Any) -> Trainer:
-    """A quiet Trainer on the ranks that are already there."""
+def trainer_for(strategy: Any, **settings: Any) -> Trainer:
+    """A quiet Trainer on the ranks that are already there, or in one process."""
     settings = {
         "logger": False,
         "enable_checkpointing": False,
@@ -173,7 +173,7 @@ def trainer_for(strategy: DDPStrategy, **settings: Any) -> Trainer:
         "enable_model_summary": False,
         "use_distributed_sampler": False,
         "max_epochs": 1,
-        "devices": int(os.environ["WORLD_SIZE"]),
+        "devices": int(os.environ.get("WORLD_SIZE", "1")),
         **settings,
     }
     return Trainer(accelerator=accelerator(), strategy=strategy, **settings)

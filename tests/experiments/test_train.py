@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import wandb
-from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from differences import assert_same
 from distributed.scripts import TRAIN, run_here, train_on_ranks
+from distributed.training import trainer_for
 from dlrm.data import SyntheticClicks
 from dlrm.module import ClickModule
 from lightning_dct.callbacks.wandb_runs import GROUPS, QUALITY
@@ -197,10 +197,8 @@ def test_a_run_continues_from_a_checkpoint(make: object, tmp_path: Path) -> None
     def run(folder: Path, checkpoint: Path | None = None) -> torch.nn.Module:
         module, data = make()
         saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=5, save_top_k=-1)
-        trainer = Trainer(
-            accelerator="cpu", max_steps=12, callbacks=[saver], logger=False, enable_progress_bar=False,
-            limit_val_batches=0, num_sanity_val_steps=0, enable_model_summary=False,
-        )  # fmt: skip
+        settings = {"max_steps": 12, "max_epochs": -1, "limit_val_batches": 0, "enable_checkpointing": True}
+        trainer = trainer_for("auto", callbacks=[saver], **settings)
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
         return module
 

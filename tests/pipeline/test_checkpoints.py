@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from torch import Tensor
 
 from distributed.resuming import AtStart, SaveAndStop
@@ -51,11 +50,7 @@ def train_resumable(save: Path | None, load: Path | None, *settings: Any) -> Any
 def fit_alone(path: Path, save: Path) -> tuple[list[Any], int]:
     """Plain Lightning, one process: load, train the second epoch, save."""
     module = SplitModule(2, SPLIT, torch.optim.Adam, lr=0.01)
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    saver = SaveAndStop(save, 8)
-    trainer = Trainer(
-        accelerator="cpu", devices=1, max_epochs=2, enable_checkpointing=False, callbacks=[saver], **quiet
-    )
+    trainer = trainer_for("auto", devices=1, max_epochs=2, callbacks=[SaveAndStop(save, 8)])
     trainer.fit(module, batches(4, 1), ckpt_path=str(path))
     return list(trainer.optimizers[0].state.values()), trainer.global_step
 
