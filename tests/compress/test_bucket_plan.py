@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_dct.compress.bucket_plan import BucketPlan, plan_bucket
 from lightning_dct.wire.payload import PayloadLayout
+from lightning_dct.wire.values import BITS_PER_VALUE
 from strategies_for_hypothesis import FORMATS, examples
 
 
@@ -42,6 +43,21 @@ def test_full_density_goes_whole() -> None:
     assert both.targets == (0, 10)
     assert not both.is_dense
     assert plan([1000, 5], 1.0).is_dense
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("value_format", FORMATS)
+@pytest.mark.parametrize(("density", "world_size"), [(0.001, 64), (0.01, 8), (0.1, 3), (0.1, 64), (0.3, 2), (0.7, 2)])
+def test_goes_whole_when_an_all_reduce_is_cheaper(
+    density: float, world_size: int, value_format: str, dtype: torch.dtype
+) -> None:
+    size = 10_000
+    target = math.ceil(density * size - 1e-9)
+    # Bits through one rank's link: all-gather W payloads; ring all-reduce 2 tensors (both times (W - 1) / W).
+    gathered = world_size * target * (BITS_PER_VALUE[value_format] + 2 + math.log2(size / target))
+    reduced = 2 * size * torch.finfo(dtype).bits
+    made = plan([size], density, link_traversals=world_size, value_format=value_format, dtype=dtype)
+    assert made.targets == (0 if gathered >= reduced else target,)
 
 
 def test_both_decisions_occur() -> None:
