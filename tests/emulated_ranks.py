@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Condition
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -31,21 +32,6 @@ def heavy_tailed(
         {name: torch.randn(size, generator=noise).pow(3).to(dtype) for name, size in sizes.items()}
         for _ in range(world_size)
     ]
-
-
-def assert_same_bits(left: Any, right: Any) -> None:
-    """Equality of nested states, NaN equal to NaN."""
-    if isinstance(left, dict):
-        assert left.keys() == right.keys()
-        for key in left:
-            assert_same_bits(left[key], right[key])
-    elif isinstance(left, list):
-        for one, other in zip(left, right, strict=True):
-            assert_same_bits(one, other)
-    elif isinstance(left, Tensor):
-        torch.testing.assert_close(left, right, rtol=0, atol=0, equal_nan=True)
-    else:
-        assert left == right
 
 
 class Meeting:
@@ -92,21 +78,16 @@ class EmulatedGroup:
         return self._world.meeting(self.members, self._calls - 1)
 
 
-class EmulatedWork:
-    def __init__(self, finish: Callable[[], Any]) -> None:
-        self.wait = finish
-
-
 class EmulatedDist:
     """The collectives that ``exchange`` calls, with the meaning torch.distributed gives them."""
 
     @staticmethod
-    def all_gather_single(output: Tensor, mine: Tensor, group: EmulatedGroup, async_op: bool) -> EmulatedWork:
+    def all_gather_single(output: Tensor, mine: Tensor, group: EmulatedGroup, async_op: bool) -> Any:
         assert async_op
         assert mine.dtype == torch.uint8
         meeting = group.next_meeting()
         meeting.bring(group.rank(), mine)
-        return EmulatedWork(lambda: output.copy_(torch.cat(meeting.everyone())))
+        return SimpleNamespace(wait=lambda: output.copy_(torch.cat(meeting.everyone())))
 
     @staticmethod
     def all_to_all_single(
@@ -116,7 +97,7 @@ class EmulatedDist:
         input_sizes: list[int],
         group: EmulatedGroup,
         async_op: bool,
-    ) -> EmulatedWork:
+    ) -> Any:
         assert async_op
         assert mine.dtype == torch.uint8
         meeting, rank = group.next_meeting(), group.rank()
@@ -129,51 +110,28 @@ class EmulatedDist:
             assert [part.numel() for part in parts] == output_sizes
             output.copy_(torch.cat(parts))
 
-        return EmulatedWork(finish)
+        return SimpleNamespace(wait=finish)
 
     @staticmethod
     def get_backend(group: EmulatedGroup) -> str:
         return "emulated"
 
     @staticmethod
-    def all_reduce(buffer: Tensor, group: EmulatedGroup, async_op: bool) -> EmulatedWork:
+    def all_reduce(buffer: Tensor, group: EmulatedGroup, async_op: bool) -> Any:
         assert async_op
         meeting = group.next_meeting()
         meeting.bring(group.rank(), buffer)
-        return EmulatedWork(lambda: buffer.copy_(sum(meeting.everyone()[1:], start=meeting.everyone()[0])))
+        return SimpleNamespace(wait=lambda: buffer.copy_(sum(meeting.everyone()[1:], start=meeting.everyone()[0])))
 
 
-class FakeBucket:
+def fake_bucket(index: int, buffer: Tensor, parameters: list[nn.Parameter], is_last: bool) -> Any:
     """What GradientSynchronizer asks of a GradBucket."""
-
-    def __init__(self, index: int, buffer: Tensor, parameters: list[nn.Parameter], is_last: bool) -> None:
-        self._index, self._buffer, self._parameters, self._is_last = index, buffer, parameters, is_last
-
-    def index(self) -> int:
-        return self._index
-
-    def buffer(self) -> Tensor:
-        return self._buffer
-
-    def parameters(self) -> list[nn.Parameter]:
-        return self._parameters
-
-    def is_last(self) -> bool:
-        return self._is_last
+    answers = {"index": index, "buffer": buffer, "parameters": parameters, "is_last": is_last}
+    return SimpleNamespace(**{name: lambda answer=answer: answer for name, answer in answers.items()})
 
 
 class EmulatedRanks:
-    """``world_size`` synchronisers of the same parameters.
-
-    Args:
-        sizes: Entries of each parameter by name.
-        world_size: How many ranks.
-        exchange: ``"all_gather"``, ``"two_phase"`` or ``"hierarchical"``.
-        ranks_per_node: For ``"hierarchical"``.
-        loss_scale: As for GradientSynchronizer.
-        defer_unused: As for GradientSynchronizer.
-        **settings: Of DCTConfig.
-    """
+    """``world_size`` synchronisers of the same parameters, with so many entries each by name; settings of DCTConfig."""
 
     def __init__(
         self,
@@ -280,7 +238,7 @@ class EmulatedRanks:
         for index, names in enumerate(buckets):
             parts = [gradients[name] for name in names]
             buffer = parts[0].clone() if parts[0].is_sparse else torch.cat(parts)
-            bucket = FakeBucket(
+            bucket = fake_bucket(
                 index, buffer, [self._parameters[rank][name] for name in names], is_last=index == len(buckets) - 1
             )
             futures.append(self.synchronizers[rank].hook(None, bucket))  # type: ignore[arg-type]

@@ -37,12 +37,34 @@ NAMES = ["embedding.weight", "layers.0.linear.weight", "layers.0.linear.bias"]
         ("exchange", "ring", ValueError),
         ("kernel", "cuda", ValueError),
         ("adapt_threshold", 1, TypeError),
+        ("local_steps", 0, ValueError),
+        ("local_steps", 2.5, TypeError),
+        ("overlap_steps", -1, ValueError),
+        ("compress", "weights", ValueError),
     ],
 )
 def test_bad_settings_are_named(setting: str, value: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match=f"`{setting}`") as raised:
         DCTConfig(**{setting: value})
     assert repr(value) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"local_steps": 4, "overlap_steps": 5}, "Lower `overlap_steps` or raise `local_steps`"),
+        *(
+            (
+                {"compress": "gradients", **one},
+                r"residuals; got [a-z_]+=[0-9.]+\. Leave that out, or use `compress='updates'`",
+            )
+            for one in ({"local_steps": 4}, {"overlap_steps": 1}, {"warmup_steps": 5}, {"residual_decay": 0.5})
+        ),
+    ],
+)
+def test_settings_that_do_not_go_together(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        DCTConfig(**settings)
 
 
 @pytest.mark.parametrize(("density", "error"), [(0, ValueError), (1.5, ValueError), ("x", TypeError)])

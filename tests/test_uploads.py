@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
 
-from distributed.training import Module, loader, trainer_for
+from distributed.training import Module, fit, warnings_of
 from lightning_dct import DCTStrategy
 from lightning_dct.saving import warn_of_uploads
 
@@ -32,10 +32,8 @@ class Uploading(CSVLogger):
 
 
 def messages_of_fit(folder: Path) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer_for(DCTStrategy(), logger=Uploading(folder)).fit(Module(), loader(2, 40, 8))
-    return [str(message.message) for message in caught if "log_model" in str(message.message)]
+    said = warnings_of(fit, DCTStrategy(), Module(), 2, logger=Uploading(folder))
+    return [one for one in said if "log_model" in one]
 
 
 def test_fit_warns_once_on_rank_0(ranks: Any, tmp_path: Path) -> None:

@@ -1,7 +1,4 @@
-from typing import Any
-
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -33,16 +30,14 @@ def test_refreshes_at_the_first_step_and_in_time(refresh_every: int) -> None:
     assert compressed.traffic.totals.refreshes == len(expected)
 
 
-def test_batches_of_one_step_share_its_thresholds() -> None:
-    assert selected_at(module(3), [0, 0, 0, 1, 1, 2, 2, 3, 3, 3, 4]) == [0, 3]
-
-
-def test_steps_that_are_skipped_bring_a_refresh_late_but_once() -> None:
-    assert selected_at(module(10), [0, 7, 25, 26, 34, 35]) == [0, 25, 35]
-
-
-def test_another_fit_selects_anew() -> None:
-    assert selected_at(module(10), [0, 4, 8, 0, 4, 9, 10]) == [0, 0, 10]
+@pytest.mark.parametrize(
+    ("refresh_every", "steps", "expected"),
+    [(3, [0, 0, 0, 1, 1, 2, 2, 3, 3, 3, 4], [0, 3]), (10, [0, 7, 25, 26, 34, 35], [0, 25, 35]),
+     (10, [0, 4, 8, 0, 4, 9, 10], [0, 0, 10])],
+    ids=["batches of one step", "steps that are skipped", "another fit"],
+)  # fmt: skip
+def test_refreshes_come_late_but_once(refresh_every: int, steps: list[int], expected: list[int]) -> None:
+    assert selected_at(module(refresh_every), steps) == expected
 
 
 def test_a_refresh_waits_for_a_training_forward() -> None:
@@ -97,12 +92,3 @@ def test_a_module_without_memory() -> None:
     compressed.load_compression_state([{}])
     assert compressed.name == "CompressedModule"
     assert not list(compressed.parameters())
-
-
-def test_state_dict_survives_torchs_weights_only(tmp_path: Any) -> None:
-    compressed = module()
-    selected_at(compressed, [0, 12])
-    torch.save(compressed.state_dict(), tmp_path / "x.pt")
-    resumed = module()
-    resumed.load_state_dict(torch.load(tmp_path / "x.pt", weights_only=True))
-    assert (resumed.completed_steps, resumed.refreshed_at) == (12, 12)

@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 import lightning_dct.activations
 from lightning_dct.activations.codec import decode_backward, decode_forward, encode_backward
 from lightning_dct.activations.split_point import ROW_FORMATS, SplitPoint
-from lightning_dct.compress.threshold import entries_at
 from strategies_for_hypothesis import examples
 
 LOSSLESS: dict[str, Any] = {"forward_format": "fp32", "backward_format": "fp32"}
@@ -86,13 +85,6 @@ def test_inputs_that_are_not_contiguous() -> None:
     assert torch.equal(ours, SplitPoint(density=0.3)(activations.t().contiguous()))
 
 
-def test_without_gradient() -> None:
-    split = SplitPoint(density=0.3)
-    assert not split(normal(6, 8)).requires_grad
-    with torch.no_grad():
-        assert not split(normal(6, 8).requires_grad_()).requires_grad
-
-
 def test_under_autocast() -> None:
     model = nn.Sequential(nn.Linear(8, 8), SplitPoint(density=0.3), nn.Linear(8, 1))
     with torch.autocast("cpu", torch.bfloat16):
@@ -100,15 +92,6 @@ def test_under_autocast() -> None:
     assert out.dtype == torch.bfloat16
     out.sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
-
-
-def test_density_one_in_fp32_changes_nothing() -> None:
-    activations = normal(5, 5).requires_grad_()
-    split = SplitPoint(density=1.0, **LOSSLESS)
-    received = split(activations)
-    received.backward(normal(5, 5, seed=1))
-    assert torch.equal(received, activations)
-    assert torch.equal(activations.grad, normal(5, 5, seed=1))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("shape", [(4, 7), (1, 1), (5,)])
@@ -327,16 +310,6 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped() -> None:
     assert torch.equal(evaluated(normal(12, 5, 8)), whole.eval()(normal(12, 5, 8)))
 
 
-def test_a_refresh_that_was_asked_for_is_not_forgotten() -> None:
-    first = SplitPoint(density=0.2)
-    first(normal(20, 20))
-    first.refresh_requested = True
-    second = SplitPoint(density=0.2)
-    second.load_state_dict(first.state_dict())
-    second(normal(20, 20, seed=1) * 9)
-    assert second.traffic.totals.refreshes == 1
-
-
 def test_another_density_selects_anew() -> None:
     first = SplitPoint(density=0.2)
     first.advance(3)
@@ -385,13 +358,6 @@ def test_wrong_settings_are_named(settings: dict[str, Any], error: type[Exceptio
 def test_integers_are_refused() -> None:
     with pytest.raises(TypeError, match=r"floating-point activations and was given torch\.int64"):
         SplitPoint(density=0.5)(torch.arange(10))
-
-
-@pytest.mark.parametrize(
-    ("density", "size", "entries"), [(0.1, 30, 3), (0.05, 20, 1), (0.05, 21, 2), (1.0, 7, 7), (1e-9, 5, 1), (0.5, 0, 0)]
-)
-def test_entries_at_a_density(density: float, size: int, entries: int) -> None:
-    assert entries_at(density, size) == entries
 
 
 def test_activations_import_neither_lightning_nor_torch_distributed() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import MixedPrecision
 
 from distributed.resuming import fit_half
@@ -18,30 +18,18 @@ from lightning_dct import AccordionSchedule, DCTPipelineStrategy, DCTStrategy
 LOW, HIGH, THRESHOLD = 0.05, 0.5, 0.3
 
 
-class Norms(Callback):
-    """The norm of the sum of gradients since the last time it was asked for."""
-
-    def __init__(self, applied: Applied) -> None:
-        self.applied = applied
-
-    def take(self) -> float:
-        norm = float(sum(float(entries.square().sum()) for entries in self.applied.sums.values()) ** 0.5)
-        self.applied.sums = {}
-        return norm
-
-
 def densities(trainer: Trainer) -> float:
     return trainer.strategy.synchronizer.config.density
 
 
 def train(interval: int, settings: dict[str, Any]) -> tuple[Run, list[float]]:
     applied, norms = Applied(), []
-    taken = Norms(applied)
 
     def look(trainer: Trainer) -> tuple[int, float, float]:
         synchronisations = trainer.strategy.synchronizer.synchronisations
         if synchronisations == interval * (len(norms) + 1):
-            norms.append(taken.take())
+            norms.append(sum(float(entries.square().sum()) for entries in applied.sums.values()) ** 0.5)
+            applied.sums = {}
         return synchronisations, densities(trainer), trainer.strategy.traffic.totals.bytes_sent
 
     plugins = []

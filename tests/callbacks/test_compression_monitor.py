@@ -1,13 +1,13 @@
 import math
-import warnings
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.demos.boring_classes import BoringModel
 
+from distributed.training import trainer_for, warnings_of
 from lightning_dct import CompressionMonitor
 from lightning_dct.callbacks.compression_monitor import summary_rows
 from lightning_dct.compress.error_feedback import ErrorFeedback
@@ -176,21 +176,7 @@ def test_what_is_not_sent_yet_is_told_where_it_is_known(
 
 
 def test_warns_once_where_nothing_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_steps=3,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        limit_val_batches=0,
-        callbacks=[CompressionMonitor()],
-    )
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer.fit(BoringModel())
-    messages = [str(warning.message) for warning in caught if "CompressionMonitor" in str(warning.message)]
-    assert len(messages) == 1
-    assert "SingleDeviceStrategy does not count its traffic. Use `Trainer(strategy='dct')`" in messages[0]
+    trainer = trainer_for("auto", max_steps=3, limit_val_batches=0, callbacks=[CompressionMonitor()])
+    (said,) = [text for text in warnings_of(trainer.fit, BoringModel()) if "CompressionMonitor" in text]
+    assert "SingleDeviceStrategy does not count its traffic. Use `Trainer(strategy='dct')`" in said
     assert "Synchronisation" not in capsys.readouterr().out

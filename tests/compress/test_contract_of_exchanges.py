@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from emulated_ranks import EmulatedDist, EmulatedRanks, Meeting, assert_same_bits
+from differences import assert_same
+from emulated_ranks import EmulatedDist, EmulatedRanks, Meeting
 from interpreted import CPU, WAYS, bits, device_of, on, way_of
 from lightning_dct import DCTConfig
 from lightning_dct.compress.on_cpu import name_broken_sender
@@ -156,7 +157,7 @@ def test_exchanges_of_updates(
             for _ in range(2):
                 ranks.step()
             states.append(ranks.state_dicts())
-    assert_same_bits(*states)
+    assert_same(*states)
 
 
 def test_a_rank_that_sends_nan_is_named_once_its_numbers_are_known() -> None:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import interpreted  # noqa: F401
-from emulated_ranks import EmulatedRanks, FakeBucket
+from emulated_ranks import EmulatedRanks, fake_bucket
 from lightning_dct import DCTConfig
 from lightning_dct.activations.codec import decode_forward
 from lightning_dct.activations.split_point import SplitPoint
@@ -161,7 +161,7 @@ def step(ranks: EmulatedRanks, dtype: torch.dtype, bucket_sizes: list[int]) -> N
     for index, count in enumerate(bucket_sizes):
         part, parameters = parameters[:count], parameters[count:]
         buffer = torch.empty(sum(parameter.numel() for parameter in part), dtype=dtype, device="meta")
-        ranks.synchronizers[0].hook(None, FakeBucket(index, buffer, part, is_last=not parameters))  # type: ignore[arg-type]
+        ranks.synchronizers[0].hook(None, fake_bucket(index, buffer, part, is_last=not parameters))  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("pretended_gpu")

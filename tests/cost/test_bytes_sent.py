@@ -67,10 +67,11 @@ def test_where_bytes_go_when_nodes_have_several_ranks() -> None:
     assert torch.equal(on_one_node, compressed_step("two_phase", config, tensor, apart).sent)
 
 
+@pytest.mark.parametrize("density", [0.05, 1.0])
 @pytest.mark.parametrize(("world_size", "nodes"), [(2, 2), (3, 1), (8, 8), (8, 2), (16, 4), (64, 8)])
-def test_links_are_busy_for_what_auto_reckons_with(world_size: int, nodes: int) -> None:
+def test_links_are_busy_for_what_auto_reckons_with(world_size: int, nodes: int, density: float) -> None:
     config, tensor, layout = (
-        DCTConfig(compress="gradients", density=0.05),
+        DCTConfig(compress="gradients", density=density),
         one_tensor(20_000_000),
         layout_of(world_size, nodes),
     )

@@ -96,6 +96,10 @@ def run_case(case: Case, accumulate: int = 1, **settings: Any) -> Run:
         return fit(strategy, Springs(case), batches, num_nodes=2, devices=2, **settings)
 
 
+def run_cases(compress: str, exchange: str) -> list[Run]:
+    return [run_case(draw(seed, compress, exchange)) for seed in range(CASES)]
+
+
 def settings_of(case: Case) -> Settings:
     own = {name: value for name, value in case.settings.items() if name != "compress"}
     return Settings(ranks_per_node=2 if own["exchange"] == "hierarchical" else 1, **own)

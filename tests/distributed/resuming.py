@@ -1,5 +1,6 @@
 """Runs that are saved half way and go on, and the comparison of what comes of them."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,20 @@ class SaveAndStop(Callback):
         if trainer.fit_loop.total_batch_idx + 1 == self.after:
             trainer.save_checkpoint(self.path)
             trainer.should_stop = self.stop
+
+
+class AtStart(Callback):
+    """Keeps what ``look`` sees when training starts: what a rank begins with."""
+
+    def __init__(self, look: Callable[[Trainer], Any]) -> None:
+        self.look = look
+
+    def on_train_start(self, trainer: Trainer, *_: Any) -> None:
+        self.seen = self.look(trainer)
+
+
+def state_of(trainer: Trainer) -> dict[str, Any]:
+    return trainer.strategy.synchronizer.state_dict()
 
 
 def twice_ten_batches() -> DataLoader:
@@ -62,19 +77,3 @@ def fit_half(
 def without_times(state: dict[str, Any]) -> dict[str, Any]:
     """What a checkpoint holds, less its record of traffic."""
     return {name: value for name, value in state.items() if name != "traffic"}
-
-
-def assert_same(expected: Any, found: Any, where: str = "") -> None:
-    """Two trees of dictionaries, lists, tensors and numbers are the same to the last bit."""
-    if isinstance(expected, dict):
-        assert expected.keys() == found.keys(), where
-        for key, value in expected.items():
-            assert_same(value, found[key], f"{where}.{key}")
-    elif isinstance(expected, list | tuple):
-        assert len(expected) == len(found), where
-        for number, pair in enumerate(zip(expected, found, strict=True)):
-            assert_same(*pair, f"{where}[{number}]")
-    elif isinstance(expected, torch.Tensor):
-        assert torch.equal(expected, found), where
-    else:
-        assert expected == found, where

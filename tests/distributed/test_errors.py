@@ -7,18 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from lightning.fabric import Fabric
 from torch import nn
 
 import lightning_dct.fabric
 from distributed.harness import TIMEOUT_S
-from distributed.training import Module, fit, perceptron, rank, trainer_for
+from distributed.training import Module, fit, launched, message_of, perceptron, rank, trainer_for
 from embedding.hybrid import Hybrid
 from embedding.hybrid import batches as hybrid_batches
 from lightning_dct import DCTPipelineStrategy, DCTStrategy, ShardedEmbeddingBags, SplitPoint, ThresholdRefresh
 from lightning_dct.failures.lifeline import lifeline_of_process
-from one_card import DEVICE, accelerator
+from one_card import DEVICE
 from pipeline.split_models import SplitModule
 from pipeline.split_models import batches as stage_batches
 from reliability.processes import run_to_the_end
@@ -28,10 +26,6 @@ from reliability.processes import run_to_the_end
     ("settings", "error", "says"),
     [
         ({"density": 2}, ValueError, ["`density`", "(0, 1]", "got 2"]),
-        ({"density": "x"}, TypeError, ["`density`", "(0, 1]", "got 'x'"]),
-        ({"refresh_every": 2.5}, TypeError, ["`refresh_every`", "whole number", "got 2.5"]),
-        ({"value_format": "fp8"}, ValueError, ["`value_format`", "'bf16'", "'1bit'", "got 'fp8'"]),
-        ({"density_per_parameter": {"a": 3}}, ValueError, ["density_per_parameter['a']", "got 3"]),
         ({"ddp_comm_hook": print}, ValueError, ["`ddp_comm_hook`", "`DDPStrategy`"]),
         ({"densty": 0.1}, TypeError, ["`DCTStrategy` has no setting `densty`", "`density`"]),
         ({"find_unused_parameter": True}, TypeError, ["`find_unused_parameter`", "`find_unused_parameters`"]),
@@ -62,160 +56,125 @@ def test_what_ddp_takes_is_taken() -> None:
         kind(**given)
 
 
-def message_of(function: Callable[..., Any], *arguments: Any) -> str:
-    try:
-        function(*arguments)
-    except (ValueError, TypeError) as error:
-        return str(error)
-    return "no error"
+def disagree_on_density() -> None:
+    fit(DCTStrategy(density=0.01 * (1 + rank())), Module(), 3)
 
 
-def disagree_on_density() -> str:
-    return message_of(fit, DCTStrategy(density=0.01 * (1 + rank())), Module(), 3)
+class Groups(Module):
+    """The first group of its optimizer has another parameter on each rank."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        first, *rest = self.parameters()
+        chosen = [first, *rest] if rank() else [rest[0], first, *rest[1:]]
+        return torch.optim.SGD([{"params": chosen[:1], "lr": 0.1}, {"params": chosen[1:], "lr": 0.2}])
 
 
-def disagree_on_refresh_callback() -> str:
-    return message_of(lambda: fit(DCTStrategy(), Module(), 3, callbacks=[ThresholdRefresh(10 * (1 + rank()))]))
+class Scheduled(Module):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.1)
+        return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10 + rank())]
 
 
-def disagree_on_model() -> str:
-    return message_of(fit, DCTStrategy(), Module(perceptron(hidden=24 + rank())), 3)
+def optimized(compress: Any, kind: type[torch.optim.Optimizer], **settings: Any) -> Any:
+    return fit(DCTStrategy(compress=compress), Module(None, kind, lr=0.01, **settings), 3)
 
 
-def disagree_on_frozen() -> str:
-    module = Module()
-    module.model.first.weight.requires_grad = rank() == 0
-    return message_of(fit, DCTStrategy(), module, 3)
-
-
-def disagree_on_weight_decay() -> str:
-    return message_of(fit, DCTStrategy(), Module(None, torch.optim.AdamW, lr=0.01, weight_decay=10.0 * rank()), 3)
-
-
-def disagree_on_an_optimizer() -> str:
-    kind = (torch.optim.SGD, torch.optim.AdamW)[rank()]
-    return message_of(fit, DCTStrategy(compress="gradients"), Module(None, kind, lr=0.01), 3)
-
-
-def disagree_on_parameters_of_groups() -> str:
-    class Groups(Module):
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            first, *rest = self.parameters()
-            chosen = [first, *rest] if rank() else [rest[0], first, *rest[1:]]
-            return torch.optim.SGD([{"params": chosen[:1], "lr": 0.1}, {"params": chosen[1:], "lr": 0.2}])
-
-    return message_of(fit, DCTStrategy(), Groups(), 3)
-
-
-def disagree_on_a_schedule() -> str:
-    class Scheduled(Module):
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.SGD(self.parameters(), 0.1)
-            return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10 + rank())]
-
-    return message_of(fit, DCTStrategy(), Scheduled(), 3)
-
-
-def disagree_on_the_length() -> str:
-    return message_of(lambda: fit(DCTStrategy(), Module(), 3, max_steps=2 + rank()))
-
-
-def disagree_on_accumulation() -> str:
-    return message_of(lambda: fit(DCTStrategy(), Module(), 4, accumulate_grad_batches=1 + rank()))
-
-
-def disagree_with_fabric() -> str:
-    fabric = Fabric(
-        accelerator=accelerator(), devices=dist.get_world_size(), strategy=lightning_dct.fabric.DCTStrategy()
-    )
-    fabric.launch()
+def in_fabric() -> Any:
     module = perceptron()
-    return message_of(fabric.setup, module, torch.optim.Adam(module.parameters(), betas=(0.9 - 0.1 * rank(), 0.99)))
+    optimizer = torch.optim.Adam(module.parameters(), betas=(0.9 - 0.1 * rank(), 0.99))
+    return launched(lightning_dct.fabric.DCTStrategy()).setup(module, optimizer)
 
 
-def pattern_for_nothing() -> str:
-    return message_of(fit, DCTStrategy(density_per_parameter={"*.embedding.*": 0.1}), Module(), 3)
+def tables(more: Any = None, **settings: Any) -> Any:
+    module = Hybrid(settings)
+    module.more = more
+    return trainer_for(DCTStrategy(density=0.5)).fit(module, hybrid_batches(2))
 
 
-def tables(**settings: Any) -> str:
-    return message_of(lambda: trainer_for(DCTStrategy(density=0.5)).fit(Hybrid(settings), hybrid_batches(2)))
+def stages() -> Any:
+    module = SplitModule(2)
+    module.network[0] = nn.Linear(40, 24, dtype=torch.float64 if rank() else torch.float32)
+    return trainer_for(DCTPipelineStrategy(stages=2)).fit(module, stage_batches(2, 2))
 
 
-def rows_in_another_format() -> str:
-    return tables(value_format="1bit" if rank() else "2bit")
-
-
-def rows_of_another_density() -> str:
-    return tables(density=0.1 + 0.1 * rank())
-
-
-def a_smaller_cache() -> str:
-    return tables(cache_rows=100 - rank())
-
-
-def tables_on_one_rank_only() -> str:
-    class Extra(Hybrid):
-        def __init__(self) -> None:
-            super().__init__({})
-            if rank() == 1:
-                self.more = ShardedEmbeddingBags([3], 2)
-
-    return message_of(lambda: trainer_for(DCTStrategy()).fit(Extra(), hybrid_batches(2)))
-
-
-def another_split_point() -> str:
+def split() -> Module:
     module = Module()
     module.model.split = SplitPoint(density=0.1, forward_format="int8" if rank() else "int4")
-    return message_of(lambda: fit(DCTStrategy(), module, 3))
+    return module
 
 
-def stages_of_another_width() -> str:
-    module = SplitModule(2)
-    if rank() == 1:
-        module.network[0] = nn.Linear(40, 24, dtype=torch.float64)
-    return message_of(lambda: trainer_for(DCTPipelineStrategy(stages=2)).fit(module, stage_batches(2, 2)))
+# What ranks do, and what all of them must be told.
+DISAGREEMENTS: dict[str, tuple[Callable[[], Any], list[str]]] = {
+    "density": (disagree_on_density, ["`density`", "rank 0: 0.01", "rank 1: 0.02"]),
+    "refresh": (
+        lambda: fit(DCTStrategy(), Module(), callbacks=[ThresholdRefresh(10 * (1 + rank()))]),
+        ["ThresholdRefresh", "rank 0: [10]", "rank 1: [20]"],
+    ),
+    "model": (
+        lambda: fit(DCTStrategy(), Module(perceptron(hidden=24 + rank())), 3),
+        ["`parameter ", "rank 0: ", "rank 1: "],
+    ),
+    "weight decay": (
+        lambda: optimized("updates", torch.optim.AdamW, weight_decay=10.0 * rank()),
+        ["`weight_decay of optimizer 0, group 0` (rank 0: 0.0, rank 1: 10.0)"],
+    ),
+    "optimizer": (
+        lambda: optimized("gradients", (torch.optim.SGD, torch.optim.AdamW)[rank()]),
+        ["`class of optimizer 0` (rank 0: 'SGD', rank 1: 'AdamW')"],
+    ),
+    "groups": (
+        lambda: fit(DCTStrategy(), Groups(), 3),
+        ["`checksum of the parameters' names of optimizer 0, group 0`"],
+    ),
+    "schedule": (lambda: fit(DCTStrategy(), Scheduled(), 3), ["`T_max of scheduler 0` (rank 0: 10, rank 1: 11)"]),
+    "length": (
+        lambda: fit(DCTStrategy(), Module(), 3, max_steps=2 + rank()),
+        ["`Trainer(max_steps)` (rank 0: 2, rank 1: 3)"],
+    ),
+    "accumulation": (
+        lambda: fit(DCTStrategy(), Module(), 4, accumulate_grad_batches=1 + rank()),
+        ["`Trainer(accumulate_grad_batches)` (rank 0: 1, rank 1: 2)"],
+    ),
+    "Fabric": (in_fabric, ["`betas of optimizer 0, group 0` (rank 0: [0.9, 0.99], rank 1: [0.8, 0.99])"]),
+    "format of rows": (
+        lambda: tables(value_format="1bit" if rank() else "2bit"),
+        ["`tables.value_format` (rank 0: '2bit', rank 1: '1bit')"],
+    ),
+    "density of rows": (
+        lambda: tables(density=0.1 + 0.1 * rank()),
+        ["`tables.density` (rank 0: 0.1, rank 1: 0.2)"],
+    ),
+    "cache": (lambda: tables(cache_rows=100 - rank()), ["`tables.cache_rows` (rank 0: 100, rank 1: 99)"]),
+    "tables": (lambda: tables(more=ShardedEmbeddingBags([3], 2) if rank() else None), ["`more."]),
+    "split point": (
+        lambda: fit(DCTStrategy(), split(), 3),
+        ["`model.split.forward_format` (rank 0: 'int4', rank 1: 'int8')"],
+    ),
+    "stages": (stages, ["`parameter network.0.weight` (rank 0: '[24, 40] float32 trained'"]),
+    "a pattern for nothing": (
+        lambda: fit(DCTStrategy(density_per_parameter={"*.embedding.*": 0.1}), Module(), 3),
+        ["'*.embedding.*'", "'model.first.weight'", "Fix the pattern"],
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("function", "says"),
-    [
-        (disagree_on_density, ["`density`", "rank 0: 0.01", "rank 1: 0.02"]),
-        (disagree_on_refresh_callback, ["ThresholdRefresh", "rank 0: [10]", "rank 1: [20]"]),
-        (disagree_on_model, ["`parameter ", "rank 0: ", "rank 1: "]),
-        (disagree_on_frozen, ["frozen", "rank 0: ", "rank 1: "]),
-        (disagree_on_weight_decay, ["`weight_decay of optimizer 0, group 0` (rank 0: 0.0, rank 1: 10.0)"]),
-        (disagree_on_an_optimizer, ["`class of optimizer 0` (rank 0: 'SGD', rank 1: 'AdamW')"]),
-        (disagree_on_parameters_of_groups, ["`checksum of the parameters' names of optimizer 0, group 0`"]),
-        (disagree_on_a_schedule, ["`T_max of scheduler 0` (rank 0: 10, rank 1: 11)"]),
-        (disagree_on_the_length, ["`Trainer(max_steps)` (rank 0: 2, rank 1: 3)"]),
-        (disagree_on_accumulation, ["`Trainer(accumulate_grad_batches)` (rank 0: 1, rank 1: 2)"]),
-        (disagree_with_fabric, ["`betas of optimizer 0, group 0` (rank 0: [0.9, 0.99], rank 1: [0.8, 0.99])"]),
-        (rows_in_another_format, ["`tables.value_format` (rank 0: '2bit', rank 1: '1bit')"]),
-        (rows_of_another_density, ["`tables.density` (rank 0: 0.1, rank 1: 0.2)"]),
-        (a_smaller_cache, ["`tables.cache_rows` (rank 0: 100, rank 1: 99)"]),
-        (tables_on_one_rank_only, ["`more."]),
-        (another_split_point, ["`model.split.forward_format` (rank 0: 'int4', rank 1: 'int8')"]),
-        (stages_of_another_width, ["`parameter network.0.weight` (rank 0: '[24, 40] float32 trained'"]),
-        (pattern_for_nothing, ["'*.embedding.*'", "'model.first.weight'", "Fix the pattern"]),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_disagreement_is_an_error_on_every_rank(ranks: Any, function: Callable[[], str], says: list[str]) -> None:
+def disagree(name: str) -> str:
+    return message_of(DISAGREEMENTS[name][0])
+
+
+@pytest.mark.parametrize("name", DISAGREEMENTS)
+def test_disagreement_is_an_error_on_every_rank(ranks: Any, name: str) -> None:
     """Oracle: what differs and each rank's value; the harness fails a rank that waits for the other."""
-    for message in ranks(2).run(function):
-        for words in says:
+    for message in ranks(2).run(disagree, name):
+        for words in DISAGREEMENTS[name][1]:
             assert words in message
-
-
-def disagree_for_good() -> None:
-    fit(DCTStrategy(density=0.01 * (1 + rank())), Module(), 3)
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the processes would take NCCL, which wants a card for each")
 def test_processes_that_disagree_end(tmp_path: Path) -> None:
     """Oracle: two real processes, both with a failing exit status and the setting with both values in their output."""
     for status, _, output in run_to_the_end(
-        disagree_for_good, world_size=2, failing=-1, folder=tmp_path, timeout_s=TIMEOUT_S
+        disagree_on_density, world_size=2, failing=-1, folder=tmp_path, timeout_s=TIMEOUT_S
     ):
         assert status == 1
         assert "The ranks disagree on `density` (rank 0: 0.01, rank 1: 0.02)" in output
@@ -251,8 +210,7 @@ def skip_a_step_of_one(exchange: str, local_steps: int, density: float | None = 
     strategy = lightning_dct.fabric.DCTStrategy(
         exchange=exchange, local_steps=local_steps, density=density, warmup_steps=0, lifelines=False
     )
-    fabric = Fabric(accelerator=accelerator(), devices=dist.get_world_size(), strategy=strategy)
-    fabric.launch()
+    fabric = launched(strategy)
     nets = nn.ModuleList([nn.Linear(40, 40), nn.Linear(40, 40)])
     nets, *optimizers = fabric.setup(nets, *(torch.optim.SGD(net.parameters(), 0.1) for net in nets))
 

@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
-from distributed.random_runs import CASES, assert_remembered, assert_weights, draw, run_case, train_gradients
+from distributed.random_runs import assert_remembered, assert_weights, draw, run_cases, train_gradients
 from distributed.training import (
     Applied,
     Module,
@@ -94,15 +94,11 @@ def test_replicas_stay_bitwise_identical(ranks: Any) -> None:
     assert_learns(runs[0])
 
 
-def run_cases(exchange: str) -> list[Run]:
-    return [run_case(draw(seed, "gradients", exchange)) for seed in range(CASES)]
-
-
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="a GPU's optimizers round otherwise than the reference on a CPU")
 @pytest.mark.parametrize(("world_size", "exchange"), [(2, "all_gather"), (3, "two_phase"), (4, "hierarchical")])
 def test_matches_the_reference(ranks: Any, world_size: int, exchange: str) -> None:
     """Oracle: lightning_dct.reference, every bit of weights, residuals and thresholds; random shapes and settings."""
-    by_rank = ranks(world_size).run(run_cases, exchange)
+    by_rank = ranks(world_size).run(run_cases, "gradients", exchange)
     for seed, runs in enumerate(zip(*by_rank, strict=True)):
         weights, feedbacks = train_gradients(draw(seed, "gradients", exchange), world_size)
         for run in runs:

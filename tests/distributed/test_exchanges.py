@@ -6,48 +6,29 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from distributed.test_idioms import BATCHES, IDIOMS
+from distributed.test_idioms import IDIOMS, train_idiom
 from distributed.training import (
-    Applied,
     Module,
     Watch,
     assert_conserved,
     assert_learns,
     assert_replicas_equal,
     fit,
-    held_back,
     loader,
-    local_gradients,
+    message_of,
     on_two_nodes,
-    summary,
     trainer_for,
 )
-from lightning_dct import DCTConfig, DCTStrategy
-from lightning_dct.cost.forecast import compressed_step, dense_step, layout_of
-from lightning_dct.cost.workload import workload_of
+from lightning_dct import DCTStrategy
 from lightning_dct.exchange import collectives, compressed
 from lightning_dct.sync import buffers
-from lightning_dct.traffic import TrafficTotals
 from one_card import DEVICE
 
 
-def train_idiom(name: str, exchange: str) -> Any:
-    idiom = IDIOMS[name]
-    strategy = DCTStrategy(compress="gradients", density=0.2, refresh_every=5, exchange=exchange, **idiom.strategy)
-    applied, watch = Applied(), Watch()
-    nodes = {"num_nodes": 2, "devices": 2} if exchange == "hierarchical" else {}
-    with local_gradients() as given:
-        trainer = trainer_for(strategy, callbacks=[watch, applied], **nodes, **idiom.trainer)
-        trainer.fit(idiom.module(), loader(BATCHES, 40, 8))
-    run = summary(strategy, trainer.lightning_module, watch)
-    return run, (given, applied.sums, held_back(run.state, given))
-
-
-def train_idiom_on_two_nodes(name: str, exchange: str) -> Any:
+def train_idiom_on_two_nodes(*arguments: Any) -> Any:
     with on_two_nodes():
-        return train_idiom(name, exchange)
+        return train_idiom(*arguments, num_nodes=2, devices=2)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +50,7 @@ def train_idiom_on_two_nodes(name: str, exchange: str) -> Any:
 def test_idiom_trains(ranks: Any, world_size: int, exchange: str, name: str) -> None:
     """Oracles: replicas equal, the loss falls, one synchronisation an optimizer step, gradients conserved in sum."""
     train = train_idiom_on_two_nodes if exchange == "hierarchical" else train_idiom
-    results = ranks(world_size).run(train, name, exchange)
+    results = ranks(world_size).run(train, name, 0.2, exchange)
     runs = [run for run, _ in results]
     assert_replicas_equal(runs)
     assert_learns(runs[0])
@@ -80,49 +61,8 @@ def test_idiom_trains(ranks: Any, world_size: int, exchange: str, name: str) -> 
     assert_conserved([sums for _, sums in results])
 
 
-def watch_bytes(exchange: str) -> tuple[TrafficTotals, int]:
-    """One step's traffic and all that is held back then, in bytes, when buckets are as they will stay."""
-    strategy = DCTStrategy(compress="gradients", exchange=exchange)
-    watch = Watch(look=lambda trainer: strategy.traffic.totals)
-    trainer = trainer_for(
-        strategy, callbacks=[watch], **({"num_nodes": 2, "devices": 2} if exchange == "hierarchical" else {})
-    )
-    trainer.fit(Module(deep()), loader(3, 300, 300))
-    state = strategy.synchronizer.state_dict()
-    held = [*state["residuals"].values(), *(piece for parts in state["owned"].values() for piece in parts.values())]
-    return watch.seen[-1] - watch.seen[-2], sum(tensor.numel() * tensor.element_size() for tensor in held)
-
-
-def watch_bytes_on_two_nodes(exchange: str) -> tuple[TrafficTotals, int]:
-    with on_two_nodes():
-        return watch_bytes(exchange)
-
-
-def deep() -> nn.Module:
-    """3.6 MB: several buckets."""
-    return nn.Sequential(*(nn.Linear(300, 300) for _ in range(10)))
-
-
-@pytest.mark.parametrize(("exchange", "nodes"), [("all_gather", 4), ("two_phase", 4), ("hierarchical", 2)])
-def test_bytes_are_those_of_the_forecast(ranks: Any, exchange: str, nodes: int) -> None:
-    """Oracle: what `lightning-dct plan` says, to the byte."""
-    results = ranks(4).run(watch_bytes_on_two_nodes if nodes == 2 else watch_bytes, exchange)
-    workload = workload_of(deep())
-    assert len(workload.buckets) > 1
-    layout = layout_of(4, nodes)
-    step, dense = (
-        compressed_step(exchange, DCTConfig(compress="gradients"), workload, layout),
-        dense_step(workload, layout),
-    )
-    assert [[counted.bytes_sent, counted.bytes_inside_node] for counted, _ in results] == step.sent.tolist()
-    assert [counted.bytes_dense for counted, _ in results] == dense.sent[:, 0].tolist()
-    assert [held for _, held in results] == step.residual_bytes.tolist()
-
-
 def refused(settings: dict[str, Any]) -> str:
-    with pytest.raises(ValueError) as caught:
-        fit(DCTStrategy(compress="gradients", **settings), Module(), 2)
-    return str(caught.value)
+    return message_of(fit, DCTStrategy(compress="gradients", **settings), Module(), 2)
 
 
 def test_by_node_on_one_node_is_refused_on_every_rank(ranks: Any) -> None:
@@ -149,15 +89,10 @@ def fit_twice(settings: dict[str, Any]) -> tuple[list[str], int, int]:
     with on_two_nodes():
         trainer = trainer_for(strategy, callbacks=[watch], num_nodes=2, devices=2)
         trainer.fit(Module(), loader(4, 40, 8))
-        trainer.test(WithTest(), loader(1, 40, 8), verbose=False)
+        trainer.test(Module(), loader(1, 40, 8), verbose=False)
         trainer.fit_loop.max_epochs = 2
         trainer.fit(Module(), loader(4, 40, 8))
     return watch.hashes, strategy.traffic.totals.steps, len(dist.distributed_c10d._world.pg_names) - before
-
-
-class WithTest(Module):
-    def test_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return self.loss(batch)
 
 
 @pytest.mark.parametrize(

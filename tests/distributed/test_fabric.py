@@ -15,7 +15,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
 
 from distributed.harness import RankFailure
-from distributed.training import Module, Noise, Perceptron, fit, rank
+from distributed.training import Module, Noise, Perceptron, fit, launched, rank, train_in_fabric
 from lightning_dct import DCTStrategy
 from lightning_dct.fabric import DCTStrategy as FabricDCTStrategy
 from one_card import accelerator
@@ -23,14 +23,22 @@ from one_card import accelerator
 STEPS = 12
 
 
+def set_up(fabric: Fabric, **settings: Any) -> tuple[Any, Any]:
+    """A model and its optimizer."""
+    module = Perceptron()
+    return fabric.setup(module, torch.optim.SGD(module.parameters(), **{"lr": 0.05, **settings}))
+
+
+def flat(module: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+
+
 def train_with_fabric(settings: dict[str, Any] | None, checkpoint: Path | None = None) -> dict[str, Any]:
     """Train with Fabric; with a checkpoint, save half way, spoil everything and load it again."""
     strategy = FabricDDPStrategy() if settings is None else FabricDCTStrategy(**{"compress": "gradients", **settings})
-    fabric = Fabric(accelerator=accelerator(), devices=dist.get_world_size(), strategy=strategy)
-    fabric.launch()
+    fabric = launched(strategy)
     torch.manual_seed(0)
-    module = Perceptron()
-    module, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9))
+    module, optimizer = set_up(fabric, momentum=0.9)
     data = Noise(STEPS, 40, 8, rank=rank())
     for step in range(STEPS):
         if checkpoint is not None and step == STEPS // 2:
@@ -47,10 +55,9 @@ def train_with_fabric(settings: dict[str, Any] | None, checkpoint: Path | None =
         optimizer.step()
         optimizer.zero_grad()
     totals = None if settings is None else strategy.traffic.totals
-    own = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+    own = flat(module)
     with nullcontext() if settings is None else strategy.shared_weights():
-        weights = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
-    return {"weights": weights, "own": own, "totals": totals}
+        return {"weights": flat(module), "own": own, "totals": totals}
 
 
 def test_dense_fabric_equals_ddp(ranks: Any) -> None:
@@ -70,10 +77,8 @@ def test_compressed_fabric_counts_and_refreshes(ranks: Any) -> None:
 
 def train_without_fabrics_backward(compress: str) -> int:
     strategy = FabricDCTStrategy(compress=compress, local_steps=1, density=0.05, refresh_every=5, adapt_threshold=False)
-    fabric = Fabric(accelerator=accelerator(), devices=dist.get_world_size(), strategy=strategy)
-    fabric.launch()
-    module = Perceptron()
-    module, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.05))
+    fabric = launched(strategy)
+    module, optimizer = set_up(fabric)
     for inputs, _ in Noise(STEPS, 40, 8, rank=rank()):
         module(fabric.to_device(inputs)).square().mean().backward()
         optimizer.step()
@@ -95,10 +100,9 @@ def test_fabric_checkpoints_hold_the_compression_state(ranks: Any, tmp_path: Pat
     assert len(list((tmp_path / "fabric.ckpt.module-0.dct").iterdir())) == 2
 
 
-@pytest.mark.parametrize("settings", [{"overlap_steps": 2}])
-def test_updates_are_exchanged_and_saved(ranks: Any, tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_updates_are_exchanged_and_saved(ranks: Any, tmp_path: Path) -> None:
     """Oracle: shared weights equal on all ranks, own ones not, and a run that is loaded half way, within a round."""
-    settings = {"compress": "updates", "local_steps": 4, "density": 0.2, **settings}
+    settings = {"compress": "updates", "local_steps": 4, "density": 0.2, "overlap_steps": 2}
     one, other = ranks(2).run(train_with_fabric, settings)
     assert torch.equal(one["weights"], other["weights"])
     assert not torch.equal(one["own"], other["own"])
@@ -123,14 +127,10 @@ class Bounded(torch.nn.Module):
 
 def train_bounded() -> dict[str, torch.Tensor]:
     strategy = FabricDCTStrategy(local_steps=1, density=0.1)
-    fabric = Fabric(accelerator=accelerator(), devices=dist.get_world_size(), strategy=strategy)
-    fabric.launch()
+    fabric = launched(strategy)
     module = Bounded()
     module, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
-    for inputs, _ in Noise(6, 40, 8, rank=rank()):
-        fabric.backward(module(fabric.to_device(inputs)).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
+    train_in_fabric(fabric, module, optimizer, 6)
     with strategy.shared_weights():
         return {name: weights.clone() for name, weights in module.state_dict().items()}
 
@@ -144,22 +144,16 @@ def test_a_forward_may_write_other_weights_on_each_rank(ranks: Any) -> None:
 def load_within_an_evaluation(path: Path) -> bool:
     """Whether a rank's own weights are those that were saved after a checkpoint is loaded in mid-run."""
     strategy = FabricDCTStrategy(local_steps=1, density=0.1)
-    fabric = Fabric(accelerator=accelerator(), devices=dist.get_world_size(), strategy=strategy)
-    fabric.launch()
-    module = Perceptron()
-    module, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
-    found = []
-    for inputs, _ in Noise(6, 40, 8, rank=rank()):
-        fabric.backward(module(fabric.to_device(inputs)).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append([weights.clone() for weights in module.parameters()])
-        if len(found) == 3:
-            fabric.save(path, {"module": module, "optimizer": optimizer})
+    fabric = launched(strategy)
+    module, optimizer = set_up(fabric)
+    train_in_fabric(fabric, module, optimizer, 3)
+    saved = flat(module)
+    fabric.save(path, {"module": module, "optimizer": optimizer})
+    train_in_fabric(fabric, module, optimizer, 3)
+    later = flat(module)
     with strategy.shared_weights():
         fabric.load(path, {"module": module, "optimizer": optimizer})
-    now = list(module.parameters())
-    return all(map(torch.equal, found[2], now)) and not any(map(torch.equal, found[5], now))
+    return torch.equal(saved, flat(module)) and not torch.equal(saved, later)
 
 
 def test_a_checkpoint_may_be_loaded_within_an_evaluation(ranks: Any, tmp_path: Path) -> None:
@@ -169,14 +163,10 @@ def test_a_checkpoint_may_be_loaded_within_an_evaluation(ranks: Any, tmp_path: P
 def evaluate_within_an_evaluation() -> bool:
     """Whether the weights and buffers of an evaluation stay when another one within it ends, and its own afterwards."""
     strategy = FabricDCTStrategy(density=0.1)
-    fabric = Fabric(accelerator=accelerator(), devices=dist.get_world_size(), strategy=strategy)
-    fabric.launch()
+    fabric = launched(strategy)
     original = torch.nn.Sequential(torch.nn.Linear(40, 8), torch.nn.BatchNorm1d(8))
     module, optimizer = fabric.setup(original, torch.optim.SGD(original.parameters(), lr=0.1))
-    for inputs, _ in Noise(3, 40, 8, rank=rank()):
-        fabric.backward(module(fabric.to_device(inputs)).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
+    train_in_fabric(fabric, module, optimizer, 3)
 
     def now() -> list[torch.Tensor]:
         return [value.clone() for value in original.state_dict().values()]
@@ -195,8 +185,7 @@ def test_an_evaluation_within_another(ranks: Any) -> None:
 
 
 def save_fewer_modules(path: Path) -> None:
-    fabric = Fabric(accelerator=accelerator(), devices=dist.get_world_size(), strategy=FabricDCTStrategy())
-    fabric.launch()
+    fabric = launched(FabricDCTStrategy())
     modules = {name: fabric.setup_module(Perceptron()) for name in ("first", "second", "third")}
     fabric.save(path, modules)
     fabric.save(path, {"first": modules["first"]})
@@ -209,8 +198,7 @@ def test_a_save_removes_what_modules_of_an_earlier_one_have_left(ranks: Any, tmp
 
 def save_or_load_two_modules(path: Path, load: bool) -> None:
     """Save two modules of one shape, or load them."""
-    fabric = Fabric(accelerator=accelerator(), devices=dist.get_world_size(), strategy=FabricDCTStrategy(density=0.2))
-    fabric.launch()
+    fabric = launched(FabricDCTStrategy(density=0.2))
     state = {name: fabric.setup_module(Perceptron()) for name in ("first", "second")}
     if load:
         fabric.load(path, state)
@@ -276,10 +264,8 @@ def load_the_model_alone(path: Path) -> list[float]:
     """Rates before a save and after a load into a model with another optimizer."""
     rates = []
     for rate in (0.01, 1e-5):
-        fabric = Fabric(accelerator=accelerator(), devices=dist.get_world_size(), strategy=FabricDCTStrategy())
-        fabric.launch()
-        module = Perceptron()
-        model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=rate))
+        fabric = launched(FabricDCTStrategy())
+        model, optimizer = set_up(fabric, lr=rate)
         if rate == 0.01:
             fabric.backward(model(torch.ones(4, 40, device=fabric.device)).sum())
             optimizer.step()
@@ -298,25 +284,23 @@ def load_with_another_rate(path: Path) -> list[tuple[list[float], bool]]:
     """The rates after a load and whether each rank has its own momentum: of what was saved, and of a file edited."""
     found = []
     for rate in (0.1, 0.001):
-        fabric = Fabric(accelerator=accelerator(), devices=dist.get_world_size(), strategy=FabricDCTStrategy())
-        fabric.launch()
-        module = Perceptron()
-        model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9))
+        fabric = launched(FabricDCTStrategy())
+        model, optimizer = set_up(fabric, lr=0.1, momentum=0.9)
         state = {"model": model, "optimizer": optimizer}
         fabric.backward(model(torch.full((4, 40), 1.0 + rank(), device=fabric.device)).sum())
         optimizer.step()
         optimizer.param_groups[0]["momentum"] = 0.5 + 0.1 * rank()  # as methods that adapt it on each rank
-        momentum = optimizer.state[module.gain]["momentum_buffer"].clone()
+        momentum = optimizer.state[model.gain]["momentum_buffer"].clone()
         fabric.save(path, state)
         if rank() == 0:
             edited = torch.load(path)
             edited["optimizer"]["param_groups"][0]["lr"] = rate
             torch.save(edited, path)
         fabric.barrier()
-        optimizer.load_state_dict(torch.optim.SGD(module.parameters(), lr=7.0).state_dict())
+        optimizer.load_state_dict(torch.optim.SGD(model.parameters(), lr=7.0).state_dict())
         fabric.load(path, state)
         (group,) = optimizer.param_groups
-        is_own = torch.equal(optimizer.state[module.gain]["momentum_buffer"], momentum)
+        is_own = torch.equal(optimizer.state[model.gain]["momentum_buffer"], momentum)
         found.append(([group["lr"], group["momentum"]], is_own))
     return found
 
@@ -332,21 +316,16 @@ def load_a_checkpoint_of_plain_ddp(path: Path, compress: str) -> list[bool]:
     """Whether residuals are there before and after, while updates are in flight, and whether a rank has its own."""
     rounds = {"local_steps": 2, "warmup_steps": 0, "overlap_steps": 2} if compress == "updates" else {}
     strategy = FabricDCTStrategy(compress=compress, density=0.1, **rounds)
-    fabric = Fabric(accelerator=accelerator(), devices=dist.get_world_size(), strategy=strategy)
-    fabric.launch()
-    module = Perceptron()
-    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.05))
+    fabric = launched(strategy)
+    model, optimizer = set_up(fabric)
     if rank() == 0:
-        torch.save({"model": module.state_dict()}, path)
+        torch.save({"model": model.state_dict()}, path)
     fabric.barrier()
-    for inputs, _ in Noise(4, 40, 8, rank=rank()):
-        fabric.backward(model(fabric.to_device(inputs)).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
+    train_in_fabric(fabric, model, optimizer, 4)
     before, steps = strategy.synchronizers[0].norm(), strategy.traffic.totals.steps
     fabric.load(path, {"model": model})
     same = torch.load(path)["model"]
-    alike = all(torch.equal(same[name].to(one.device), one) for name, one in module.state_dict().items())
+    alike = all(torch.equal(same[name].to(one.device), one) for name, one in model.state_dict().items())
     return [before > 0.0, strategy.synchronizers[0].norm() > 0.0, alike, steps == strategy.traffic.totals.steps]
 
 
@@ -358,34 +337,22 @@ def test_residuals_start_at_zero_without_a_saved_state(ranks: Any, tmp_path: Pat
 
 def load_one_of_two(path: Path) -> list[bool]:
     """Whether a module that nobody loads goes on, and whether one is found in a program with fewer modules."""
-
-    def set_up(fabric: Fabric) -> tuple[Any, Any]:
-        module = Perceptron()
-        return fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9))
+    settings = {"local_steps": 2, "warmup_steps": 0, "overlap_steps": 1, "density": 0.2}
 
     def train(fabric: Fabric, module: Any, optimizer: Any) -> torch.Tensor:
-        for inputs, _ in Noise(3, 40, 8, rank=rank()):
-            fabric.backward(module(fabric.to_device(inputs)).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
-        return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+        train_in_fabric(fabric, module, optimizer, 3)
+        return flat(module)
 
-    def launched() -> Fabric:
-        strategy = FabricDCTStrategy(local_steps=2, warmup_steps=0, overlap_steps=1, density=0.2)
-        fabric = Fabric(accelerator=accelerator(), devices=dist.get_world_size(), strategy=strategy)
-        fabric.launch()
-        return fabric
-
-    fabric = launched()
-    (first, of_first), (second, of_second) = set_up(fabric), set_up(fabric)
+    fabric = launched(FabricDCTStrategy(**settings))
+    (first, of_first), (second, of_second) = set_up(fabric, momentum=0.9), set_up(fabric, momentum=0.9)
     train(fabric, first, of_first)
     train(fabric, second, of_second)
     fabric.save(path, {"first": first, "second": second, "of_first": of_first, "of_second": of_second})
     later = train(fabric, second, of_second)
     fabric.load(path, {"first": first, "of_first": of_first})
-    untouched = torch.equal(torch.cat([one.detach().flatten() for one in second.parameters()]), later)
-    other = launched()
-    alone, optimizer = set_up(other)
+    untouched = torch.equal(flat(second), later)
+    other = launched(FabricDCTStrategy(**settings))
+    alone, optimizer = set_up(other, momentum=0.9)
     other.load(path, {"second": alone, "of_second": optimizer})
     return [untouched, torch.equal(train(other, alone, optimizer), later)]
 
@@ -401,8 +368,7 @@ def train_folds(compress: str) -> tuple[list[bool], int]:
     A reference cycle keeps those of rank 1 until their memory is collected, which happens on each rank at its own time.
     """
     strategy = FabricDCTStrategy(compress=compress)
-    fabric = Fabric(accelerator=accelerator(), devices=dist.get_world_size(), strategy=strategy)
-    fabric.launch()
+    fabric = launched(strategy)
     kept: list[weakref.ref] = []
     for _ in range(3):
         original = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
@@ -431,8 +397,7 @@ def train_in_phases(path: Path, overlap_steps: int) -> tuple[list[bool], list[in
 
     def begin() -> tuple[Fabric, Any]:
         strategy = FabricDCTStrategy(local_steps=2, overlap_steps=overlap_steps, density=0.5, warmup_steps=0)
-        fabric = Fabric(accelerator=accelerator(), devices=dist.get_world_size(), strategy=strategy)
-        fabric.launch()
+        fabric = launched(strategy)
         torch.manual_seed(0)
         layers = torch.nn.Sequential(torch.nn.Linear(4, 40), torch.nn.BatchNorm1d(40))
         return fabric, fabric.setup_module(layers)
@@ -474,8 +439,7 @@ def test_an_optimizer_for_each_phase(ranks: Any, tmp_path: Path, overlap_steps: 
 
 
 def set_up_a_trunk_twice() -> None:
-    fabric = Fabric(accelerator=accelerator(), devices=dist.get_world_size(), strategy=FabricDCTStrategy())
-    fabric.launch()
+    fabric = launched(FabricDCTStrategy())
     trunk = torch.nn.Linear(8, 40)
     actor, critic = (torch.nn.Sequential(trunk, torch.nn.Linear(40, 1)) for _ in range(2))
     fabric.setup_module(actor)
@@ -494,8 +458,7 @@ def test_modules_that_share_parameters_are_refused(ranks: Any) -> None:
 
 def train_parts_of_a_list() -> list[torch.Tensor]:
     strategy = FabricDCTStrategy(density=0.2)
-    fabric = Fabric(accelerator=accelerator(), devices=dist.get_world_size(), strategy=strategy)
-    fabric.launch()
+    fabric = launched(strategy)
     part = torch.nn.Linear(40, 8)
     optimizer = fabric.setup(torch.nn.ModuleList([part]), torch.optim.SGD(part.parameters(), lr=0.1))[1]
     gc.collect()

@@ -22,6 +22,7 @@ from distributed.training import (
     assert_weights_close,
     assert_weights_equal,
     fit,
+    held_back,
     loader,
     local_gradients,
     perceptron,
@@ -174,7 +175,7 @@ IDIOMS = {
 }
 
 
-def train_idiom(name: str, density: float | None) -> Any:
+def train_idiom(name: str, density: float | None, exchange: Any = "auto", **nodes: Any) -> Any:
     """One run: with DDP when ``density`` is None."""
     idiom = IDIOMS[name]
     settings = dict(idiom.strategy)
@@ -183,15 +184,15 @@ def train_idiom(name: str, density: float | None) -> Any:
             settings.pop(ours, None)
         strategy: DDPStrategy = DDPStrategy(**settings)
     else:
-        strategy = DCTStrategy(compress="gradients", density=density, refresh_every=5, **settings)
+        strategy = DCTStrategy(compress="gradients", density=density, refresh_every=5, exchange=exchange, **settings)
     applied = Applied()
     module = idiom.module()
     with local_gradients() as given:
         watch = Watch()
-        trainer = trainer_for(strategy, callbacks=[watch, applied], **idiom.trainer)
+        trainer = trainer_for(strategy, callbacks=[watch, applied], **nodes, **idiom.trainer)
         trainer.fit(module, loader(BATCHES, 40, 8))
         run = summary(strategy, trainer.lightning_module, watch)
-    return run, (given, applied.sums, run.residuals)
+    return run, (given, applied.sums, held_back(run.state, given) if run.state else {})
 
 
 @pytest.mark.parametrize("name", IDIOMS)
@@ -401,22 +402,9 @@ def test_density_overrides(ranks: Any) -> None:
     assert ranks(2).run(train_with_overrides) == [expected] * 2
 
 
-class Evaluated(Module):
-    """Logs losses of validation and test, and predicts."""
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self.loss(batch), sync_dist=True)
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("test_loss", self.loss(batch), sync_dist=True)
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self(batch[0])
-
-
 def evaluate_around_fit(density: float | None) -> Any:
     strategy = DDPStrategy() if density is None else DCTStrategy(compress="gradients", density=density)
-    module = Evaluated()
+    module = Module()
     trainer = trainer_for(strategy, num_sanity_val_steps=1, val_check_interval=5)
     results = []
     for _ in range(2):
@@ -441,18 +429,8 @@ def test_validate_test_and_predict_around_fit(ranks: Any, density: float) -> Non
         assert results[3] < results[0]
 
 
-class Normalised(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = perceptron(out_features=8)
-        self.norm = nn.BatchNorm1d(8)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.norm(self.inner(inputs))
-
-
 def train_normalised(with_dct: bool) -> str:
-    module = Module(Normalised())
+    module = Module(nn.Sequential(perceptron(out_features=8), nn.BatchNorm1d(8)))
     strategy = DCTStrategy(compress="gradients", density=0.1) if with_dct else DDPStrategy()
     try:
         fit(strategy, module, 2, sync_batchnorm=True)

@@ -4,10 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy
 
 from distributed.training import Module, Watch, fit, loader, trainer_for
 from lightning_dct import CompressionMonitor, DCTStrategy, ThresholdRefresh
@@ -88,14 +86,3 @@ def test_callbacks_are_attached_once_and_the_users_win(ranks: Any, given: list[A
     assert names[:2] == ["FailureNotice", "EvaluationJoin"]
     assert names[-1] == "ModelCheckpoint"
     assert found == every_n_steps
-
-
-def fit_with_ddp() -> str:
-    with pytest.raises(MisconfigurationException) as caught:
-        fit(DDPStrategy(), Module(), 1, callbacks=[ThresholdRefresh(5)])
-    return str(caught.value)
-
-
-def test_callback_without_the_strategy_is_refused(ranks: Any) -> None:
-    """Oracle: an error on every rank that says what to change."""
-    assert all("needs `Trainer(strategy='dct')`" in message for message in ranks(2).run(fit_with_ddp))

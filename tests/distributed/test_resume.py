@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 
-from distributed.resuming import twice_ten_batches
+from distributed.resuming import AtStart, state_of, twice_ten_batches
 from distributed.training import (
     Applied,
     Module,
@@ -86,19 +85,6 @@ def resume(path: Path, with_dct: bool, batches: int) -> Run:
     return fit(strategy, Module(), batches, ckpt_path=str(path), max_epochs=2)
 
 
-def resume_message(path: Path) -> str:
-    with pytest.raises(FileNotFoundError) as caught:
-        resume(path, True, 4)
-    return str(caught.value)
-
-
-def test_missing_state_is_named(ranks: Any, path: Path) -> None:
-    """Oracle: FileNotFoundError on every rank, with the folder in it."""
-    Path(f"{path}.dct").rename(path.parent / "elsewhere")
-    for message in ranks(2).run(resume_message, path):
-        assert f"Put the folder '{path}.dct' beside the checkpoint" in message
-
-
 def rotate_ddp(folder: Path) -> Run:
     return fit(DDPStrategy(), Module(), 20, enable_checkpointing=True, callbacks=[saver(folder)])
 
@@ -165,16 +151,9 @@ def residuals_in(folder: Path, world_size: int) -> list[dict[str, torch.Tensor]]
     return [state["residuals"] for state in states_in(folder, world_size)]
 
 
-class StateAtStart(Callback):
-    """Looks at what this rank starts from."""
-
-    def on_train_start(self, trainer: Trainer, *_: Any) -> None:
-        self.state = trainer.strategy.synchronizer.state_dict()
-
-
 def train_sharded(folder: Path, resumed: Path | None, epochs: int) -> tuple[dict[str, Any], Run]:
     """Ten steps an epoch, each of which ends in a checkpoint."""
-    start = StateAtStart()
+    start = AtStart(state_of)
     run = fit(
         DCTStrategy(compress="gradients", density=0.2, exchange="two_phase", bucket_cap_mb=0.0005),
         Module(),
@@ -184,7 +163,7 @@ def train_sharded(folder: Path, resumed: Path | None, epochs: int) -> tuple[dict
         callbacks=[saver(folder), start],
         max_epochs=epochs,
     )
-    return start.state, run
+    return start.seen, run
 
 
 def test_what_owners_hold_back_survives_other_numbers_of_ranks(ranks: Any, tmp_path: Path) -> None:
@@ -209,22 +188,6 @@ def test_what_owners_hold_back_survives_other_numbers_of_ranks(ranks: Any, tmp_p
     assert alone.synchronisations >= 40
     # With nobody to exchange with, everything that was held back has gone out.
     assert not any(residual.any() for residual in alone.residuals.values())
-
-
-def load_bad(path: Path) -> str:
-    with pytest.raises(ValueError) as caught:
-        fit(DCTStrategy(compress="gradients", **SETTINGS), Module(perceptron(hidden=24)), 24, ckpt_path=str(path))
-    return str(caught.value)
-
-
-def test_state_of_another_format_is_refused(ranks: Any, path: Path) -> None:
-    """Oracle: an error that names the version and the remedy, on every rank."""
-    checkpoint = torch.load(path, weights_only=True)
-    checkpoint["lightning_dct"]["format_version"] = 99
-    torch.save(checkpoint, path)
-    for message in ranks(2).run(load_bad, path):
-        assert "format version 99" in message
-        assert "Resume with the version that saved it" in message
 
 
 def resume_densely(path: Path) -> Any:

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from callbacks import test_accordion as accordion
+from differences import assert_same
 from distributed import test_loss_scaling as loss_scaling
-from distributed.resuming import assert_same, fit_half
+from distributed.resuming import fit_half
 from embedding import test_growing as growing
 from embedding import test_hybrid as hybrid
 from embedding import test_pruning as pruning

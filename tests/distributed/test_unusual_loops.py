@@ -1,6 +1,5 @@
 """Loops and models that are allowed and rare: all ranks end with the same weights, or are told why they cannot."""
 
-import warnings
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -9,16 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from distributed.harness import RankFailure
-from distributed.training import Module, Watch, fit, loader, perceptron, rank, trainer_for
+from distributed.training import Module, Watch, fit, launched, loader, perceptron, rank, trainer_for, warnings_of
 from lightning_dct import DCTStrategy
 from lightning_dct.fabric import DCTStrategy as FabricStrategy
-from one_card import accelerator
 
 SETTINGS = {"density": 0.3, "local_steps": 2, "warmup_steps": 0}
 EVERY_STEP = {"density": 0.3, "local_steps": 1, "warmup_steps": 0}
@@ -112,8 +109,7 @@ def test_fabric_refuses_them_too(ranks: Any) -> None:
 
 
 def step_in_fabric() -> None:
-    fabric = Fabric(accelerator=accelerator(), devices=2, strategy=FabricStrategy(**SETTINGS))
-    fabric.launch()
+    fabric = launched(FabricStrategy(**SETTINGS))
     bare = perceptron()
     optimizer = torch.optim.SGD(bare.parameters(), 0.1)
     model, _ = fabric.setup(bare, optimizer)
@@ -283,10 +279,7 @@ class Copies(Module):
 
 
 def train_copies() -> list[str]:
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        fit(DCTStrategy(), Copies(), 3)
-    return [str(warning.message) for warning in told]
+    return warnings_of(fit, DCTStrategy(), Copies(), 3)
 
 
 def test_an_optimizer_of_copies_is_told_that_nothing_is_exchanged(ranks: Any) -> None:

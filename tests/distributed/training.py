@@ -2,13 +2,16 @@
 
 import hashlib
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
+from lightning.fabric import Fabric
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
@@ -94,6 +97,15 @@ class Module(LightningModule):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         return self.loss(batch)
 
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("test_loss", self.loss(batch), sync_dist=True)
+
+    def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return self(batch[0])
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return self.optimizer(
             [parameter for parameter in self.parameters() if parameter.requires_grad], **self.optimizer_settings
@@ -138,7 +150,8 @@ def hash_of(module: nn.Module) -> str:
     """Differs when one bit of one weight differs."""
     digest = hashlib.sha1()
     for _, tensor in sorted(module.state_dict().items()):
-        digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
+        if isinstance(tensor, Tensor) and not tensor.is_meta:  # as what another stage has
+            digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -151,8 +164,8 @@ def on_two_nodes() -> Iterator[None]:
         yield
 
 
-def trainer_for(strategy: DDPStrategy, **settings: Any) -> Trainer:
-    """A quiet Trainer on the ranks that are already there."""
+def trainer_for(strategy: Any, **settings: Any) -> Trainer:
+    """A quiet Trainer on the ranks that are already there, or in one process."""
     settings = {
         "logger": False,
         "enable_checkpointing": False,
@@ -160,10 +173,25 @@ def trainer_for(strategy: DDPStrategy, **settings: Any) -> Trainer:
         "enable_model_summary": False,
         "use_distributed_sampler": False,
         "max_epochs": 1,
-        "devices": int(os.environ["WORLD_SIZE"]),
+        "devices": int(os.environ.get("WORLD_SIZE", "1")),
         **settings,
     }
     return Trainer(accelerator=accelerator(), strategy=strategy, **settings)
+
+
+def launched(strategy: Any) -> Fabric:
+    """Fabric on the ranks that are already there."""
+    fabric = Fabric(accelerator=accelerator(), devices=int(os.environ["WORLD_SIZE"]), strategy=strategy)
+    fabric.launch()
+    return fabric
+
+
+def train_in_fabric(fabric: Fabric, module: nn.Module, optimizer: Any, steps: int) -> None:
+    """Draw a module's outputs to zero."""
+    for inputs, _ in Noise(steps, 40, 8, rank=rank()):
+        fabric.backward(module(fabric.to_device(inputs)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def fit(
@@ -181,6 +209,21 @@ def fit(
     data = loader(batches, 40, 8) if isinstance(batches, int) else batches
     trainer.fit(module, data, ckpt_path=ckpt_path)
     return summary(strategy, module, watch)
+
+
+def message_of(function: Callable[..., Any], *arguments: Any, **settings: Any) -> str:
+    """What the error says that a function must end with."""
+    with pytest.raises(Exception) as caught:
+        function(*arguments, **settings)
+    return str(caught.value)
+
+
+def warnings_of(function: Callable[..., Any], *arguments: Any, **settings: Any) -> list[str]:
+    """What a function warns of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        function(*arguments, **settings)
+    return [str(one.message) for one in caught]
 
 
 def summary(strategy: DDPStrategy, module: LightningModule, watch: Watch) -> Run:

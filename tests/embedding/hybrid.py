@@ -1,7 +1,6 @@
 """A small hybrid-parallel model: sharded tables below, a replicated network on top."""
 
 import os
-import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from distributed.training import trainer_for
+from distributed.training import trainer_for, warnings_of
 from embedding.training import generator
 from lightning_dct import DCTStrategy, RowWiseAdagrad, ShardedEmbeddingBags
 
@@ -32,12 +31,14 @@ ALL_GRADIENTS = {"compress": "gradients", **EVERYTHING}
 
 
 class Hybrid(LightningModule):
+    dim = DIM
+
     def __init__(self, exchange: dict[str, Any], optimizer: str = "sgd", learning_rate: float = 0.2) -> None:
         super().__init__()
-        self.tables = ShardedEmbeddingBags(TABLE_ROWS, DIM, seed=5, **exchange)
+        self.tables = ShardedEmbeddingBags(TABLE_ROWS, self.dim, seed=5, **exchange)
         with torch.random.fork_rng():
             torch.manual_seed(9)
-            self.top = nn.Sequential(nn.Linear(len(TABLE_ROWS) * DIM, 8), nn.Tanh(), nn.Linear(8, 1))
+            self.top = nn.Sequential(nn.Linear(len(TABLE_ROWS) * self.dim, 8), nn.Tanh(), nn.Linear(8, 1))
         self.optimizer, self.learning_rate = optimizer, learning_rate
         self.unused_dense: list[bool] = []
 
@@ -149,10 +150,8 @@ def resume(path: str, make: Callable[..., Hybrid], exchange: dict[str, Any]) -> 
     """Train on from a checkpoint; what this rank has at the start, and the warnings."""
     module, seen = make(exchange, "adagrad"), []
     module.on_train_start = lambda: seen.append(whole(module))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fit(module, 4, path, max_epochs=2)
-    return seen[0], [str(warning.message) for warning in caught if "max_rows" in str(warning.message)]
+    said = warnings_of(fit, module, 4, path, max_epochs=2)
+    return seen[0], [one for one in said if "max_rows" in one]
 
 
 def files_in(folder: str) -> list[str]:

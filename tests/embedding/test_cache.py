@@ -1,3 +1,5 @@
+"""Which rows are remembered, and what of them: against dicts."""
+
 from typing import Any
 from unittest import mock
 
@@ -6,10 +8,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
+from distributed.harness import RankFailure
 from embedding.plain_directory import PlainCache
+from lightning_dct import ShardedEmbeddingBags
 from lightning_dct.embedding import cache as cache_module
-from lightning_dct.embedding.cache import RowCache
+from lightning_dct.embedding.cache import RememberedRows, RowCache, add_entries
 from strategies_for_hypothesis import examples
 
 UNIVERSE = 24
@@ -117,3 +122,168 @@ def test_many_rows_are_found_where_they_were_put() -> None:
             assert (row not in where) if new else (where[row] == slot)
             where[row] = slot
         assert slots_of(cache) == where
+
+
+PLACES, DIM = 30, 3
+histories = st.lists(st.sets(st.integers(0, PLACES - 1), max_size=10).map(sorted), min_size=1, max_size=15)
+
+
+def initial(places: np.ndarray) -> Tensor:
+    return torch.from_numpy(places)[:, None] * 10.0 + torch.arange(DIM) + 0.5
+
+
+def remembered(capacity: int, with_residual: bool = True, dtype: torch.dtype = torch.float32) -> RememberedRows:
+    return RememberedRows(capacity, PLACES, 2, initial, torch.empty(0, DIM, dtype=dtype), with_residual)
+
+
+def places_of(rows: list[int]) -> np.ndarray:
+    return np.array(rows, dtype=np.int64)
+
+
+@given(capacity=st.integers(1, 12), history=histories, resumed_at=st.none() | st.integers(0, 14))
+@examples(60)
+def test_the_same_as_dicts(capacity: int, history: list[list[int]], resumed_at: int | None) -> None:
+    """Copies and residuals of the rows in the cache, the residuals of those that went, and never more room than due."""
+    rows, mirror = remembered(capacity), remembered(capacity, with_residual=False)
+    copies: dict[int, Tensor] = {}
+    residuals: dict[int, Tensor] = {}
+    largest, number = 0, 1.0
+    for step, wanted in enumerate(history):
+        if step == resumed_at:
+            state, rows = rows.state_dict(), remembered(capacity)
+            rows.load_state_dict(state)
+            assert len(rows.copies) == rows.cache.num_slots
+        admission, flushed = rows.admit(places_of(wanted))
+        same, nothing = mirror.admit(places_of(wanted))
+        assert nothing.shape == (len(same.evicted), 0)
+        assert same.evicted.tolist() == admission.evicted.tolist()
+        assert flushed.shape == (len(admission.evicted), DIM)
+        for row, left in zip(admission.evicted.tolist(), flushed, strict=True):
+            assert torch.equal(left, residuals.pop(row))
+            del copies[row]
+        for row, slot in zip(wanted, admission.slots.tolist(), strict=True):
+            assert torch.equal(rows.copies[slot], copies.get(row, initial(places_of([row]))[0]))
+            assert torch.equal(rows.residual[slot], residuals.get(row, torch.zeros(DIM)))
+            copies[row], residuals[row] = torch.full((DIM,), number), torch.full((DIM,), -number)
+            rows.copies[slot], rows.residual[slot] = copies[row], residuals[row]
+            number += 1
+        assert sorted(copies) == rows.cache.contents()[0].tolist()
+        # Room at least doubles, so that it is made seldom, but never beyond what can be used.
+        largest = max(largest, len(wanted))
+        for own in (rows.copies, rows.residual, mirror.copies):
+            assert rows.cache.num_slots <= len(own) <= max(capacity, largest)
+        assert rows.copies.shape[1:] == rows.residual.shape[1:] == mirror.copies.shape[1:] == (DIM,)
+        assert mirror.residual.shape[1] == 0
+
+
+def test_room_is_doubled() -> None:
+    rows, rooms = remembered(20), []
+    for row in range(PLACES):
+        rows.admit(places_of([row]))
+        rooms.append(len(rows.copies))
+    assert sorted(set(rooms)) == [1, 2, 4, 8, 16, 20]
+    assert rooms == sorted(rooms)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_is_flushed_is_a_copy_of_its_own(dtype: torch.dtype) -> None:
+    rows = remembered(1, dtype=dtype)
+    admission, _ = rows.admit(places_of([5]))
+    rows.residual[admission.slots] = torch.tensor([[1.0, 2.0, 3.0]], dtype=dtype)
+    _, flushed = rows.admit(places_of([6]))  # in the same slot
+    assert flushed.dtype == dtype
+    assert flushed.tolist() == [[1.0, 2.0, 3.0]]
+    assert rows.residual.tolist() == [[0.0, 0.0, 0.0]]
+    # When the row comes back it begins anew.
+    admission, _ = rows.admit(places_of([5]))
+    assert torch.equal(rows.copies[admission.slots], initial(places_of([5])).to(dtype))
+    assert not rows.residual.any()
+
+
+@pytest.mark.parametrize("with_residual", [True, False])
+def test_a_saved_state_is_frozen_and_whole(with_residual: bool) -> None:
+    rows = remembered(8, with_residual)
+    for wanted in ([1, 4, 9], [4], [2, 4]):
+        admission, _ = rows.admit(places_of(wanted))
+        rows.copies[admission.slots] += 1
+        if with_residual:
+            rows.residual[admission.slots] -= 2
+    rows.thresholds[1] = 0.25
+    state = rows.state_dict()
+    assert len(state["copies"]) == 4, "room that was made ahead is not saved"
+    kept = {name: state[name].clone() for name in ("thresholds", "copies", "residual")}
+    resumed = remembered(8, with_residual)
+    resumed.load_state_dict(state)
+    for one in (rows, resumed):
+        one.copies.zero_()
+        one.thresholds[:] = 7
+        one.admit(places_of([12, 13]))
+    assert all(torch.equal(state[name], value) for name, value in kept.items())
+    resumed.load_state_dict(state)
+    assert resumed.thresholds.tolist() == [0.0, 0.25]
+    assert torch.equal(resumed.copies, kept["copies"])
+    assert torch.equal(resumed.residual, kept["residual"])
+
+
+def request_twice(cache_rows: int, pool_first: bool, backward: bool) -> list[float]:
+    tables = ShardedEmbeddingBags([40], DIM, cache_rows=cache_rows, density=1.0, value_format="fp32")
+    tables.materialize()
+    first = tables.request(torch.arange(10).view(-1, 1))
+    pooled = first.pooled() if pool_first else None
+    second = tables.request(torch.arange(30, 40).view(-1, 1)).pooled()
+    pooled = first.pooled() if pooled is None else pooled
+    if backward:
+        (pooled - second).sum().backward()
+    return tables.weight.grad.to_dense().sum(dim=0).tolist()
+
+
+@pytest.mark.parametrize("pool_first", [True, False])
+def test_rows_must_stay_until_their_backward(ranks: Any, pool_first: bool) -> None:
+    found = ranks(2).run(request_twice, 20, pool_first, True)
+    assert sum(torch.tensor(found)).tolist() == [0.0] * DIM
+    # Pooling them would write into the copies of other rows.
+    with pytest.raises(RankFailure, match=r"between a request and its backward.*`cache_rows` \(5\).*Raise it"):
+        ranks(2).run(request_twice, 5, pool_first, pool_first)
+
+
+@given(
+    data=st.data(),
+    slots=st.lists(st.integers(0, 9), unique=True, max_size=6),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+@examples(60)
+def test_add_entries(data: st.DataObject, slots: list[int], dtype: torch.dtype) -> None:
+    rows = torch.arange(10.0 * DIM, dtype=dtype).view(10, DIM)
+    expected = rows.clone()
+    positions = data.draw(st.lists(st.integers(0, max(len(slots) * DIM - 1, 0)), unique=True)) if slots else []
+    values = [index + 0.25 for index in range(len(positions))]
+    for position, value in zip(positions, values, strict=True):
+        expected[slots[position // DIM], position % DIM] += value
+    numbers = torch.tensor(positions, dtype=torch.int64)
+    add_entries(rows, torch.tensor(slots, dtype=torch.int64), numbers, torch.tensor(values, dtype=torch.float32))
+    assert torch.equal(rows, expected)
+
+
+def copies_of(pooled: list[int]) -> list[dict[int, Tensor]]:
+    """This rank's copies of the others, and the others' copies of its rows, after looks-up pooled so many times."""
+    tables = ShardedEmbeddingBags([40, 30], DIM, density=0.3, cache_rows=100)
+    tables.materialize()
+    optimizer = torch.optim.SGD(tables.parameters(), 1.0)
+    for step, times in enumerate(pooled):
+        lookup = tables.request(torch.arange(step, 20 + step).view(-1, 2))
+        outputs = [lookup.pooled() for _ in range(times)]
+        if outputs:
+            sum(output.square().sum() for output in outputs).backward()
+            assert all(torch.equal(output, outputs[0]) for output in outputs)
+            optimizer.step()
+            optimizer.zero_grad()
+    state = tables.compression_state()
+    return [{peer: rows["copies"] for peer, rows in state[part].items()} for part in ("held", "mirrors")]
+
+
+def test_both_ends_have_the_same_copies_however_often_a_look_up_is_pooled(ranks: Any) -> None:
+    """Oracle: the owner's copies of what the other rank has, bitwise."""
+    (held_0, mirrors_0), (held_1, mirrors_1) = ranks(2).run(copies_of, [1, 2, 0, 1, 3, 0])
+    assert torch.equal(held_0[1], mirrors_1[0])
+    assert torch.equal(held_1[0], mirrors_0[1])
+    assert held_0[1].abs().sum() > 0

@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from distributed.training import message_of
 from lightning_dct import CheckpointError, ShardedEmbeddingBags
 from lightning_dct.embedding.collected import RowCollectives
-from lightning_dct.traffic import Traffic, TrafficTotals
+from lightning_dct.traffic import Traffic
 
 CPU = torch.device("cpu")
 
@@ -18,16 +19,6 @@ CPU = torch.device("cpu")
 def payload(rank: int, peer: int) -> torch.Tensor:
     """``rank`` sends ``peer`` as many bytes as their numbers say, none to some."""
     return torch.full(((rank * 3 + peer) % 4 * 5,), rank * 10 + peer, dtype=torch.uint8)
-
-
-def test_a_single_process_hears_itself_and_sends_nothing() -> None:
-    exchange, traffic = RowCollectives(None, CPU), Traffic()
-    assert (exchange.rank, exchange.world_size) == (0, 1)
-    told = np.array([[3, 2**31 - 1]])
-    assert exchange.announce(told, traffic).tolist() == told.tolist()
-    sent = {0: torch.arange(5, dtype=torch.uint8)}
-    assert torch.equal(exchange.start(sent, {0: 5}, traffic)()[0], sent[0])
-    assert traffic.totals == TrafficTotals()
 
 
 @pytest.mark.parametrize("grad", [True, False])
@@ -120,9 +111,7 @@ def copied_and_pickled_with_a_lookup_under_way() -> tuple[bool, str]:
     for lookup in (copy.deepcopy(tables).request(ids), started):
         lookup.pooled().sum().backward()
         gradients.append(lookup._module.weight.grad.to_dense())
-    with pytest.raises(TypeError) as refused:
-        torch.save(tables, io.BytesIO())
-    return torch.equal(*gradients), str(refused.value)
+    return torch.equal(*gradients), message_of(torch.save, tables, io.BytesIO())
 
 
 def test_tables_are_copied_and_not_pickled(ranks: Any) -> None:

@@ -316,15 +316,6 @@ def test_ids_without_rows_give_the_default_row_and_learn_nothing() -> None:
         assert torch.equal(tables(torch.tensor([[6, 6]])), default)
 
 
-def test_more_rows_than_there_is_room_for() -> None:
-    tables = make(max_rows=3)
-    pooled = tables(torch.arange(10).view(-1, 1))
-    pooled.sum().backward()
-    assert tables.weight.grad.to_dense().sum() == 3 * 4
-    assert (len(tables.directory.rows), len(tables.weight)) == (3, 3)
-    assert tables.traffic.totals.admitted_rows == 3
-
-
 def test_a_state_dict_carries_rows_and_where_they_are() -> None:
     tables, other = make(max_rows=5), make(max_rows=5)
     ids = spread(torch.arange(4)).view(-1, 1)

@@ -5,14 +5,13 @@ import os
 
 import pytest
 import torch
-from lightning.fabric import Fabric
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from distributed.harness import RankFailure
-from distributed.training import trainer_for
+from distributed.training import Watch, launched, trainer_for
 from embedding.hybrid import (
     ALL_GRADIENTS,
     EVERYTHING,
@@ -31,7 +30,6 @@ from embedding.hybrid import (
 )
 from lightning_dct import DCTStrategy, ShardedEmbeddingBags
 from lightning_dct.fabric import DCTStrategy as FabricStrategy
-from one_card import accelerator
 
 FEW = {"density": 0.1, "value_format": "2bit", "refresh_every": 5}
 SMALL_CACHE = {**FEW, "cache_rows": 20}
@@ -99,8 +97,8 @@ def predict_unequally(numbers):
     return whole(module), [Batches.batch(index) for index in range(number)], predicted
 
 
-@pytest.mark.parametrize("numbers", [[2, 5, 1]])
-def test_unequal_numbers_of_batches_do_not_hang_and_rows_are_exact(ranks, numbers):
+def test_unequal_numbers_of_batches_do_not_hang_and_rows_are_exact(ranks):
+    numbers = [2, 5, 1]
     answers = ranks(len(numbers)).run(predict_unequally, numbers)
     weights = together([part for part, _, _ in answers])
     module = Hybrid(FEW)
@@ -150,20 +148,6 @@ def test_two_modules_and_unequal_numbers_of_batches(ranks):
         assert len(predicted) == number
         for ids, output in zip(ids_of_two_modules(number), predicted, strict=True):
             torch.testing.assert_close(output, alone.predict_step(ids, 0).detach(), rtol=0, atol=0)
-
-
-def dense_gradients():
-    module = Hybrid(FEW)
-    seen = []
-    module.on_before_optimizer_step = lambda _: seen.append(module.tables.weight.grad.is_sparse)
-    trainer_for(DCTStrategy(**ALL_GRADIENTS)).fit(module, batches(4))
-    return seen, module.tables.weight.grad is None or module.tables.weight.grad.is_sparse
-
-
-def test_no_dense_gradient_of_a_table_is_ever_built(ranks):
-    for seen, sparse in ranks(2).run(dense_gradients):
-        assert seen == [True] * 4
-        assert sparse
 
 
 def conserve(exchange):
@@ -304,9 +288,7 @@ def test_tables_in_a_compiled_module(ranks):
 
 
 def set_up_in_fabric():
-    fabric = Fabric(strategy=FabricStrategy(), accelerator=accelerator(), devices=2)
-    fabric.launch()
-    fabric.setup_module(Hybrid(EVERYTHING))
+    launched(FabricStrategy()).setup_module(Hybrid(EVERYTHING))
 
 
 def test_fabric_refuses_tables(ranks):
@@ -314,20 +296,10 @@ def test_fabric_refuses_tables(ranks):
         ranks(2).run(set_up_in_fabric)
 
 
-class Keeps(Callback):
-    """Keeps a rank's rows after each step."""
-
-    def __init__(self) -> None:
-        self.rows: list[Tensor] = []
-
-    def on_train_batch_end(self, trainer, pl_module, *_) -> None:
-        self.rows.append(pl_module.tables.weight.detach().clone())
-
-
 def train_averaged():
-    module, keeps = Hybrid(EVERYTHING), Keeps()
-    fit(module, 6, callbacks=[WeightAveraging(), keeps])
-    return module.tables.weight.detach(), torch.stack(keeps.rows).mean(dim=0)
+    module, watch = Hybrid(EVERYTHING), Watch(look=lambda _: module.tables.weight.detach().clone())
+    fit(module, 6, callbacks=[WeightAveraging(), watch])
+    return module.tables.weight.detach(), torch.stack(watch.seen).mean(dim=0)
 
 
 def test_rows_are_averaged(ranks):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from differences import assert_same
 from embedding.growing import Growing, spread
 from embedding.hybrid import Hybrid, fit, whole
 
@@ -58,6 +59,4 @@ def unequal(kind: type[Hybrid], case: str, with_zeros: bool, settings: dict[str,
 def test_a_loss_without_the_tables(ranks: Any, case: str, kind: Any, settings: dict[str, Any]) -> None:
     """Oracle: the same run in which that rank adds the rows' sum times zero."""
     found, expected = (ranks(2).run(unequal, kind, case, zeros, settings) for zeros in (False, True))
-    for one, other in zip(found, expected, strict=True):
-        assert one.keys() == other.keys()
-        assert [name for name in one if not torch.equal(one[name], other[name])] == []
+    assert_same(found, expected)

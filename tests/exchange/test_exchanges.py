@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from emulated_ranks import EmulatedRanks, Meeting, assert_same_bits, heavy_tailed
+from differences import assert_same
+from emulated_ranks import EmulatedRanks, Meeting, heavy_tailed
 from lightning_dct import reference
 from lightning_dct.checkpoint.reading import merge_states
 from lightning_dct.wire.positions import PayloadError
@@ -118,10 +119,10 @@ def test_buckets_do_not_matter(world_size: int, exchange: str, ranks_per_node: i
         means = [
             ranks.step(gradients(step, world_size), BUCKETS[which]) for ranks, which in ((one, 0), (other, step % 3))
         ]
-        assert_same_bits(*[compressed(mean) for (mean, *_) in means])
+        assert_same(*[compressed(mean) for (mean, *_) in means])
     for mine, theirs in zip(one.state_dicts(), other.state_dicts(), strict=True):
         for key in ("thresholds", "residuals", "owned"):
-            assert_same_bits(mine[key], theirs[key])
+            assert_same(mine[key], theirs[key])
 
 
 @EVERY_EXCHANGE
@@ -134,7 +135,7 @@ def test_a_resumed_run_continues_bit_for_bit(world_size: int, exchange: str, ran
     for step in range(3, 6):
         local = gradients(step, world_size)
         means = unbroken.step(local, BUCKETS[2])[1], resumed.step(local, BUCKETS[0])[1]
-        assert_same_bits(*map(compressed, means))
+        assert_same(*map(compressed, means))
 
 
 @pytest.mark.parametrize("new", [(1, "all_gather", 1), (3, "all_gather", 1), *EXCHANGES[2:]])
@@ -207,7 +208,7 @@ def test_a_step_the_scaler_skips_is_undone(world_size: int, exchange: str, ranks
     ranks.step(local, BUCKETS[2])
     for old, new in zip(before, ranks.state_dicts(), strict=True):
         for key in ("synchronisations", "steps_since_refresh", "thresholds", "residuals", "owned"):
-            assert_same_bits(old[key], new[key])
+            assert_same(old[key], new[key])
     ranks.step(gradients(3, world_size), BUCKETS[2])
     assert [synchronizer.steps_since_refresh for synchronizer in ranks.synchronizers] == [1] * world_size
 
@@ -222,7 +223,7 @@ def test_leaving_another_exchange_is_undone_too() -> None:
     local[3]["a"][0] = math.nan
     after.step(local)
     for old, new in zip(before.state_dicts(), after.state_dicts(), strict=True):
-        assert_same_bits(old["residuals"], new["residuals"])
+        assert_same(old["residuals"], new["residuals"])
     assert not any(bool(piece.any()) for s in after.state_dicts() for p in s["owned"].values() for piece in p.values())
     local = gradients(1, 4)
     mean, held = after.step([{n: 4.0 * g for n, g in rank.items()} for rank in local])[0], after.held_back()
@@ -249,24 +250,6 @@ def test_what_is_held_back_of_an_unused_parameter_waits(
     assert means[0]["c"].any()
     local[0][name].fill_(100.0)  # one rank uses it again: what all hold back may move
     assert ranks.step(local)[0][name].any()
-
-
-def test_bytes_of_the_sharded_exchange_hardly_grow_with_the_ranks() -> None:
-    """Against dense bytes, which grow as (W - 1) / W: a ratio flat within 15% from 2 to 8 ranks, on each rank."""
-    ratios, gathered = [], []
-    for world_size in (2, 4, 8):
-        for exchange, collected in (("two_phase", ratios), ("all_gather", gathered)):
-            settings: dict[str, Any] = {"density": 0.05, "value_format": "bf16"}
-            ranks = EmulatedRanks({"a": 30_000, "b": 9_000, "c": 1_000}, world_size, exchange, **settings)
-            noise = torch.Generator().manual_seed(world_size)
-            local = [
-                {name: torch.randn(size, generator=noise) for name, size in ranks.sizes.items()}
-                for _ in range(world_size)
-            ]
-            ranks.step(local)
-            collected += [synchronizer.traffic.totals.compression_ratio for synchronizer in ranks.synchronizers]
-    assert max(ratios) < 1.15 * min(ratios)
-    assert max(gathered) > 3.9 * min(gathered)
 
 
 def test_bytes_between_nodes_and_inside() -> None:

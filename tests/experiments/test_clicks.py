@@ -13,25 +13,6 @@ from streams import TrainingStream, batches_to_cover, rank_rows
 TABLES = [50, 2000, 3, 10, 400]
 
 
-def rows_of_step(step: int, world_size: int, global_batch: int) -> np.ndarray:
-    parts = [
-        rank_rows(step, batch_size=global_batch // world_size, rank=rank, world_size=world_size)
-        for rank in range(world_size)
-    ]
-    return np.concatenate(parts)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_a_step_reads_the_same_rows_for_any_number_of_ranks(world_size: int) -> None:
-    teacher = ClickTeacher(TABLES, seed=3)
-    for step in (0, 1, 7):
-        rows = rows_of_step(step, world_size, global_batch=32)
-        np.testing.assert_array_equal(rows, np.arange(32 * step, 32 * step + 32))
-        expected = teacher.batch(np.arange(32 * step, 32 * step + 32))
-        actual = teacher.batch(rows)
-        assert all(torch.equal(actual[name], expected[name]) for name in expected)
-
-
 @pytest.mark.parametrize("total", [103, 5])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_evaluation_reads_every_row_once_in_equally_many_batches(world_size: int, total: int) -> None:

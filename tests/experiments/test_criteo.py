@@ -5,6 +5,7 @@ import json
 import math
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -63,13 +64,6 @@ def prepared_by_loop(lines: list[bytes], min_count: int, max_rows: int | None) -
     return batch, [len(table) + 1 for table in ids]
 
 
-class Ranks:
-    """As much of a Trainer as a data module asks for."""
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.global_rank, self.world_size = rank, world_size
-
-
 def make_data(folder: Path, lines: list[bytes] = LINES, rank: int = 0, world_size: int = 1, **options: Any) -> Criteo:
     path = folder / options.pop("name", "train.txt")
     if not path.exists():
@@ -77,7 +71,7 @@ def make_data(folder: Path, lines: list[bytes] = LINES, rank: int = 0, world_siz
         path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
     options = {"min_count": 3, "batch_size": 8, "eval_batch_size": 16, **options}
     data = Criteo(str(path), cache_dir=str(folder / "cache"), **options)
-    data.trainer = Ranks(rank, world_size)
+    data.trainer = SimpleNamespace(global_rank=rank, world_size=world_size)
     data.prepare_data()
     data.setup()
     return data

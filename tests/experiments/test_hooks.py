@@ -5,12 +5,13 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
+from test_rivals import Regression, flat, rows_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from distributed.harness import Ranks
+from distributed.training import trainer_for
 from lightning_dct.traffic import Traffic, all_reduce_bytes
 from rivals.hooks import CountedDDPStrategy, _CountedHook, _PowerSGDCount, counted_hook, counted_powersgd_hook
 from rivals.top_k import TopKSynchronizer
@@ -66,38 +67,10 @@ def test_bad_settings_are_named(setting: str, value: object) -> None:
 
 def train_two_steps(synchronisation: str, settings: dict[str, float]) -> dict[str, object]:
     """On every rank: what the weights, the residual and the counts are after two steps on the rank's own data."""
-    strategy = CountedDDPStrategy(synchronisation, **settings)
-    trainer = Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=dist.get_world_size(),
-        max_steps=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    torch.manual_seed(0)
-    module = Regression()
-    inputs = torch.randn(32, 40, generator=torch.Generator().manual_seed(dist.get_rank()))
-    trainer.fit(module, DataLoader(inputs, batch_size=16))
-    weights = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+    strategy, module = CountedDDPStrategy(synchronisation, **settings), Regression()
+    trainer_for(strategy, max_steps=2).fit(module, DataLoader(rows_of(dist.get_rank()), batch_size=None))
     gc.collect()
-    return {"weights": weights, "totals": strategy.traffic.totals}
-
-
-class Regression(LightningModule):
-    """Draws the outputs of a small network to one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = network()
-
-    def training_step(self, batch: torch.Tensor, batch_index: int) -> torch.Tensor:
-        return (self.layers(batch) - 1).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+    return {"weights": flat(module), "totals": strategy.traffic.totals}
 
 
 def test_dense_peers_agree_with_ddp(ranks: Callable[[int], Ranks]) -> None:

@@ -91,27 +91,17 @@ def test_rows_features_and_split(tmp_path: Path) -> None:
         ("ml-100k.inter", "1\t78\t3\t875000000", "no film 78"),
         ("ml-100k.user", "4\told\tM\twriter\t12345", "the age is 'old'"),
         ("ml-100k.item", "4\tFilm\tlong ago\tDrama", "the release year is 'long ago'"),
+        ("u.data", "1 2 3 4", "1 fields"),
+        ("u.user", "4|23|M|writer", "4 fields"),
+        ("u.item", "9|x|||url|1", "6 fields"),
     ],
 )
-def test_a_bad_line_is_named_recbole(tmp_path: Path, file: str, bad: str, problem: str) -> None:
-    write_recbole(tmp_path)
-    lines = (tmp_path / file).read_text().splitlines()
-    lines.insert(2, bad)
-    (tmp_path / file).write_text("\n".join(lines) + "\n")
-    with pytest.raises(BadLineError, match=rf"{file}, line 3: .*{problem}"):
-        MovieLens(str(tmp_path)).setup()
-
-
-@pytest.mark.parametrize(
-    ("file", "bad", "problem"),
-    [("u.data", "1 2 3 4", "1 fields"), ("u.user", "4|23|M|writer", "4 fields"), ("u.item", "9|x|||url|1", "6 fields")],
-)
-def test_a_bad_line_is_named_grouplens(tmp_path: Path, file: str, bad: str, problem: str) -> None:
-    write_grouplens(tmp_path)
+def test_a_bad_line_is_named(tmp_path: Path, file: str, bad: str, problem: str) -> None:
+    (write_grouplens if file.startswith("u.") else write_recbole)(tmp_path)
     lines = (tmp_path / file).read_text(encoding="latin-1").splitlines()
-    lines.insert(1, bad)
+    lines.insert(2, bad)
     (tmp_path / file).write_text("\n".join(lines) + "\n", encoding="latin-1")
-    with pytest.raises(BadLineError, match=rf"{file}, line 2: {problem}"):
+    with pytest.raises(BadLineError, match=rf"{file}, line 3: .*{problem}"):
         MovieLens(str(tmp_path)).setup()
 
 

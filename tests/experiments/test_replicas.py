@@ -12,6 +12,7 @@ from lightning.pytorch import seed_everything
 from torch import Tensor
 
 import replicas
+from differences import assert_same
 from distributed.training import Watch, trainer_for
 from replicated.side_by_side import SideBySide, train_side_by_side
 from replicated.training import (
@@ -73,9 +74,7 @@ def test_replicas_have_the_bits_of_real_ranks(ranks: Any, tmp_path: Path, own: t
     losses, weights = in_one_process(Job(overrides, ranks=2, steps=STEPS))
     for rank, (real_losses, real_weights, totals) in enumerate(real):
         assert [float(loss[rank]) for loss in losses] == real_losses
-        assert weights.keys() == real_weights.keys()
-        for name, own_weights in weights.items():
-            assert torch.equal(own_weights, real_weights[name]), name
+        assert_same(weights, real_weights)
         assert totals.bytes_dense > totals.bytes_sent > 0
     figures = train(Job(overrides, ranks=2, steps=STEPS, val_rows=8))
     # The strategy also compares what ranks do, so it sends a few bytes more.
@@ -113,9 +112,7 @@ def test_stacked_replicas_have_the_bits_of_modules(ranks: int, own: tuple[str, .
         beside.step()
         assert torch.equal(beside.banks[0].losses, losses), step
     (one,) = beside.trainings
-    assert one.shared_weights().keys() == modules.shared_weights().keys()
-    for name, shared in modules.shared_weights().items():
-        assert torch.equal(one.shared_weights()[name], shared), name
+    assert_same(one.shared_weights(), modules.shared_weights())
     assert modules.exchanges is not None
     assert one.exchanges is not None
     assert [own.totals.bytes_sent for own in one.exchanges.traffic] == [

@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning import LightningModule, Trainer
+from lightning import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from distributed.harness import Ranks
+from distributed.training import trainer_for
 from rivals.apart import ApartStrategy, Method
 from rivals.sparse_loco import SparseLoCo, largest_of_chunks, pack, quantise, unpack
 
@@ -44,20 +45,8 @@ def train(make: str, settings: dict[str, Any]) -> dict[str, Any]:
     """On every rank: the weights after all steps, and what was counted."""
     module_name, class_name = make.rsplit(".", 1)
     method: Method = getattr(__import__(module_name, fromlist=[class_name]), class_name)(**settings)
-    strategy = ApartStrategy(method)
-    trainer = Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=dist.get_world_size(),
-        max_steps=STEPS,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-    )
-    module = Regression()
-    trainer.fit(module, DataLoader(rows_of(dist.get_rank()).flatten(0, 1), batch_size=4))
+    strategy, module = ApartStrategy(method), Regression()
+    trainer_for(strategy).fit(module, DataLoader(rows_of(dist.get_rank()), batch_size=None))
     return {"weights": flat(module), "totals": strategy.traffic.totals, "theirs": strategy.their_ratio}
 
 

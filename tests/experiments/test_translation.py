@@ -3,12 +3,12 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from test_train import result
 from test_translation_data import make_data, write_lines
 
 from distributed.scripts import train_on_ranks
+from distributed.training import trainer_for
 from nlp.token_rows import IGNORED
 from nlp.translation import TranslationModule
 from nlp.translation_data import BOS, EOS, PAD
@@ -102,10 +102,8 @@ def test_it_learns_to_read_numbers_out(tmp_path: Path) -> None:
     data = make_data(tmp_path, batch_size=16, target_length=8)
     module = TranslationModule(1, 32, 2, warmup_steps=5, learning_rate=1e-2, translate_examples=12)
     saver = ModelCheckpoint(tmp_path / "saved", filename="end")
-    trainer = Trainer(
-        accelerator="cpu", max_steps=120, callbacks=[saver], logger=False, enable_progress_bar=False,
-        limit_val_batches=0, num_sanity_val_steps=0, enable_model_summary=False,
-    )  # fmt: skip
+    settings = {"max_steps": 120, "max_epochs": -1, "limit_val_batches": 0, "enable_checkpointing": True}
+    trainer = trainer_for("auto", callbacks=[saver], **settings)
     trainer.fit(module, datamodule=data)
     (scores,) = trainer.test(module, datamodule=data, verbose=False)
     assert scores["test/loss"] < 0.2

@@ -14,8 +14,6 @@ from torch import nn
 
 import comparison.runs
 from made_up_results import made_up, run_in_no_time
-from nlp.token_module import token_figures
-from nlp.token_rows import IGNORED
 from train import make_trainer
 from zoo.command import MEMBERS, main, member_names
 from zoo.digits import CLASSES, draw_digits
@@ -95,11 +93,6 @@ def test_low_rank_additions_begin_at_nothing() -> None:
     layer = LowRankLinear(base, rank=2, scale=2.0)
     assert torch.equal(layer(hidden), base(hidden))
     assert {name for name, p in layer.named_parameters() if p.requires_grad} == {"down.weight", "up.weight"}
-
-
-def test_a_batch_without_targets_counts_nothing() -> None:
-    figures, count = token_figures(torch.randn(2, 3, 5), torch.full((2, 3), IGNORED))
-    assert (figures["loss"], count) == (0, 0)
 
 
 def test_an_unknown_schedule_is_refused() -> None:

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from distributed.harness import Ranks
-from distributed.resuming import SaveAndStop
+from distributed.resuming import AtStart, SaveAndStop
 from distributed.training import rank, trainer_for
 from lightning_dct import DCTStrategy, ShardedEmbeddingBags
 from lightning_dct.wire.payload import PayloadLayout
@@ -112,13 +112,6 @@ def batches() -> DataLoader:
     return DataLoader(found, batch_size=None)  # type: ignore[arg-type]
 
 
-class AtStart(Callback):
-    """Keeps what a rank begins with."""
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.seen = seen_in(trainer, pl_module)
-
-
 def seen_in(trainer: Trainer, module: LightningModule) -> dict[str, Tensor]:
     """The rank's rows, the shared weights and its own, by name."""
     updates = trainer.strategy.updates  # type: ignore[attr-defined]
@@ -133,7 +126,8 @@ def save_half(path: Path) -> None:
 
 def resume(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """What this rank begins with after the checkpoint, and what it ends with after six more steps."""
-    module, start = Golden(), AtStart()
+    module = Golden()
+    start = AtStart(lambda trainer: seen_in(trainer, module))
     trainer = trainer_for(DCTStrategy(**STRATEGY), callbacks=[start])
     trainer.fit(module, batches(), ckpt_path=str(path))
     return start.seen, seen_in(trainer, module)

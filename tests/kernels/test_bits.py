@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_dct.kernels.bits import num_bytes, pack_bits, unpack_bits
+from lightning_dct.kernels.bits import pack_bits, unpack_bits
 from strategies_for_hypothesis import examples
 
 flag_lists = st.lists(st.integers(0, 1), max_size=70)
@@ -27,10 +27,6 @@ def packed_by_loop(flags: list[int]) -> list[int]:
     for index, flag in enumerate(flags):
         packed[index // 8] += flag << index % 8
     return packed
-
-
-def test_num_bytes_counts_begun_bytes() -> None:
-    assert [num_bytes(n) for n in (0, 1, 7, 8, 9, 16, 17)] == [0, 1, 1, 1, 2, 2, 3]
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])

@@ -295,18 +295,3 @@ def test_levels(counts: list[int], seed: int, dtype: torch.dtype, whole: bool) -
 def test_count_flags(data: st.DataObject, sizes: list[int]) -> None:
     sent = data.draw(sent_of(sizes, 0))
     assert positions.count_flags(sent.flags[0], sizes, Kernel.name) == [int(m.sum()) for m in dense(sent, sizes, 0)[0]]
-
-
-def test_a_million_entries() -> None:
-    """Enough for every path: blocks, words of flags, a share for each thread."""
-    new, base = torch.randn(1_000_003), torch.randn(1_000_003)
-    news, bases = list(new.split([400_001, 600_002])), list(base.split([400_001, 600_002]))
-    flags = torch.zeros(flags_num_bytes(1_000_003), dtype=torch.uint8)
-    kernel = cpu_kernel(Kernel.name)
-    values, counts = kernel.select(news, bases, [0, 400_001], [3.0, 3.0], None, flags)
-    reached = (new - base).abs() >= 3.0
-    assert torch.equal(values, (new - base)[reached])
-    assert counts == [int(reached[:400_001].sum()), int(reached[400_001:].sum())]
-    before = base.clone()
-    kernel.add_sums(bases, None, [0, 400_001], Sent(flags[None], values, [values.numel()]), torch.ones(2))
-    assert torch.equal(base, torch.where(reached, before + (new - before), before))

@@ -1,7 +1,6 @@
 """Networks cut by split points, a module around them, and what a single process makes of the same."""
 
 import copy
-import hashlib
 import os
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
-from distributed.training import Noise, trainer_for
+from distributed.training import Noise, Watch, trainer_for
 from lightning_dct import DCTPipelineStrategy, SplitPoint, SplitSequential, subspace
 from lightning_dct.activations.split_point import Anchored
 
@@ -97,24 +96,6 @@ def batches(count: int, stages: int, size: int = BATCH_SIZE, stream: int = 0) ->
     return DataLoader(Noise(count, 40, 8, size, replica(stages) + stream), batch_size=None)
 
 
-class Losses(Callback):
-    """Records each batch's loss, and a hash of the weights that are on this rank."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-        self.hashes: list[str] = []
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        self.losses.append(float(outputs["loss"]))
-        digest = hashlib.sha1()
-        for parameter in pl_module.parameters():
-            if not parameter.is_meta:
-                digest.update(parameter.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
-        self.hashes.append(digest.hexdigest())
-
-
 @dataclass
 class Outcome:
     """What a rank has to tell of a run."""
@@ -153,14 +134,14 @@ def train(
     """Fit a SplitModule on this rank."""
     module = make(pieces, split, optimizer, **(optimizer_settings or {}))
     chosen = strategy_for(stages, schedule, **(strategy or {"density": 1.0}))
-    watch = Losses()
+    watch = Watch()
     trainer = trainer_for(chosen, callbacks=[watch, *callbacks], **settings)
     held_out = batches(3, stages, 7, 50) if validate else None
     trainer.fit(module, batches(count, stages), held_out, ckpt_path=ckpt_path)
     return outcome(trainer, module, watch)
 
 
-def outcome(trainer: Trainer, module: SplitModule, watch: Losses) -> Outcome:
+def outcome(trainer: Trainer, module: SplitModule, watch: Watch) -> Outcome:
     return Outcome(
         watch.losses,
         watch.hashes,

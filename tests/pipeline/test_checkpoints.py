@@ -5,13 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
-from distributed.resuming import SaveAndStop
-from distributed.training import trainer_for
+from distributed.resuming import AtStart, SaveAndStop
+from distributed.training import Watch, trainer_for
 from lightning_dct import DCTStrategy
-from pipeline.split_models import BATCH_SIZE, Losses, Outcome, SplitModule, batches, outcome, strategy_for, train, worst
+from pipeline.split_models import BATCH_SIZE, Outcome, SplitModule, batches, outcome, strategy_for, train, worst
 
 SPLIT = {"density": 0.2, "forward_format": "int8", "refresh_every": 3}
 SUBSPACE = {"kind": "subspace", "rank": 7, "num_tokens": 2}
@@ -51,11 +50,7 @@ def train_resumable(save: Path | None, load: Path | None, *settings: Any) -> Any
 def fit_alone(path: Path, save: Path) -> tuple[list[Any], int]:
     """Plain Lightning, one process: load, train the second epoch, save."""
     module = SplitModule(2, SPLIT, torch.optim.Adam, lr=0.01)
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    saver = SaveAndStop(save, 8)
-    trainer = Trainer(
-        accelerator="cpu", devices=1, max_epochs=2, enable_checkpointing=False, callbacks=[saver], **quiet
-    )
+    trainer = trainer_for("auto", devices=1, max_epochs=2, callbacks=[SaveAndStop(save, 8)])
     trainer.fit(module, batches(4, 1), ckpt_path=str(path))
     return list(trainer.optimizers[0].state.values()), trainer.global_step
 
@@ -85,18 +80,13 @@ def go_on(path: Path) -> Outcome:
 
 def leg(stages: int, resume: Path | None, save: Path, until: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Train up to so many batches and save; what a rank holds back when it begins, and all weights in the end."""
-    begun: dict[str, Tensor] = {}
-
-    class Look(Callback):
-        def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-            begun.update(trainer.strategy.synchronizer.residuals.state_dict())
-
     strategy = DCTStrategy(**COMPRESSED) if stages == 1 else strategy_for(stages, "1f1b", **COMPRESSED)
+    start = AtStart(lambda trainer: trainer.strategy.synchronizer.residuals.state_dict())
     module = SplitModule(2, SPLIT, torch.optim.Adam, lr=0.01)
-    trainer = trainer_for(strategy, callbacks=[Look(), SaveAndStop(save, until)], max_epochs=100)
+    trainer = trainer_for(strategy, callbacks=[start, SaveAndStop(save, until)], max_epochs=100)
     trainer.fit(module, batches(8, stages, BATCH_SIZE), ckpt_path=None if resume is None else str(resume))
     assert trainer.fit_loop.total_batch_idx + 1 == until
-    return begun, {name: weight.detach().clone() for name, weight in module.named_parameters()}
+    return start.seen, {name: weight.detach().clone() for name, weight in module.named_parameters()}
 
 
 def test_chain_of_layouts(ranks: Any, tmp_path: Path) -> None:
@@ -129,7 +119,7 @@ def test_chain_of_layouts(ranks: Any, tmp_path: Path) -> None:
 
 
 def fit_then_save(path: Path) -> Outcome:
-    module, watch = SplitModule(2, SPLIT), Losses()
+    module, watch = SplitModule(2, SPLIT), Watch()
     trainer = trainer_for(strategy_for(2), callbacks=[watch])
     trainer.fit(module, batches(2, 2))
     trainer.save_checkpoint(path)

@@ -13,10 +13,10 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from distributed.harness import RankFailure
+from distributed.training import Watch, trainer_for
 from distributed.training import rank as rank_of_process
-from distributed.training import trainer_for
 from lightning_dct import SplitPoint, SplitSequential
-from pipeline.split_models import MICRO_BATCHES, Losses, SplitModule, batches, strategy_for, train, train_alone, worst
+from pipeline.split_models import MICRO_BATCHES, SplitModule, batches, strategy_for, train, train_alone, worst
 
 
 def rows() -> DataLoader:
@@ -67,7 +67,7 @@ class Drawing(SplitModule):
 
 
 def draw() -> tuple[list[tuple[float, ...]], list[float]]:
-    module, losses = Drawing(), Losses()
+    module, losses = Drawing(), Watch()
     torch.manual_seed(rank_of_process() // 2)
     trainer = trainer_for(strategy_for(2), callbacks=[losses], max_epochs=2, limit_val_batches=1)
     trainer.fit(module, batches(3, 2), batches(1, 2))
@@ -185,7 +185,7 @@ class Add(nn.Module):
 
 def fit_various() -> tuple[list[float], dict[str, Any], float]:
     torch.manual_seed(5)
-    module, watch = Various(), Losses()
+    module, watch = Various(), Watch()
     trainer = trainer_for(strategy_for(2, density=0.5), callbacks=[watch], max_epochs=4)
     trainer.fit(module, batches(8, 2), batches(2, 2, 7, 50))
     return watch.losses, module.state_dict(), float(trainer.callback_metrics["val/mean"])
@@ -214,7 +214,7 @@ class Unfreezes(Callback):
 
 
 def train_unfreezing(settings: dict[str, Any]) -> tuple[list[float], dict[str, Tensor], Any]:
-    module, watch = SplitModule(), Losses()
+    module, watch = SplitModule(), Watch()
     module.example_input_array = torch.zeros(1, 40)
     for name, parameter in module.network.named_parameters():
         parameter.requires_grad_(not name.endswith("bias"))
@@ -237,7 +237,7 @@ def test_parameters_may_be_unfrozen(ranks: Any, compress: str) -> None:
 
 def fit_twice() -> tuple[list[float], dict[str, Tensor]]:
     """Three batches, then three more with the same module, strategy and trainer."""
-    module, watch, strategy = SplitModule(), Losses(), strategy_for(2)
+    module, watch, strategy = SplitModule(), Watch(), strategy_for(2)
     trainer = trainer_for(strategy, callbacks=[watch])
     trainer.fit(module, batches(3, 2))
     trainer.fit_loop.max_epochs = 2
@@ -291,7 +291,7 @@ def test_variants_of_ddp_and_precision(ranks: Any) -> None:
 def train_with_adagrad(path: Path) -> tuple[list[float], list[int]]:
     """Adagrad makes the state of all parameters in advance."""
     settings = {"optimizer": torch.optim.Adagrad, "optimizer_settings": {"lr": 0.05}}
-    module, watch = SplitModule(2, None, torch.optim.Adagrad, lr=0.05), Losses()
+    module, watch = SplitModule(2, None, torch.optim.Adagrad, lr=0.05), Watch()
     trainer = trainer_for(strategy_for(2), callbacks=[watch])
     trainer.fit(module, batches(6, 2))
     losses, _ = train_alone(2, **settings)
@@ -339,7 +339,7 @@ class Compiled(SplitModule):
 
 
 def train_compiled() -> list[float]:
-    watch = Losses()
+    watch = Watch()
     trainer_for(strategy_for(2), callbacks=[watch]).fit(Compiled(), batches(6, 2))
     return watch.losses
 

@@ -1,5 +1,7 @@
-"""All receives of a step are posted at its start, and that changes nothing but when bytes travel."""
+"""Receives are posted early, which changes nothing but when bytes travel; the results of a step arrive complete."""
 
+import os
+from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
 
@@ -7,6 +9,7 @@ import pytest
 from torch.distributed.pipelining import PipelineStage
 
 from lightning_dct.pipeline import schedule
+from lightning_dct.pipeline.mesh import PipelineMesh, StepResults
 from lightning_dct.pipeline.schedule import EarlyReceiver
 from pipeline.split_models import MICRO_BATCHES, train
 
@@ -44,3 +47,20 @@ def test_receives_are_posted_at_once(ranks: Any, stages: int, name: str) -> None
         # Forward two messages, backward one: before anything is computed.
         a_step = MICRO_BATCHES * (2 * (stage > 0) + (stage < stages - 1))
         assert posted == [a_step] * MICRO_BATCHES + [2 * a_step] * MICRO_BATCHES
+
+
+RESULTS = ["a", list(range(10_000)), "", {"loss": 1.5}, "b" * 200, "c" * 201]
+
+
+def share_all(stages: int) -> list[Any]:
+    results = StepResults(PipelineMesh(stages, "cpu", timedelta(minutes=1)))
+    received = []
+    for value in RESULTS:
+        results.post_receive()
+        received.append(results.share(value if int(os.environ["RANK"]) % stages == stages - 1 else None))
+    return received
+
+
+def test_all_stages_receive_the_results_of_the_last(ranks: Any) -> None:
+    assert ranks(4).run(share_all, 2) == [RESULTS] * 4
+    assert ranks(3).run(share_all, 3) == [RESULTS] * 3

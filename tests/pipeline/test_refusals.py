@@ -1,7 +1,6 @@
 """What cannot work is refused on every rank, with the setting and the remedy, before anything hangs."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,9 @@ from torchmetrics import MeanMetric
 
 from distributed.harness import RankFailure
 from distributed.scripts import Script
-from distributed.training import Noise, rank, trainer_for
+from distributed.training import Noise, message_of, rank, trainer_for
 from lightning_dct import DCTPipelineStrategy, SplitPoint
 from pipeline.split_models import SplitModule, batches, strategy_for, train_alone
-
-
-def message_of(function: Callable[..., Any], *arguments: Any, **settings: Any) -> str:
-    with pytest.raises((ValueError, RuntimeError, TypeError)) as caught:
-        function(*arguments, **settings)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -30,12 +30,9 @@ def ragged(count: int, stages: int) -> DataLoader:
 
 
 def expected_validation(module: SplitModule, counts: list[int], call: Any = None) -> dict[str, float]:
-    """What validation of some pipelines' ragged batches comes to, in one process.
+    """What validation of so many ragged batches of each pipeline comes to, in one process.
 
-    Args:
-        module: The model.
-        counts: Batches of each pipeline.
-        call: How the network is called, if not with the inputs alone.
+    ``call`` is how the network is called, if not with the inputs alone.
     """
     module.eval()
     sums, rows, means = 0.0, 0, []

@@ -90,14 +90,7 @@ WAYS: dict[str, Callable[[], None]] = {
 
 
 def train(way: str, rank: int, folder: str, grace_s: float) -> None:
-    """Train on every rank until one of them fails.
-
-    Args:
-        way: One of ``WAYS``.
-        rank: Which rank fails.
-        folder: For checkpoints.
-        grace_s: How long the others may take to end by themselves.
-    """
+    """Train on every rank until one of them fails in one of ``WAYS``; the others have ``grace_s`` to end."""
     lifeline.GRACE_S = grace_s
     callbacks: list[pl.Callback] = []
     if way == "raise and stay":

@@ -32,12 +32,7 @@ HANGS_AFTER_S = 120
 
 
 class Outcome(NamedTuple):
-    """What became of one mutation.
-
-    Attributes:
-        subject: What was harmed.
-        verdict: ``"error"``, ``"right"`` or, for anything else, what happened.
-    """
+    """What was harmed, and ``"error"``, ``"right"`` or, for anything else, what happened."""
 
     subject: str
     verdict: str

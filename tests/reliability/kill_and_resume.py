@@ -13,7 +13,6 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -22,8 +21,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from torch import Tensor
 
+from differences import differences
 from distributed.harness import CONTEXT, free_port, started
 from reliability.killed_training import BATCHES, KINDS, WORLD_SIZES, train
 
@@ -34,15 +33,7 @@ KILLS_A_RUN = 5
 
 @dataclass
 class Kill:
-    """When a rank is killed, and how much later the others are.
-
-    Attributes:
-        event: What the rank that is watched has to be at: ``"training"`` on a batch or ``"saving"`` after one.
-        batch: From which batch on.
-        delay_s: How long after that.
-        rank: Which rank dies first.
-        others_later_s: How much longer the others live.
-    """
+    """A rank dies some time after it is ``"training"`` on a batch or ``"saving"`` after one; the others die later."""
 
     event: str
     batch: int
@@ -53,13 +44,9 @@ class Kill:
 
 @dataclass
 class Survival:
-    """What became of one kind of training.
+    """What became of one kind of training: its kills, what the rank that died first was at, and how often.
 
-    Attributes:
-        kills: How many kills it has seen.
-        while_at: What the rank that died first was at, and how often.
-        difference: The largest difference from the undisturbed run, over all ranks and everything they hold.
-        unequal: What differed, by name.
+    And the largest difference from the undisturbed run over all that ranks hold, and what differed, by name.
     """
 
     kills: int = 0
@@ -159,25 +146,6 @@ def _logs(folder: Path) -> str:
 def results(folder: Path) -> list[Any]:
     """What each rank has left at the end of training."""
     return [torch.load(file, weights_only=True) for file in sorted(folder.glob("final-*.pt"))]
-
-
-def differences(one: Any, other: Any, name: str = "") -> Iterator[tuple[str, float]]:
-    """Where two nested results differ, and by how much; infinitely where they are not of one kind or NaN."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor) and one.shape == other.shape:
-        if not torch.equal(one, other):
-            worst = float((one.double() - other.double()).abs().max())
-            yield name, worst if worst == worst else float("inf")
-    elif isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
-        for key in one:
-            yield from differences(one[key], other[key], f"{name}.{key}")
-    elif isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)) and len(one) == len(other):
-        for index, parts in enumerate(zip(one, other, strict=True)):
-            yield from differences(*parts, f"{name}[{index}]")
-    elif isinstance(one, float) and isinstance(other, float):
-        if one != other:
-            yield name, abs(one - other)
-    elif type(one) is not type(other) or isinstance(one, (Tensor, dict, list, tuple)) or one != other:
-        yield name, float("inf")
 
 
 def main() -> None:

@@ -75,11 +75,5 @@ MUTATIONS: tuple[Mutation, ...] = (
 
 
 def mutate(chance: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
-    """Harm some bytes in one of the ways.
-
-    Args:
-        chance: Decides.
-        data: What is harmed, not empty.
-        others: Other bytes of the same kind.
-    """
+    """Harm some bytes, which are not empty, in one of the ways; ``others`` are of the same kind."""
     return chance.choice(MUTATIONS)(chance, bytearray(data), others)

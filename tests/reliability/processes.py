@@ -12,12 +12,9 @@ from distributed.harness import begin_rank, free_port, started
 
 
 class Ended(NamedTuple):
-    """How one rank ended.
+    """How one rank ended, how long after the start of the job, and what it printed.
 
-    Attributes:
-        exit_status: As ``multiprocessing`` gives it: negative for a signal; None when it had to be killed.
-        seconds: From the start of the job.
-        output: What it printed.
+    The status is negative for a signal, as ``multiprocessing`` gives it; None when it had to be killed.
     """
 
     exit_status: int | None

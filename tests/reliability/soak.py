@@ -44,12 +44,7 @@ CUTS_S = (2.0, 5.0, 25.0)
 
 
 class Layout(NamedTuple):
-    """Who takes part in a phase.
-
-    Attributes:
-        hosts: How many hosts.
-        ranks: Ranks on each of them.
-    """
+    """How many hosts take part in a phase, and how many ranks on each of them."""
 
     hosts: int
     ranks: int

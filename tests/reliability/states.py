@@ -21,6 +21,7 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from torch import Tensor
 
+from differences import assert_same
 from lightning_dct import CheckpointError
 from lightning_dct.checkpoint.format import identity, make_note, read_checked, rows_path, state_folder, state_path
 from lightning_dct.checkpoint.reading import agreed_notes, merge_states
@@ -39,14 +40,7 @@ PIECES = {"a.weight[0:60]": OwnedPiece("a.weight[0:60]", "a.weight", 0, 60, 0)}
 
 
 class Case(NamedTuple):
-    """One mutation to try.
-
-    Attributes:
-        subject: What is harmed.
-        decode: Reads it.
-        says: What the message of an error must hold.
-        error: The type that an error must have.
-    """
+    """One mutation to try: what is harmed, what reads it, and what an error must say and be."""
 
     subject: str
     decode: Callable[[], None]
@@ -97,7 +91,7 @@ class CheckpointCases:
         self._file.write_bytes(mutate(chance, self._data, self._others))
 
         def decode() -> None:
-            assert equal(read_checked(TorchCheckpointIO(), str(self._file), {}), self._state)
+            assert_same(read_checked(TorchCheckpointIO(), str(self._file), {}), self._state)
 
         return Case("states, bytes", decode, str(self._file))
 
@@ -275,18 +269,6 @@ def _change(chance: random.Random, state: Any, key: Any, value: Any) -> None:
     else:
         odd = (math.nan, math.inf) if value.is_floating_point() else ()
         state[key] = torch.full_like(value, chance.choice((-1, 0, 1, 10_000, *odd)))
-
-
-def equal(one: Any, other: Any) -> bool:
-    """Whether nested containers hold the same, to the last bit."""
-    if isinstance(one, Tensor):
-        alike = isinstance(other, Tensor) and (one.dtype, one.shape) == (other.dtype, other.shape)
-        return alike and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(equal, one, other))
-    return bool(one == other)
 
 
 def _remembered(universe: int, with_residual: bool) -> RememberedRows:

@@ -5,17 +5,16 @@ Only the weights in Lightning's file may be edited. Training then continues from
 
 import math
 import shutil
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 
-from distributed.resuming import SaveAndStop, twice_ten_batches
-from distributed.training import Module, State, rank, trainer_for, weights_of
+from distributed.resuming import AtStart, SaveAndStop, twice_ten_batches
+from distributed.training import Module, State, rank, trainer_for, warnings_of, weights_of
 from lightning_dct import CheckpointError, DCTStrategy
 from lightning_dct.checkpoint.format import state_path
 
@@ -23,19 +22,17 @@ NAME = "model.first.weight"
 
 
 def attempt(path: Path, *callbacks: Any, ckpt_path: Path | None = None) -> None:
-    # Saved after step 10, when the exchange after that step is in flight.
-    strategy = DCTStrategy(density=0.2, local_steps=5, warmup_steps=0, overlap_steps=4)
-    trainer = trainer_for(strategy, callbacks=list(callbacks))
+    trainer = trainer_for(strategy(), callbacks=list(callbacks))
     trainer.fit(Module(None, torch.optim.Adam, lr=0.01), twice_ten_batches(), ckpt_path=ckpt_path)
 
 
 def save(path: Path) -> None:
-    attempt(path, SaveAndStop(path, 10))
+    attempt(path, SaveAndStop(path.with_name("early.ckpt"), 5, stop=False), SaveAndStop(path, 10))
 
 
 @pytest.fixture(scope="module")
 def whole(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of two ranks."""
+    """A checkpoint of two ranks; beside it is an earlier one of the same run."""
     folder = tmp_path_factory.mktemp("whole")
     ranks(2).run(save, folder / "x.ckpt")
     return Path(folder / "x.ckpt")
@@ -228,6 +225,29 @@ def test_other_files_of_one_checkpoint(ranks: Any, whole: Path, tmp_path: Path) 
     assert_refused(ranks, ["another"], [[whole, path]], "they disagree on its field checksum")
 
 
+def test_whole_files_of_others(ranks: Any, whole: Path, tmp_path: Path) -> None:
+    """Oracle: an error on both ranks, for files of two ranks in each other's place; for one of an older step; and where
+    one rank has an older checkpoint, as on a host with a stale disk."""
+    paths, early = [tmp_path / f"{number}.ckpt" for number in range(2)], whole.with_name("early.ckpt")
+    for path in paths:
+        shutil.copy(whole, path)
+        shutil.copytree(f"{whole}.dct", f"{path}.dct")
+    (first, second), (_, file) = (files_of(path) for path in paths)
+    first.rename(tmp_path / "aside")
+    second.rename(first)
+    (tmp_path / "aside").rename(second)
+    shutil.copy(files_of(early)[1], file)
+    assert_refused(ranks, ["swapped"], [[paths[0]] * 2], "is another rank's or another save's: its field 'rank' is ")
+    assert_refused(ranks, ["older"], [[paths[1]] * 2], f"The file {str(file)!r} is another rank's or another save's")
+    disagree = "they disagree on its field lightning_dct['synchronisations'] (rank 0: 5, rank 1: 10)"
+    assert_refused(ranks, ["stale"], [[early, whole]], disagree)
+
+
+def files_of(path: Path) -> list[Path]:
+    note = torch.load(path, weights_only=True)["lightning_dct"]
+    return [Path(state_path(str(path), note, of)) for of in range(2)]
+
+
 class EditsOnLoading(Module):
     """Adds one to a weight of the checkpoint that it loads."""
 
@@ -235,23 +255,26 @@ class EditsOnLoading(Module):
         checkpoint["state_dict"][NAME] += 1.0
 
 
-class Still(Callback):
-    """Keeps the optimizer from moving any weight."""
+def strategy() -> DCTStrategy:
+    """Saved after step 10, the exchange after that step is in flight."""
+    return DCTStrategy(density=0.2, local_steps=5, warmup_steps=0, overlap_steps=4)
 
-    def on_train_start(self, trainer: Trainer, *_: Any) -> None:
-        trainer.optimizers[0].param_groups[0]["lr"] = 0.0
+
+def stand_still(trainer: Trainer) -> None:
+    """Keep the optimizer from moving any weight."""
+    trainer.optimizers[0].param_groups[0]["lr"] = 0.0
+
+
+def rate_and_moments(trainer: Trainer) -> tuple[float, list[float]]:
+    (optimizer,) = trainer.optimizers
+    return optimizer.param_groups[0]["lr"], [float(state["exp_avg"].sum()) for state in optimizer.state.values()]
 
 
 def resume_without_moving(path: Path, kind: type[Module]) -> tuple[State, list[str]]:
-    strategy = DCTStrategy(density=0.2, local_steps=5, warmup_steps=0, overlap_steps=4)
-    trainer = trainer_for(strategy, callbacks=[Still()], max_epochs=3)
+    trainer = trainer_for(strategy(), callbacks=[AtStart(stand_still)], max_epochs=3)
     module = kind(None, torch.optim.Adam, lr=0.01)
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        trainer.fit(module, twice_ten_batches(), ckpt_path=path)
-    return weights_of(module), [
-        str(one.message) for one in warned if "differ from the weights that were saved" in str(one.message)
-    ]
+    warned = warnings_of(trainer.fit, module, twice_ten_batches(), ckpt_path=path)
+    return weights_of(module), [one for one in warned if "differ from the weights that were saved" in one]
 
 
 class EditsTheRate(Module):
@@ -261,23 +284,10 @@ class EditsTheRate(Module):
         checkpoint["optimizer_states"][0]["param_groups"][0]["lr"] = 0.125
 
 
-class Resumed(Callback):
-    """Notes the learning rate and the moments that a run resumes with."""
-
-    def on_train_start(self, trainer: Trainer, *_: Any) -> None:
-        (optimizer,) = trainer.optimizers
-        self.rate = optimizer.param_groups[0]["lr"]
-        self.moments = [float(state["exp_avg"].sum()) for state in optimizer.state.values()]
-
-
 def resume_optimizer(path: Path, kind: type[Module]) -> tuple[float, list[float], list[str]]:
-    resumed = Resumed()
-    strategy = DCTStrategy(density=0.2, local_steps=5, warmup_steps=0, overlap_steps=4)
-    trainer = trainer_for(strategy, callbacks=[resumed], max_epochs=3)
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        trainer.fit(kind(None, torch.optim.Adam, lr=0.01), twice_ten_batches(), ckpt_path=path)
-    return resumed.rate, resumed.moments, [str(w.message) for w in warned if "hyperparameters" in str(w.message)]
+    trainer = trainer_for(strategy(), callbacks=[resumed := AtStart(rate_and_moments)], max_epochs=3)
+    warned = warnings_of(trainer.fit, kind(None, torch.optim.Adam, lr=0.01), twice_ten_batches(), ckpt_path=path)
+    return *resumed.seen, [one for one in warned if "hyperparameters" in one]
 
 
 def test_an_edited_learning_rate_stays(ranks: Any, whole: Path) -> None:

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from reliability.kill_and_resume import differences, survive
+from differences import differences
+from reliability.kill_and_resume import survive
 from reliability.killed_training import WORLD_SIZES
 
 

@@ -10,8 +10,10 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from distributed.harness import RankFailure
+from distributed.resuming import AtStart, state_of
 from distributed.training import (
     Module,
     Run,
@@ -20,6 +22,7 @@ from distributed.training import (
     assert_weights_equal,
     fit,
     loader,
+    message_of,
     rank,
     summary,
     trainer_for,
@@ -29,6 +32,7 @@ from lightning_dct import DCTStrategy
 from lightning_dct.checkpoint.files import AtomicCheckpointIO
 from lightning_dct.checkpoint.format import state_path
 from reliability.killed_training import BATCHES, Resumable
+from sync.test_run_length import TwoNets
 
 SETTINGS: dict[str, Any] = {"density": 0.05, "refresh_every": 4}
 
@@ -36,9 +40,7 @@ SETTINGS: dict[str, Any] = {"density": 0.05, "refresh_every": 4}
 class Observing(AtomicCheckpointIO):
     """Looks, whenever one of Lightning's files is about to be written or removed, what those that are there point at.
 
-    Attributes:
-        missing: Files of ranks that some checkpoint pointed at and that were not there.
-        seen: How many checkpoints were looked at.
+    ``missing`` are files of ranks that some of the checkpoints that were ``seen`` pointed at.
     """
 
     def __init__(self) -> None:
@@ -179,33 +181,12 @@ class Fails(Callback):
             raise KeyError("a bug of the user's")
 
 
-class ByHand(Module):
-    """One optimizer steps after every batch, the other one after every third."""
-
-    def __init__(self, *arguments: Any, **settings: Any) -> None:
-        super().__init__(*arguments, **settings)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> torch.Tensor:
-        often, rarely = self.optimizers()
-        loss = self.loss(batch)
-        self.manual_backward(loss)
-        for optimizer in (rarely, often) if batch_idx % 3 == 2 else (often,):
-            optimizer.step()
-            optimizer.zero_grad()
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        first, *others = self.parameters()
-        return [self.optimizer(some, **self.optimizer_settings) for some in ([first], others)]
-
-
 def train(folder: Path, fail_after: int | None, saver: Any, accumulate: int) -> Run:
     callbacks: list[Callback] = [saver]
     if fail_after is not None:
         callbacks.append(Fails(fail_after))
     watch = Watch()
-    module = (Module if accumulate else ByHand)(None, torch.optim.Adam, lr=0.01)
+    module = Module(None, torch.optim.Adam, lr=0.01) if accumulate else TwoNets(1, 3)
     strategy = DCTStrategy(compress="gradients", **SETTINGS)
     trainer = trainer_for(
         strategy,
@@ -254,23 +235,10 @@ def save(folder: Path) -> None:
     trainer.save_checkpoint(folder / "a.ckpt")
 
 
-class AtStart(Callback):
-    """Looks at what this rank starts from."""
-
-    def on_train_start(self, trainer: Trainer, *_: Any) -> None:
-        self.state = trainer.strategy.synchronizer.state_dict()
-
-
 def resume(path: Path, settings: dict[str, Any]) -> tuple[Run, dict[str, Any]]:
-    start = AtStart()
+    start = AtStart(state_of)
     strategy = DCTStrategy(compress="gradients", **SETTINGS, **settings)
-    return fit(strategy, Module(), 10, ckpt_path=str(path), max_epochs=2, callbacks=[start]), start.state
-
-
-def resume_message(path: Path) -> str:
-    with pytest.raises(FileNotFoundError) as caught:
-        resume(path, {})
-    return str(caught.value)
+    return fit(strategy, Module(), 10, ckpt_path=str(path), max_epochs=2, callbacks=[start]), start.seen
 
 
 @pytest.mark.parametrize("world_size", [3])
@@ -279,7 +247,7 @@ def test_a_missing_file_of_one_rank(ranks: Any, tmp_path: Path, world_size: int)
     ranks(2).run(save, tmp_path)
     (gone,) = tmp_path.glob("a.ckpt.dct/*-rank-1-of-2.pt")
     gone.unlink()
-    for message in ranks(world_size).run(resume_message, tmp_path / "a.ckpt"):
+    for message in ranks(world_size).run(message_of, resume, tmp_path / "a.ckpt", {}):
         assert repr(str(gone)) in message
         assert "missing_state='reset'" in message
     results = ranks(world_size).run(resume, tmp_path / "a.ckpt", {"missing_state": "reset"})
@@ -361,3 +329,21 @@ def test_no_node_keeps_what_is_outdated(ranks: Any, tmp_path: Path, has_own_disk
         f"{step:012d}" for step in ([5, 6] if has_own_disk else [6])
     ]
     assert len(first) == (2 if has_own_disk else 3)
+
+
+def save_with_spread_optimizer(path: Path) -> list[str]:
+    module: Any = Module(None, lambda parameters, lr: ZeroRedundancyOptimizer(parameters, torch.optim.Adam, lr=lr))
+    module._ddp_params_and_buffers_to_ignore = ["model.gain"]
+    # Where each rank trains weights of its own, such an optimizer is refused.
+    trainer = trainer_for(DCTStrategy(**SETTINGS, compress="gradients"))
+    trainer.fit(module, loader(3, 40, 8))
+    trainer.save_checkpoint(path)
+    return list(module._ddp_params_and_buffers_to_ignore)
+
+
+def test_an_optimizer_that_only_rank_0_hands_over(ranks: Any, tmp_path: Path) -> None:
+    """Oracle: Adam's state of every parameter; and what the user keeps from DistributedDataParallel stays kept."""
+    ignored = ranks(2).run(save_with_spread_optimizer, tmp_path / "a.ckpt")
+    (optimizer,) = torch.load(tmp_path / "a.ckpt", weights_only=True)["optimizer_states"]
+    assert len(optimizer["state"]) == 5
+    assert ignored == [["model.gain"]] * 2

@@ -2,7 +2,6 @@
 
 import os
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
 from distributed.harness import elastic_environment, free_port, started
-from distributed.training import Module, loader, rank, trainer_for
+from distributed.training import Module, loader, rank, trainer_for, warnings_of
 from lightning_dct import DCTStrategy
 from lightning_dct.checkpoint.format import files_beside, state_path
 from lightning_dct.checkpoint.reading import read_state
@@ -54,10 +53,7 @@ def save_after_another(folder: Path) -> list[int]:
         if name is not None and rank() == 0:
             (folder / "last.ckpt.dct").mkdir(exist_ok=True)
             (folder / "last.ckpt.dct" / name).touch()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            trainer.save_checkpoint(path)
-        seen.append(sum("Another run saves" in str(warning.message) for warning in caught))
+        seen.append(sum("Another run saves" in one for one in warnings_of(trainer.save_checkpoint, path)))
     return seen
 
 

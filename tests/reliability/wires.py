@@ -39,13 +39,7 @@ UNTOUCHED = 7.0
 
 
 class Message(NamedTuple):
-    """One valid message.
-
-    Attributes:
-        wire: Which kind it is.
-        data: Its bytes.
-        decode: Reads bytes that may have been harmed.
-    """
+    """The kind of one valid message, its bytes, and what reads bytes that may have been harmed."""
 
     wire: str
     data: bytes

@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
+from differences import assert_same
 from distributed.training import Module, Noise, Run, fit, loader, perceptron, rank, trainer_for, weights_of
 from lightning_dct import DCTStrategy
 from lightning_dct.callbacks.compression_monitor import summary_rows
@@ -177,9 +178,7 @@ def resume_counting(folder: Path) -> list[dict[str, Tensor]]:
 
 def test_a_run_resumes_bit_for_bit_with_buffers_of_all_kinds(ranks: Any, tmp_path: Path) -> None:
     for straight, resumed in ranks(2).run(resume_counting, tmp_path):
-        assert straight.keys() == resumed.keys()
-        for name, one in straight.items():
-            assert torch.equal(one, resumed[name]), name
+        assert_same(straight, resumed)
 
 
 def write_in_evaluation(taken_back: bool) -> dict[str, Tensor]:
@@ -197,7 +196,6 @@ def write_in_evaluation(taken_back: bool) -> dict[str, Tensor]:
     hooks = LambdaCallback(on_validation_start=write, on_train_epoch_start=take_back)
     strategy = DCTStrategy(density=0.3, local_steps=4, warmup_steps=0)
     module = Module(model, torch.optim.SGD, lr=0.1)
-    module.validation_step = lambda *_: None
     own: list[Tensor] = []
     look = LambdaCallback(on_before_zero_grad=lambda *_: own.append(model.average.clone()))
     trainer = trainer_for(strategy, callbacks=[hooks, look] if taken_back else [look], max_epochs=2)
@@ -207,8 +205,7 @@ def write_in_evaluation(taken_back: bool) -> dict[str, Tensor]:
 
 def test_buffers_that_a_validation_writes_and_takes_back_change_nothing(ranks: Any) -> None:
     for one, other in zip(*(ranks(2).run(write_in_evaluation, taken) for taken in (True, False)), strict=True):
-        assert one.keys() == other.keys()
-        assert all(torch.equal(one[name], other[name]) for name in one)
+        assert_same(one, other)
 
 
 def test_present_ranks_send_what_has_changed_on_one_of_them() -> None:

@@ -7,22 +7,18 @@ import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 
-from distributed.random_runs import CASES, assert_remembered, assert_weights, draw, run_case, train_updates
+from distributed.random_runs import assert_remembered, assert_weights, draw, run_case, run_cases, train_updates
 from distributed.training import Module, Run, Watch, assert_learns, assert_replicas_equal, assert_weights_close, fit
 from lightning_dct import DCTStrategy
 from lightning_dct.sync import rounds
 from one_card import DEVICE
 
 
-def run_cases(exchange: str) -> list[Run]:
-    return [run_case(draw(seed, "updates", exchange)) for seed in range(CASES)]
-
-
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="a GPU's optimizers round otherwise than the reference on a CPU")
 @pytest.mark.parametrize(("world_size", "exchange"), [(3, "all_gather"), (2, "two_phase"), (4, "hierarchical")])
 def test_matches_the_reference(ranks: Any, world_size: int, exchange: str) -> None:
     """Oracle: lightning_dct.reference, every bit of both kinds of weights and of thresholds; random settings."""
-    by_rank = ranks(world_size).run(run_cases, exchange)
+    by_rank = ranks(world_size).run(run_cases, "updates", exchange)
     for seed, runs in enumerate(zip(*by_rank, strict=True)):
         shared, own, feedbacks = train_updates(draw(seed, "updates", exchange), world_size)
         for run, expected in zip(runs, own, strict=True):

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn, optim
 
-from lightning_dct.sync.optimizer_trial import refuse, try_out
-from sync.optimizers import Averages, Lookahead, MastersBeside, MastersInState, NeedsClosure, Sign, parameters_of
+from lightning_dct.sync.optimizer_trial import try_out
+from sync.optimizers import Lookahead, MastersBeside, MastersInState, NeedsClosure, Sign, parameters_of
 
 
 def matrices() -> list[nn.Parameter]:
@@ -141,24 +141,3 @@ def test_an_optimizer_that_reaches_for_other_tensors_is_stopped_before_it_writes
 
 def test_a_closure_cannot_be_tried() -> None:
     assert try_out(NeedsClosure(mixed())) == (False, (False,))
-
-
-def test_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"`LBFGS` compares.*density=1.0"):
-        refuse(optim.LBFGS(mixed()))
-
-
-def average_in_a_step() -> str:
-    weights = mixed()
-    before = [weight.detach().clone() for weight in weights]
-    with pytest.raises(ValueError, match="calls the collective") as error:
-        try_out(Averages(weights))
-    assert all(torch.equal(weight, old) for weight, old in zip(weights, before, strict=True))
-    return str(error.value)
-
-
-def test_collectives_are_refused_before_they_start(ranks: Any) -> None:
-    """One rank alone tries, and would wait for ever for the other."""
-    first, second = ranks(2).run(average_in_a_step)
-    assert first == second
-    assert "`Averages` calls the collective `allreduce_`" in first

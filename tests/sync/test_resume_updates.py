@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 
-from distributed.resuming import SaveAndStop, fit_half, twice_ten_batches
+from distributed.resuming import AtStart, SaveAndStop, fit_half, state_of, twice_ten_batches
 from distributed.training import (
     Module,
     State,
@@ -42,9 +42,6 @@ class Normalised(Module):
     def val_dataloader(self) -> Any:
         return loader(2, 40, 8)
 
-    def validation_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return self.loss(batch)
-
 
 def train_normalised(save: Path | None, load: Path | None) -> Any:
     """Validate after ten steps, in the middle of a round, which the resumed run does not repeat."""
@@ -55,12 +52,13 @@ def train_normalised(save: Path | None, load: Path | None) -> Any:
     return hashes, state["weights"]  # and not the bytes, because what a validation sends is not sent again
 
 
-class AtStart(Callback):
-    """Keeps what a rank begins with."""
+def own_and_shared(trainer: Trainer) -> tuple[dict[str, Any], State]:
+    state = state_of(trainer)
+    return state, {name: trainer.strategy.updates.weights.shared(name).clone() for name in state["weights"]}
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.state = trainer.strategy.synchronizer.state_dict()
-        self.shared = {name: trainer.strategy.updates.weights.shared(name).clone() for name in self.state["weights"]}
+
+def weights_in(trainer: Trainer) -> State:
+    return weights_of(trainer.lightning_module)
 
 
 def held_back(state: dict[str, Any], shared: State, name: str) -> torch.Tensor:
@@ -86,10 +84,11 @@ def save_after_ten(path: Path, settings: dict[str, Any]) -> tuple[dict[str, Any]
     return watch.seen[-1]
 
 
-def resume_elsewhere(path: Path) -> tuple[dict[str, Any], State]:
-    at_start = AtStart()
-    fit(DCTStrategy(**SETTINGS), module(), twice_ten_batches(), ckpt_path=str(path), callbacks=[at_start])
-    return at_start.state, at_start.shared
+def resume(path: Path, look: Any) -> Any:
+    """What ``look`` sees when a run begins from a checkpoint."""
+    start = AtStart(look)
+    fit(DCTStrategy(**SETTINGS), module(), twice_ten_batches(), ckpt_path=str(path), callbacks=[start])
+    return start.seen
 
 
 @pytest.mark.parametrize(
@@ -100,7 +99,7 @@ def test_another_number_of_ranks_keeps_the_mean(
 ) -> None:
     """Oracle: the mean over the ranks of what they hold back, before and after."""
     before = ranks(saved).run(save_after_ten, tmp_path / "x.ckpt", settings)
-    after = ranks(resumed).run(resume_elsewhere, tmp_path / "x.ckpt")
+    after = ranks(resumed).run(resume, tmp_path / "x.ckpt", own_and_shared)
     for name, weights in before[0][1].items():
         torch.testing.assert_close(after[0][1][name], weights, rtol=0, atol=0)
         expected = sum(held_back(state, shared, name) for state, shared in before) / saved
@@ -111,14 +110,9 @@ def test_another_number_of_ranks_keeps_the_mean(
 
 
 def load_under_ddp(path: Path) -> State:
-    trainer = trainer_for(DDPStrategy(), callbacks=[start := Shown()])
+    trainer = trainer_for(DDPStrategy(), callbacks=[start := AtStart(weights_in)])
     trainer.fit(module(), loader(12, 40, 8), ckpt_path=str(path))
-    return start.weights
-
-
-class Shown(Callback):
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.weights = weights_of(pl_module)
+    return start.seen
 
 
 def test_ddp_goes_on_from_the_shared_weights(ranks: Any, tmp_path: Path) -> None:
@@ -129,23 +123,10 @@ def test_ddp_goes_on_from_the_shared_weights(ranks: Any, tmp_path: Path) -> None
         assert_weights_close(saved[0][1], {name: saved[0][0]["weights"][name] for name in saved[0][1]}, 1e-6, 1e-7)
 
 
-class WeightsAtStart(Callback):
-    """Keeps the weights that a rank begins with."""
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.weights = {name: weights.clone() for name, weights in weights_of(pl_module).items()}
-
-
-def resume_alone(path: Path) -> State:
-    at_start = WeightsAtStart()
-    fit(DCTStrategy(**SETTINGS), module(), twice_ten_batches(), ckpt_path=str(path), callbacks=[at_start])
-    return at_start.weights
-
-
 def test_one_rank_goes_on_from_the_mean(ranks: Any, tmp_path: Path) -> None:
     """Oracle: the shared weights and the mean of what ranks and owners hold back."""
     before = ranks(3).run(save_after_ten, tmp_path / "x.ckpt", {"exchange": "two_phase"})
-    (alone,) = ranks(1).run(resume_alone, tmp_path / "x.ckpt")
+    (alone,) = ranks(1).run(resume, tmp_path / "x.ckpt", weights_in)
     for name, shared in before[0][1].items():
         held = sum(held_back(state, weights, name) for state, weights in before) / 3
         torch.testing.assert_close(alone[name].double(), shared + held.view(shared.shape), rtol=1e-4, atol=1e-7)

@@ -16,26 +16,21 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import ConcatDataset, DataLoader
 
 from distributed.resuming import SaveAndStop, fit_half, without_times
-from distributed.training import Module, Noise, fit, loader, rank
+from distributed.training import Module, Noise, Watch, fit, loader, rank
 from lightning_dct import CompressionMonitor, DCTStrategy, law
 from lightning_dct.callbacks import run_advice
 from lightning_dct.config import DCTConfig
 from lightning_dct.law import Given
 
 
-class Settings(Callback):
-    """Notes ``local_steps`` and the density after each step."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[int, float]] = []
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        config = trainer.strategy.synchronizer.config
-        self.seen.append((config.local_steps, config.density))
+def settings_in(trainer: Trainer) -> tuple[int, float]:
+    """``local_steps`` and the density."""
+    config = trainer.strategy.synchronizer.config
+    return config.local_steps, config.density
 
 
 def settings_of(batches: int, settings: dict[str, Any]) -> list[tuple[int, float]]:
-    seen, strategy = Settings(), DCTStrategy(**settings)
+    seen, strategy = Watch(look=settings_in), DCTStrategy(**settings)
     fit(strategy, Module(), loader(batches, 40, 8), callbacks=[seen])
     assert (strategy.config.local_steps, strategy.config.density) == seen.seen[0]
     return seen.seen
@@ -59,7 +54,7 @@ def test_ranks_with_more_batches_take_the_same_settings(ranks: Any) -> None:
 
 def uneven_settings() -> list[tuple[int, float]]:
     with patch.object(law, "steps_needed", needed):
-        seen = Settings()
+        seen = Watch(look=settings_in)
         fit(DCTStrategy(), Module(), loader((8, 16)[rank()], 40, 8), callbacks=[seen], limit_train_batches=8)
         return seen.seen
 
@@ -77,7 +72,7 @@ def unknown_length() -> Iterator[None]:
 
 def logged_settings(folder: Path) -> tuple[int, float]:
     logger = CSVLogger(folder, name="", version="")
-    seen = Settings()
+    seen = Watch(look=settings_in)
     fit(DCTStrategy(), Module(), loader(16, 40, 8), callbacks=[CompressionMonitor(), seen], logger=logger)
     return seen.seen[-1]
 
@@ -135,7 +130,7 @@ class TwoNets(Module):
 
 def counted_settings(module: LightningModule, settings: dict[str, Any]) -> list[tuple[int, float]]:
     with patch.object(law, "steps_needed", needed):
-        seen = Settings()
+        seen = Watch(look=settings_in)
         fit(DCTStrategy(), module, loader(64, 40, 8), callbacks=[seen, *settings.pop("callbacks", [])], **settings)
         return seen.seen
 

@@ -38,13 +38,8 @@ from one_card import DEVICE
 SETTINGS: dict[str, Any] = {"density": 0.2, "local_steps": 4, "warmup_steps": 3}
 
 
-class Normalised(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(perceptron(out_features=16), nn.BatchNorm1d(16), perceptron(in_features=16))
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.layers(inputs)
+def normalised() -> nn.Module:
+    return nn.Sequential(perceptron(out_features=16), nn.BatchNorm1d(16), perceptron(in_features=16))
 
 
 class Validated(Module):
@@ -60,7 +55,7 @@ class Validated(Module):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.seen["validation"].append(hash_of(self))
-        self.log("val_loss", self.loss(batch), sync_dist=True)
+        super().validation_step(batch, batch_idx)
 
     def on_validation_start(self) -> None:
         self.seen["start"].append(hash_of(self))
@@ -70,7 +65,7 @@ class Validated(Module):
 
 
 def validate_within_fit() -> tuple[dict[str, list[str]], str, float]:
-    module = Validated(Normalised(), torch.optim.SGD, lr=0.05, momentum=0.9)
+    module = Validated(normalised(), torch.optim.SGD, lr=0.05, momentum=0.9)
     trainer = trainer_for(DCTStrategy(**SETTINGS), val_check_interval=5, num_sanity_val_steps=1)
     trainer.fit(module, loader(20, 40, 8), loader(3, 40, 8))
     after = hash_of(module)
@@ -97,7 +92,7 @@ AVERAGING = {
 
 
 def train_averaging(name: str, model: str) -> Run:
-    module = Module(Normalised() if model == "normalised" else None, torch.optim.SGD, lr=0.1)
+    module = Module(normalised() if model == "normalised" else None, torch.optim.SGD, lr=0.1)
     return fit(DCTStrategy(**SETTINGS), module, 6, callbacks=[AVERAGING[name]()], max_epochs=4)
 
 
@@ -114,60 +109,29 @@ def test_averages_are_of_the_shared_weights(ranks: Any, name: str, model: str) -
             assert torch.equal(weights, runs[1].weights[parameter]), parameter
 
 
-class Overwrite(Callback):
-    """Sets a tensor, as whoever loads weights in the middle of training does.
+def overwrite(hook: str, epoch: int) -> Any:
+    """Set a tensor in a hook, as whoever loads weights in the middle of training does; what training goes on with."""
+    found: list[State] = []
 
-    Args:
-        hook: When, in the first epoch's end, after its last batch or in the second one's start.
-        way: How. What goes through ``.data`` leaves the parameter's version as it was.
-    """
+    def write(trainer: Trainer, module: Any, *arguments: Any) -> None:
+        if trainer.current_epoch == epoch and (hook != "on_train_batch_end" or arguments[-1] == 5):
+            module.model.first.weight.data.fill_(0.5)
 
-    def __init__(self, hook: str, way: str) -> None:
-        self.hook, self.way = hook, way
+    def look(trainer: Trainer, module: Any, *_: Any) -> None:
+        if trainer.current_epoch == 1:
+            found.append(weights_of(module))
 
-    def write(self, weight: torch.Tensor) -> None:
-        if self.way == "in place":
-            weight.detach().fill_(0.5)
-        elif self.way == "data in place":
-            weight.data.copy_(torch.full_like(weight, 0.5))
-        else:
-            weight.data = torch.full_like(weight, 0.5)
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *arguments: Any) -> None:
-        if self.hook == "batch" and trainer.current_epoch == 0 and arguments[-1] == 5:
-            self.write(pl_module.model.first.weight)
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.hook == "end" and trainer.current_epoch == 0:
-            self.write(pl_module.model.first.weight)
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.hook == "start" and trainer.current_epoch == 1:
-            self.write(pl_module.model.first.weight)
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        if trainer.current_epoch == 1 and not hasattr(self, "found"):
-            self.found = weights_of(pl_module)
-
-
-def overwrite(hook: str, way: str) -> Any:
-    callback = Overwrite(hook, way)
-    run = fit(DCTStrategy(**SETTINGS), Module(None, torch.optim.SGD, lr=0.01), 6, callbacks=[callback], max_epochs=2)
-    return callback.found["model.first.weight"], run
+    callbacks = [LambdaCallback(**{hook: write}), LambdaCallback(on_train_batch_start=look)]
+    run = fit(DCTStrategy(**SETTINGS), Module(None, torch.optim.SGD, lr=0.01), 6, callbacks=callbacks, max_epochs=2)
+    return found[0]["model.first.weight"], run
 
 
 @pytest.mark.parametrize(
-    ("hook", "way"),
-    [
-        ("start", "in place"),
-        ("end", "in place"),
-        ("end", "data in place"),
-        ("batch", "data in place"),
-        ("start", "data"),
-    ],
+    ("hook", "epoch"), [("on_train_batch_end", 0), ("on_train_epoch_end", 0), ("on_train_epoch_start", 1)]
 )
-def test_what_is_written_into_the_shared_weights_is_trained_on(ranks: Any, hook: str, way: str) -> None:
-    results = ranks(2).run(overwrite, hook, way)
+def test_what_is_written_into_the_shared_weights_is_trained_on(ranks: Any, hook: str, epoch: int) -> None:
+    """In every way of writing: test_every_way_of_writing_is_seen."""
+    results = ranks(2).run(overwrite, hook, epoch)
     for found, _ in results:
         assert bool((found == 0.5).all())
     assert_replicas_equal([run for _, run in results])
@@ -321,6 +285,9 @@ class SwapsInMode(Validated):
         super().on_validation_model_train()
         self.swap(True, "hooks")
 
+    on_test_model_eval = on_predict_model_eval = on_validation_model_eval
+    on_test_model_train = on_validation_model_train
+
     def train(self, mode: bool = True) -> Any:
         if self.way == "train" and mode != self.training:
             self.swap(mode, "train")
@@ -342,15 +309,6 @@ class SwapsInMode(Validated):
 
     def predict_step(self, batch: Any, batch_idx: int) -> None:
         self.seen["validation"].append(hash_of(self))
-
-    def on_test_model_eval(self) -> None:
-        self.on_validation_model_eval()
-
-    def on_test_model_train(self) -> None:
-        self.on_validation_model_train()
-
-    def on_predict_model_eval(self) -> None:
-        self.on_validation_model_eval()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.swapped = self.kept is None or torch.equal(self.model.gain, -2.0 * self.kept["gain"])
@@ -446,9 +404,6 @@ class Lent(Module):
             self.kept = weights_of(self)
             for parameter in self.parameters():
                 parameter.data.zero_()
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        pass
 
     def on_validation_end(self) -> None:
         if self.lends:
