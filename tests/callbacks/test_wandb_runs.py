@@ -91,6 +91,8 @@ def test_axis_and_summaries(trained: Any) -> None:
     logged = [row["dct/overhead_ms"] for row in run.history if "dct/overhead_ms" in row]
     summary = run.state["summary"]
     assert summary["dct/overhead_ms"] == {"max": max(logged), "mean": pytest.approx(sum(logged) / len(logged))}
+    dense, sent = (sum(summary[f"dct/{part}/bytes_{kind}"] for part in ("dp", "mp")) for kind in ("dense", "sent"))
+    assert summary["dct/run_compression_ratio"] == pytest.approx(dense / sent)
     assert summary["dct/dp/bytes_sent"] == max(row.get("dct/dp/bytes_sent", 0) for row in run.history)
 
 

@@ -114,7 +114,7 @@ def test_a_rank_that_is_asked_to_end_hands_over_what_it_has_not_sent(job: Callab
 
 
 def test_the_lighthouse_is_killed_and_comes_back(job: Callable[..., Job]) -> None:
-    run = job(3, 200, slow=0.1)
+    run = job(3, 400, slow=0.1)
     run.wait_for(0, 20)
     run.lighthouse.kill()
     run.lighthouse.wait()
@@ -127,7 +127,7 @@ def test_the_lighthouse_is_killed_and_comes_back(job: Callable[..., Job]) -> Non
     run.wait_for_rounds_of_all(0, rounds + 1, 11)
     run.hurry()
     ends = run.end()
-    check_alike(run, ends, 200)
+    check_alike(run, ends, 400)
     assert sum(row[3] == "3" and int(row[0]) > rounds + 1 for row in run.rows(0)) > 10
 
 

@@ -67,6 +67,7 @@ class CompressionMonitor(pl.Callback):
     key                           value
     ============================  ======================================================================================
     dct/compression_ratio         bytes of the dense fp32 exchange over bytes sent, of all exchanges since the last log
+    dct/run_compression_ratio     the same since fit began, before a resume too
     dct/overhead_ms               time spent compressing and decompressing, ms a step, since the last log
     dct/seconds                   seconds of training since fit began, without validations
     dct/dp/compression_ratio      the same ratio, data parallelism only: updates or gradients
@@ -146,8 +147,9 @@ class CompressionMonitor(pl.Callback):
         dp, mp = recent["dp"], recent["mp"]
         overhead = 1e3 * (dp.seconds + mp.seconds) / dp.steps
         metrics = {"dct/overhead_ms": overhead, "dct/seconds": perf_counter() - self._since}
-        if sent := dp.bytes_sent + mp.bytes_sent:
-            metrics["dct/compression_ratio"] = sum(part.bytes_dense for part in (dp, mp) if part.bytes_sent) / sent
+        for key, parts in ((wandb_runs.RATIO, recent.values()), (wandb_runs.RATIO_OF_RUN, totals.values())):
+            if sent := sum(part.bytes_sent for part in parts):
+                metrics[key] = sum(part.bytes_dense for part in parts if part.bytes_sent) / sent
         thresholds = [] if synchronizer is None else [*synchronizer.thresholds.by_label().values()]
         norm = None if synchronizer is None else synchronizer.norm()
         metrics |= part_metrics("dp", totals["dp"], dp, thresholds, norm)

@@ -19,14 +19,14 @@ from lightning_dct.sync.synchronizer import TensorFigures
 
 CONFIG_KEY = "lightning_dct"
 STEP = "trainer/global_step"  # the optimizer step, which Lightning's logger adds to every row
-_OF_PARTS = {"compression_ratio": "last,mean", "density": "last,mean", "threshold": "last", "residual_norm": "last,max"}
-SUMMARIES = {"dct/compression_ratio": "last,mean", "dct/overhead_ms": "mean,max"}
+_OF_PARTS = {"density": "last,mean", "threshold": "last", "residual_norm": "last,max"}
+SUMMARIES = {"dct/overhead_ms": "mean,max"}
 SUMMARIES |= {f"dct/{part}/{key}": summary for part in ("dp", "mp") for key, summary in _OF_PARTS.items()}
 """How W&B summarizes the history of a metric; for other metrics it shows the last value."""
 
 QUALITY = ("train/loss", "val/loss")  # of the model, as the experiments of this repository log it
 GROUPS = ("strategy", "density", "value_format")  # settings by which runs are grouped, outermost first
-RATIO, TENSORS = "dct/compression_ratio", "dct/dp/tensors"
+RATIO, RATIO_OF_RUN, TENSORS = "dct/compression_ratio", "dct/run_compression_ratio", "dct/dp/tensors"
 
 
 def wandb_loggers(trainer: pl.Trainer) -> list[WandbLogger]:
@@ -94,7 +94,7 @@ def sections(quality: Sequence[str] = QUALITY) -> dict[str, list[Any]]:
         return panels.LinePlot(title=title, x=STEP, y=list(keys), log_y=log or None)
 
     def against_ratio(key: str) -> Any:
-        across, upwards = map(panels.SummaryMetric, (f"{RATIO}.mean", key))
+        across, upwards = map(panels.SummaryMetric, (RATIO_OF_RUN, key))
         return panels.ScatterPlot(title=f"{key} against compression ratio", x=across, y=upwards, log_x=True)
 
     def bars(title: str, column: str) -> Any:
@@ -105,18 +105,16 @@ def sections(quality: Sequence[str] = QUALITY) -> dict[str, list[Any]]:
             chart_strings={"title": title},
         )
 
-    def table(key: str) -> Any:
-        return panels.WeavePanelSummaryTable(table_name=key)
-
     return {
         "Quality": [*(curves(key, key) for key in quality), *map(against_ratio, quality[-1:])],
         "Bytes": [
             curves("data parallelism: bytes sent, rank 0", "dct/dp/bytes_sent"),
             curves("data parallelism: sent, and dense fp32", "dct/dp/bytes_sent", "dct/dp/bytes_dense", log=True),
-            table("dct/summary"),
+            panels.WeavePanelSummaryTable(table_name="dct/summary"),
         ],
         "Compression ratio": [
             curves("all traffic, against dense fp32", RATIO, log=True),
+            curves("all traffic of the run so far, against dense fp32", RATIO_OF_RUN, log=True),
             curves("data parallelism, against dense fp32", "dct/dp/compression_ratio", log=True),
         ],
         "Thresholds and densities per tensor": [
@@ -126,7 +124,7 @@ def sections(quality: Sequence[str] = QUALITY) -> dict[str, list[Any]]:
             curves("density: entries sent over entries due", "dct/dp/density"),
             curves("densities of all tensors, log10", "dct/dp/log10_density"),
             bars("density", "density"),
-            table(TENSORS),
+            panels.WeavePanelSummaryTable(table_name=TENSORS),
         ],
         "Residual norms": [
             curves("norm over all tensors, rank 0", "dct/dp/residual_norm"),
