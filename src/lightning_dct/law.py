@@ -1,11 +1,11 @@
 """Predicts how much loss a run of updates gives up, and chooses the settings with the fewest bytes within a bound.
 
-    loss in %  =  0.035 k (m / d) g / (S / 1000)  +  0.65 (W - 1)^0.65 ((H - 1) / (S / 1000))^0.8
+    loss in %  =  0.035 k (m / d) g / (S / 1000)  +  max(0.65 (W - 1)^0.65 ((H - 1) / (S / 1000))^0.8,  0.2 log2 H)
 
 ``W`` ranks exchange every ``H`` local steps at density ``d``, and make ``S`` optimizer steps; ``m = min(W - 1, 3)``,
 and ``g = max(1, min(W, 8) / 4)^2 max(1, W / 8)^0.45``. The first term is for entries that wait to be sent: ``k`` is 1
-if the mean is made as long as the steps, else 2. The second one is for steps that ranks take apart. The longer a run,
-the less it loses. This is a fit to small language models under AdamW, and no more: ``docs/evidence/run_length.md``.
+if the mean is made as long as the steps, else 2. The second one is for steps that ranks take apart, which no length
+makes good. This is a fit to small language models under AdamW, and no more: ``docs/evidence/run_length.md``.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ from lightning_dct.compress.bucket_plan import plan_bucket
 from lightning_dct.config import DCTConfig
 from lightning_dct.exchange.factory import NodeLayout, choose, costs_of
 
-CANDIDATES = tuple((1, density) for density in (0.3, 0.2, 0.1, 0.05, 0.03)) + tuple(
-    (steps, density) for steps in (2, 4, 8, 16, 32, 64) for density in (0.3, 0.1)
-)
+CANDIDATES = (*((1, density) for density in (0.3, 0.2, 0.1, 0.05, 0.03, 0.015)), (2, 0.3), (4, 0.1))
 """Local steps and densities that a run chooses from."""
 BY_LENGTH = frozenset({"local_steps", "density"})  # what the length of a run chooses, if it is left out
 BOUND = 1.0  # the loss that a run may give up, in percent
@@ -45,11 +43,13 @@ def expected_loss(config: DCTConfig, ranks: int, steps: float) -> float:
     if config.lengthens:
         return waiting
     apart = 0.65 * (ranks - 1) ** 0.65 * (1000 * (config.local_steps - 1) / steps) ** 0.8
-    return 2 * waiting + apart
+    return 2 * waiting + max(apart, 0.2 * math.log2(config.local_steps))
 
 
-def steps_needed(config: DCTConfig, ranks: int) -> int:
-    """Optimizer steps that a run needs to stay within the bound, with the safety factor."""
+def steps_needed(config: DCTConfig, ranks: int) -> float:
+    """Optimizer steps that a run needs to stay within the bound, with the safety factor; infinite if no length does."""
+    if CAUTION * expected_loss(config, ranks, math.inf) > BOUND:
+        return math.inf
     return bisect_left(range(LONGEST), -BOUND, lo=1, key=lambda steps: -CAUTION * expected_loss(config, ranks, steps))
 
 
@@ -70,17 +70,18 @@ class Given:
 
     def rungs(self, ranks: int) -> list[DCTConfig]:
         """The settings to choose from, from the most bytes to the fewest; each loses more than the one before."""
-        config, found = self.config, []
+
+        def cost(one: DCTConfig) -> tuple[float, float]:
+            return steps_needed(one, ranks), expected_loss(one, ranks, SHORTEST)
+
+        config, found, rungs = self.config, list[DCTConfig](), list[DCTConfig]()
         for local_steps, density in CANDIDATES:
             # An exchange has to arrive before the next one begins.
             steps = max(local_steps, config.overlap_steps) if "local_steps" in self.left_out else config.local_steps
             density = density if "density" in self.left_out else config.density
-            one = replace(config, local_steps=steps, density=density)
-            if one not in found:
-                found.append(one)
-        rungs: list[DCTConfig] = []
+            found.append(replace(config, local_steps=steps, density=density))
         for one in sorted(found, key=lambda one: bytes_sent(one, ranks)):
-            if not rungs or steps_needed(one, ranks) < steps_needed(rungs[-1], ranks):
+            if not rungs or cost(one) < cost(rungs[-1]):
                 rungs.append(one)
         return rungs[::-1]
 

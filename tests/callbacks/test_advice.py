@@ -61,17 +61,17 @@ def test_a_run_that_may_end_early_is_told_what_it_gets() -> None:
 
 
 def test_a_run_that_leaves_settings_out_is_told_what_it_gets() -> None:
-    """By the law 16 steps at 10% lose 0.7 / 22.559 + 0.65 (15 / 22.559)^0.8 = 0.031 + 0.469 after 22,559 steps."""
-    (told,) = notes(Given.of({}), 2, 22_560)
+    """By the law 1.5% of the entries lose 0.035 / 0.015 / 4.667 = 0.5 after 4,667 steps."""
+    (told,) = notes(Given.of({}), 2, 4667)
     assert told == (
-        "22,560 optimizer steps on 2 ranks: DCT takes local_steps=16, density=0.1, and expects the loss to be about"
-        " 0.5% above that of plain DDP. A run of 44,776 steps would send less."
+        "4,667 optimizer steps on 2 ranks: DCT takes local_steps=1, density=0.015, and expects the loss to be about"
+        " 0.5% above that of plain DDP."
     )
-    (told,) = notes(Given.of({}), 2, 22_500)
-    assert "DCT takes local_steps=8, density=0.1," in told
-    assert told.endswith("A run of 22,559 steps would send less.")
+    (told,) = notes(Given.of({}), 2, 4600)
+    assert "DCT takes local_steps=1, density=0.03," in told
+    assert told.endswith("A run of 4,667 steps would send less.")
     (told,) = notes(Given.of({"density": 0.3}), 2, 10_300)
-    assert "DCT takes local_steps=8, density=0.3," in told
+    assert "DCT takes local_steps=4, density=0.3," in told
     (told,) = notes(Given.of({}), 2, math.inf)
     assert told == (
         "The length of this run is not known: DCT takes local_steps=1, density=0.1, and fewer bytes as it goes on."
@@ -91,17 +91,22 @@ def test_a_run_too_short_for_any_setting_is_warned() -> None:
 
 
 def test_settings_that_do_not_fit_the_length_are_warned_of() -> None:
-    (note,) = notes(UPDATES, 2, 2000)
+    (note,) = notes(replace(UPDATES, local_steps=4), 2, 2000)
     assert note == (
-        "This run is short for local_steps=8, density=0.2: the loss may be 4% above that of plain DDP. Train for 10,585"
+        "This run is short for local_steps=4, density=0.2: the loss may be 2% above that of plain DDP. Train for 5,024"
         " steps or more, or leave out `local_steps` and `density`: local_steps=1, density=0.05 would fit."
+    )
+    (note,) = notes(UPDATES, 2, 10**6)
+    assert note == (
+        "No run is long enough for local_steps=8, density=0.2: the loss may be 1% above that of plain DDP; leave out"
+        " `local_steps` and `density`: local_steps=1, density=0.015 would fit."
     )
     (note,) = notes(GRADIENTS, 2, 333)
     assert "1 / density = 34 of them" in note
     assert note.endswith("or give density=0.04, which fits.")
     assert not notes(replace(GRADIENTS, density=0.04), 2, 333)
-    for steps in (10_585, math.inf):
-        assert not notes(UPDATES, 2, steps)
+    for steps in (5024, math.inf):
+        assert not notes(replace(UPDATES, local_steps=4), 2, steps)
     assert not notes(DENSE, 2, 3)
 
 

@@ -53,11 +53,11 @@ def test_buffers_have_a_row(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        # What four ranks need by the law: 7,000 steps for one at 3%, 15,223 for four at 10%, 28,875 for eight at 10%.
+        # What four ranks need by the law: 7,000 steps for one at 3%, 14,000 for one at 1.5%, 21,000 for four at 10%.
         ((), "A run of 10,000 optimizer steps: 1,000,000 parameters in 1 tensor, 3% of the entries, 1bit"),
-        (("--steps", "28900"), "10% of the entries, 1bit values, updates every 8 steps;"),
+        (("--steps", "14000"), "1.5% of the entries, 1bit values, updates every step;"),
         (("--steps", "100"), "30% of the entries, 1bit values, updates every step;"),
-        (("--steps", "15300", "--density", "0.1"), "10% of the entries, 1bit values, updates every 4 steps;"),
+        (("--steps", "21000", "--density", "0.1"), "10% of the entries, 1bit values, updates every 4 steps;"),
     ],
 )
 def test_a_longer_run_needs_fewer_bytes(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], told: str) -> None:

@@ -285,10 +285,11 @@ def _on_updates(given: Given, ranks: int, length: RunLength, dense: str) -> list
         remedy = f"use {dense}: all other settings lose more"
         if steps_needed(fitting, ranks) <= steps:
             remedy = f"leave out `local_steps` and `density`: {_settings(fitting)} would fit"
-        notes.append(
-            f"This run is short for {settings}: the loss may be {_percent(CAUTION * loss)} above that of plain DDP."
-            f" Train for {needed:,} steps or more, or {remedy}."
-        )
+        short, train = "This run is short", f". Train for {needed:,} steps or more, or"
+        if math.isinf(needed):
+            short, train = "No run is long enough", ";"
+        may = f"{_percent(CAUTION * loss)} above that of plain DDP"
+        notes.append(f"{short} for {settings}: the loss may be {may}{train} {remedy}.")
     return notes
 
 
