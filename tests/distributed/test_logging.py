@@ -17,6 +17,7 @@ from lightning_dct.traffic import all_gather_bytes, all_reduce_bytes
 
 KEYS = {
     "dct/compression_ratio",
+    "dct/run_compression_ratio",
     "dct/overhead_ms",
     "dct/seconds",
     "dct/dp/compression_ratio",
@@ -68,7 +69,8 @@ def test_logged_bytes_are_the_payloads(ranks: Any, world_size: int, value_format
         assert row["dct/dp/bytes_sent"] == (step + 1) * all_gather_bytes(payload, world_size)
         assert row["dct/dp/bytes_dense"] == (step + 1) * dense
         ratio = dense / all_gather_bytes(payload, world_size)
-        assert row["dct/dp/compression_ratio"] == row["dct/compression_ratio"] == pytest.approx(ratio)
+        for key in ("dct/compression_ratio", "dct/run_compression_ratio", "dct/dp/compression_ratio"):
+            assert row[key] == pytest.approx(ratio)
         assert 0 < row["dct/dp/density"] <= (48 + 10 + 33) / sum(SIZES)
         assert row["dct/overhead_ms"] > 0
     state = run.state
