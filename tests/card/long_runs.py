@@ -22,8 +22,8 @@ from replicated.side_by_side import SideBySide, train_side_by_side
 from replicated.training import Job
 
 SHARED = ("experiment=lm", "data.context_length=64", "data.batch_size=4")
-# By ranks: a setting that is level in earlier runs, and what the law takes after 60,000 steps.
-STEPS_AND_DENSITIES = {4: ((4, 0.1), (16, 0.1)), 8: ((4, 0.1), (8, 0.3)), 16: ((4, 0.1), (8, 0.1))}
+# By ranks: a setting of earlier runs, and what the law takes after 60,000 steps.
+STEPS_AND_DENSITIES = {4: ((4, 0.1), (1, 0.015)), 8: ((4, 0.1), (1, 0.015)), 16: ((4, 0.1), (1, 0.03))}
 SETTINGS = {
     ranks: [f"strategy.local_steps={steps} strategy.density={density}" for steps, density in pairs]
     for ranks, pairs in STEPS_AND_DENSITIES.items()
