@@ -20,7 +20,18 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from comparison.runs import Entry, Run, Runner, Strategy, collect, folder_name, plan_run, require_distinct, setting_name
+from comparison.runs import (
+    Entry,
+    Run,
+    Runner,
+    Strategy,
+    collect,
+    folder_name,
+    plan_run,
+    require_distinct,
+    require_once,
+    setting_name,
+)
 from comparison.sweep import Axis, choose, combinations
 from comparison.table import draw, draw_pace, to_markdown, write_runs
 from network.hosts import parse_link
@@ -119,8 +130,7 @@ def take_seeds(overrides: Sequence[str], seeds: Sequence[int] | None) -> tuple[l
         if not all(word.strip().isdecimal() for word in words):
             raise ValueError(f"{' '.join(named)}: write the seeds as in --seeds 0 1 2")
         seeds = [int(word) for word in words]
-    if len(set(seeds)) < len(seeds):
-        raise ValueError(f"--seeds {' '.join(map(str, seeds))}: a seed comes twice")
+    require_once("seeds", seeds)
     return [override for override in overrides if override not in named], list(seeds)
 
 

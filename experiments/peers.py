@@ -25,7 +25,7 @@ import matplotlib
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
 
-from comparison.runs import Entry, Run, Runner, Strategy, plan_run
+from comparison.runs import Entry, Run, Runner, Strategy, plan_run, require_once
 from comparison.table import (
     difference,
     figure_text,
@@ -246,9 +246,11 @@ def main(words: Sequence[str] | None = None) -> int:
     ]
     if not chosen or chosen[0].name != "ddp":
         parser.error("--methods must take in ddp, which the others are compared with")
-    for name in ("seeds", "ranks"):
-        if len(set(given := getattr(arguments, name))) < len(given):
-            parser.error(f"--{name} {' '.join(map(str, given))}: one comes twice")
+    try:
+        for name in ("seeds", "ranks"):
+            require_once(name, getattr(arguments, name))
+    except ValueError as error:
+        parser.error(str(error))
     left_out = {method.name: why for method in chosen if (why := why_missing(method))}
     page, by_ranks, tables = Page(arguments), {}, []
     for ranks in arguments.ranks:

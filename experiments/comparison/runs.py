@@ -128,6 +128,12 @@ def setting_name(override: str) -> str:
     return override.partition("=")[0].lstrip("+~")
 
 
+def require_once(option: str, given: Sequence[Any]) -> None:
+    """Refuse an option's values of which one comes twice (ValueError): a table would count its runs twice."""
+    if len(set(given)) < len(given):
+        raise ValueError(f"--{option} {' '.join(map(str, given))}: one comes twice")
+
+
 def require_distinct(strategies: Sequence[Strategy], common: Sequence[str], varied: Mapping[str, str]) -> None:
     """Refuse what a table could not tell apart, or what would be set twice.
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from comparison.runs import Entry, Run, Runner, Strategy, plan_run, require_distinct
+from comparison.runs import Entry, Run, Runner, Strategy, plan_run, require_distinct, require_once
 from comparison.table import write_runs
 from zoo.table import Row, draw, to_markdown
 
@@ -30,9 +30,7 @@ def main(words: Sequence[str] | None = None) -> int:
     runner = Runner(arguments.collect_only)
     try:
         for name in ("seeds", "rates", "only"):
-            given = getattr(arguments, name) or ()
-            if len(set(given)) < len(given):
-                raise ValueError(f"--{name} {' '.join(map(str, given))}: one comes twice")
+            require_once(name, getattr(arguments, name) or ())
         strategies = [Strategy.parse(text) for text in arguments.strategy]
         require_distinct(strategies, arguments.overrides, _OPTIONS)
         sides = [(member, rate) for member in arguments.only or member_names() for rate in arguments.rates]

@@ -67,7 +67,7 @@ class CompressionMonitor(pl.Callback):
     key                           value
     ============================  ======================================================================================
     dct/compression_ratio         bytes of the dense fp32 exchange over bytes sent, of all exchanges since the last log
-    dct/run_compression_ratio     the same since fit began, before a resume too
+    dct/run_compression_ratio     the same of the whole run, before a resume too
     dct/overhead_ms               time spent compressing and decompressing, ms a step, since the last log
     dct/seconds                   seconds of training since fit began, without validations
     dct/dp/compression_ratio      the same ratio, data parallelism only: updates or gradients
