@@ -1,8 +1,8 @@
 """Many trainings of the same length side by side: all their replicas are one batch, which a GPU repeats as graphs.
 
-A *bank* stacks replicas whose batches have one shape: those of all trainings with ``dct``, or the single models of
-dense training on one number of ranks. One graph has the gradients of a whole bank, the steps of its optimizers and the
-decay of shared weights; each training has graphs of its exchanges. The host starts graphs, and makes batches ahead.
+A *bank* stacks replicas of one module whose batches have one shape: those of all trainings with ``dct``, or the single
+models of dense training on one number of ranks. One graph has the gradients of a whole bank, its optimizers' steps and
+the decay of shared weights; each training has graphs of its exchanges. The host starts graphs, and makes batches ahead.
 """
 
 import time
@@ -177,16 +177,16 @@ class Bank:
 
     def prepare(self) -> None:
         """Prepare the batches and rates of the next steps."""
-        streams: dict[tuple[int, int], Batch] = {}
+        streams: dict[tuple[int, str], Batch] = {}
         for one in self.trainings:
             job = one.prepared.job
-            if (key := (job.ranks, one.prepared.seed)) not in streams:
+            if (key := (job.ranks, one.prepared.data_settings)) not in streams:
                 size = job.ranks * one.prepared.data.batch_size
                 numbers = rank_rows(self._steps // AHEAD, batch_size=AHEAD * size, rank=0, world_size=1)
                 streams[key] = one.prepared.data.training_rows(numbers)
         rows: dict[str, list[Tensor]] = {}
         for one in self.trainings:
-            for name, found in streams[one.prepared.job.ranks, one.prepared.seed].items():
+            for name, found in streams[one.prepared.job.ranks, one.prepared.data_settings].items():
                 rows.setdefault(name, []).append(found.view(AHEAD, one.prepared.replicas, -1, *found.shape[1:]))
         fresh = {name: torch.cat(parts, dim=1) for name, parts in rows.items()}
         # On a GPU fused optimizers read rates of this type.
@@ -252,13 +252,14 @@ class SideBySide:
     def __init__(self, jobs: Sequence[Job]) -> None:
         prepared = [Prepared(job) for job in jobs]
         device = torch.device(jobs[0].device)
-        kinds: dict[tuple[bool, int], list[Prepared]] = {}
+        kinds: dict[tuple[str, int | None], list[Prepared]] = {}
         for one in prepared:
-            kinds.setdefault((one.settings is None, one.job.ranks if one.settings is None else 0), []).append(one)
+            kinds.setdefault((one.shape, one.job.ranks if one.settings is None else None), []).append(one)
         self.banks = [Bank(members, device) for members in kinds.values()]
         by_job = {id(one.prepared): one for bank in self.banks for one in bank.trainings}
         self.trainings = [by_job[id(one)] for one in prepared]
-        self._validation = rows_of_validation(prepared[0].data, jobs[0])
+        data = {one.data_settings: one.data for one in prepared}
+        self._validation = {settings: rows_of_validation(one, jobs[0]) for settings, one in data.items()}
 
     def step(self) -> None:
         """One step of all trainings."""
@@ -270,7 +271,8 @@ class SideBySide:
         found = []
         for one in self.trainings:
             one.look()
-            found.append(mean_loss(one.prepared.module, one.shared_weights(), self._validation))
+            rows = self._validation[one.prepared.data_settings]
+            found.append(mean_loss(one.prepared.module, one.shared_weights(), rows))
         return found
 
 

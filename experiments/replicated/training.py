@@ -92,6 +92,11 @@ def gradients_of_all(module: nn.Module) -> Callable[[Mapping[str, Tensor], Batch
 class Prepared:
     """What a job trains: the module of an experiment, its data, and the settings of ``Updates`` (None for dense).
 
+    Attributes:
+        data_settings: Those that the data are made from, as YAML.
+        shape: What trainings have in common whose weights and batches can be stacked: all settings of the module and
+            the data but the rate and the seed, as YAML.
+
     Raises:
         ValueError: The strategy is neither ``dct`` with updates nor ``ddp``, or ranks would do what replicas do not.
     """
@@ -101,9 +106,15 @@ class Prepared:
             words = [f"trainer.max_steps={job.steps}", f"trainer.devices={job.ranks}"]
             config = compose("train", [*job.overrides, *words])
         config.paths.root_dir = config.paths.output_dir = str(Path.cwd())
-        self.job, self.seed, self.settings = job, config.seed, _settings(job, config.strategy)
+        self.job, self.settings = job, _settings(job, config.strategy)
         seed_everything(config.seed, workers=True, verbose=False)
-        self.data = _data_of(OmegaConf.to_yaml(config.data, resolve=True))
+        self.data_settings = OmegaConf.to_yaml(config.data, resolve=True)
+        self.data = _data_of(self.data_settings)
+        apart = ("learning_rate", "seed")
+        shared = (
+            {name: one for name, one in part.items() if name not in apart} for part in (config.model, config.data)
+        )
+        self.shape = OmegaConf.to_yaml(OmegaConf.create(list(shared)))
         self.module = hydra.utils.instantiate(config.model)
         self.trainer = SimpleNamespace(datamodule=self.data, estimated_stepping_batches=job.steps)
         self.module.trainer = self.trainer

@@ -142,6 +142,15 @@ def test_trainings_side_by_side_do_not_touch_each_other() -> None:
     assert found[0]["ratio"] == modules["ratio"]
 
 
+def test_trainings_of_other_modules_and_data_are_not_stacked() -> None:
+    others = ((), ("model.num_heads=1",), ("data.context_length=8",), ("model.width=8",))
+    jobs = [Job((*TINY, "strategy=ddp", "seed=3", *own), 2, 4, val_rows=8) for own in others]
+    together = train_side_by_side(jobs, lambda *_: None)
+    for job, figures in zip(jobs, together, strict=True):
+        assert figures["loss"] == pytest.approx(train(job)["loss"], rel=1e-5), job.overrides
+    assert len({figures["loss"] for figures in together}) == len(jobs)
+
+
 def test_side_by_side_refuses_what_it_cannot_stack() -> None:
     with pytest.raises(ValueError, match="Muon"):
         SideBySide([Job((*DIGITS, "strategy=dct", "model.optimizer=Muon"), 2, 2)])
