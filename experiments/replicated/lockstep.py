@@ -147,7 +147,8 @@ class Exchanges:
     def __init__(
         self, settings: Mapping[str, Any], models: Sequence[Mapping[str, Tensor]], steps: int, trial: Trial
     ) -> None:
-        self.config = RunSettings(Given.of(settings), len(models), steps).at(0)
+        self._run = RunSettings(Given.of(settings), len(models), steps)
+        self.config = self._run.at(0)
         meetings: list[dict[int, tuple[Tensor, Any]]] = []
         self.traffic = [Traffic() for _ in models]
         self._meetings, self._trial = meetings, trial
@@ -193,7 +194,9 @@ class Exchanges:
             self._since_refresh, self._wants_refresh = 1, False
         lost = 1.0 - self.config.residual_decay if self._step <= self.config.warmup_steps else 0.0
         lengthening = None if self._trial.chooses_length else 1.0
-        if self._lengthens:
+        if self._run.is_ending(self._step):
+            lengthening = 1.0
+        elif self._lengthens:
             lengthening = self._cosine.lengthening(ranks)
         self.start(length, Sending(tag_of("replicas", self._step, 0), lost=lost, lengthening=lengthening), refreshes)
 

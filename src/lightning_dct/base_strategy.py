@@ -143,14 +143,13 @@ class DCTStrategyBase(CheckpointedStrategy):
             check_agreement(describe_run(trainer, self._parameter_names()), Module(), None)
 
     def on_train_start(self) -> None:
-        """Choose the settings that were left out by the length of the run, which is known now."""
+        """Tell updates the length of the run, which is known now and chooses the settings that were left out."""
         super().on_train_start()
-        if self.updates is not None and self.given.left_out:
+        if (updates := self.updates) is not None:
             self.length = self._agreed_length()
             ranks, (steps, unknown, _) = self.world_size // self.stages, self.length
-            self.updates.follow(RunSettings(self.given, ranks, steps, unknown))
-            self.config = self.updates.config
-        if (updates := self.updates) is not None:
+            updates.follow(RunSettings(self.given, ranks, steps, unknown))
+            self.config = updates.config
             for optimizer in self.optimizers:
                 updates.register(optimizer)  # a forward's writes before the first step are sent, too
             updates.check_alike()

@@ -33,6 +33,7 @@ LONGEST = 10**12  # steps of a run that allows everything
 SHORTEST = 1000  # a run of unknown length is assumed to make so many steps, or twice as many as it has made
 COUNTED = "with manual optimization DCT counts each optimizer's steps"
 FEWEST_COUNTED = 8  # steps of an optimizer after which its total can be extrapolated
+LONG, LAST_PART = 5000, 0.9  # in runs of so many steps the mean is plain after this share of them
 OFF = 0.25  # relative error of the expected number of steps above which settings are chosen again
 
 
@@ -120,6 +121,10 @@ class RunSettings:
     @property
     def _is_unknown(self) -> bool:
         return math.isinf(self.steps) or bool(self.unknown)
+
+    def is_ending(self, steps: int) -> bool:
+        """Whether this is the last part of a long run, which gains by a plain mean of updates; False if unknown."""
+        return not self._is_unknown and self.steps >= LONG and steps > LAST_PART * self.steps
 
     def count(self, steps: int) -> None:
         """Set the expected steps of each optimizer, extrapolated from those made so far."""

@@ -9,8 +9,7 @@ exchange gradients in this way. This package also exchanges the movement of *wei
     e    = a - sent                           the *residual*: it is sent later, so nothing is dropped
 
 Tests compare the package with this file bit for bit. Where a formula can be rounded in several ways, this code follows
-the package. Tensors are flat, in fp32 or fp64. This file leaves out loss scaling, activations (which have no residual)
-and the transport of bytes.
+the package. Tensors are flat, in fp32 or fp64. Loss scaling, activations and the transport of bytes are left out.
 """
 
 import math
@@ -294,11 +293,12 @@ def train(
     settings: Settings,
     chooses_length: bool = True,
     kept: float = 1.0,
+    plain_after: float = math.inf,
 ) -> tuple[list[Tensor], list[States]]:
     """Train ``weights[rank][tensor]`` in place. Returns the shared weights and the senders' states of each tensor.
 
-    ``local_step(rank, step)`` is a step of a rank's own optimizer. With an overlap, steps run during an exchange.
-    Steps of an optimizer that ``chooses_length`` do not grow with gradients. Decay leaves ``kept`` of a weight.
+    ``local_step(rank, step)`` is a step of a rank's optimizer. If that ``chooses_length``, steps do not grow with
+    gradients. Decay leaves ``kept`` of a weight. No mean is lengthened after ``plain_after`` steps: 90% of a long run.
     """
     shared, all_states = [w.clone() for w in weights[0]], [States(State) for _ in weights[0]]
     travelling: list[tuple[Tensor, list[Tensor]]] = []
@@ -325,7 +325,7 @@ def train(
             cosine = cosine if measured is None else (cosine + measured) // 2
             measured = cosine_of([sampled(own, step) - b for own, b in zip(weights, before, strict=True)])
         longer = math.sqrt(len(weights) / (1 + (len(weights) - 1) * cosine / 1024)) if lengthens else None
-        longer = longer if chooses_length else 1.0
+        longer = longer if chooses_length and step <= plain_after else 1.0
         if step == due:
             arrive()
         # Weights move fastest at first. So ranks exchange after every step, send as much less, and residuals decay.

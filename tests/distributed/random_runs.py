@@ -1,5 +1,6 @@
 """Runs with random settings and shapes, on real ranks and by `lightning_dct.reference` in one process."""
 
+import math
 import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -126,7 +127,7 @@ def train_gradients(
     return [parameter.detach().flatten() for parameter in parameters], all_states
 
 
-def train_updates(case: Case, world_size: int) -> Any:
+def train_updates(case: Case, world_size: int, plain_after: float = math.inf) -> Any:
     """The shared weights, each rank's own, and what is remembered of each tensor."""
     modules = [Springs(case) for _ in range(world_size)]
     optimizers = [module.configure_optimizers() for module in modules]
@@ -139,7 +140,7 @@ def train_updates(case: Case, world_size: int) -> Any:
     own = [[weight.detach().view(-1) for weight in module.weights] for module in modules]
     is_adam = case.optimizer is _adam
     kept = 1 - 0.01 * 0.01 if is_adam else 1.0  # AdamW's own weight decay
-    shared, all_states = train(own, local_step, STEPS, settings_of(case), is_adam, kept)
+    shared, all_states = train(own, local_step, STEPS, settings_of(case), is_adam, kept, plain_after)
     return shared, own, all_states
 
 

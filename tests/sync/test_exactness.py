@@ -6,10 +6,11 @@ from unittest.mock import patch
 import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
 
-from distributed.random_runs import assert_remembered, assert_weights, draw, run_case, run_cases, train_updates
+from distributed.random_runs import STEPS, assert_remembered, assert_weights, draw, run_case, run_cases, train_updates
 from distributed.training import Module, Run, Watch, assert_learns, assert_replicas_equal, assert_weights_close, fit
-from lightning_dct import DCTStrategy
+from lightning_dct import DCTStrategy, law
 from lightning_dct.sync import rounds
 from one_card import DEVICE
 
@@ -51,6 +52,25 @@ def test_what_is_sent_of_a_tensor_does_not_depend_on_its_bucket(ranks: Any) -> N
         for run, expected in zip(runs, own, strict=True):
             assert_weights(run.weights, shared)
             assert_weights(run.state["weights"], expected)
+
+
+def run_to_a_known_end() -> list[Run]:
+    with patch.object(law, "LONG", STEPS):
+        return [run_case(case) for case in APART]
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="a GPU's optimizers round otherwise than the reference on a CPU")
+def test_the_mean_is_plain_at_the_end_of_a_long_run(ranks: Any) -> None:
+    """Oracle: the reference."""
+    plain_after = law.LAST_PART * STEPS
+    for case, runs in zip(APART, zip(*ranks(2).run(run_to_a_known_end), strict=True), strict=True):
+        shared, own, _ = train_updates(case, 2, plain_after)
+        for run, expected in zip(runs, own, strict=True):
+            assert_weights(run.weights, shared)
+            assert_weights(run.state["weights"], expected)
+        lengthened, *_ = train_updates(case, 2)
+        is_adam = case.optimizer(nn.Linear(1, 1).parameters()).defaults.get("betas") is not None
+        assert is_adam == any(not torch.equal(one, other) for one, other in zip(shared, lengthened, strict=True))
 
 
 def train_many_steps() -> Run:

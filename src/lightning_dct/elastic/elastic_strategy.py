@@ -221,8 +221,7 @@ class DCTElasticStrategy(DCTStrategy):
                     present.spread(same)
                     tensor.detach().copy_(same)
                 # Ranks may have more data or less than the first one.
-                length = run_length(trainer) if self.given.left_out else RunLength(math.inf)
-                said = present.spread_text(json.dumps(joining.situation_of(self._module, length[:2])))
+                said = present.spread_text(json.dumps(joining.situation_of(self._module, run_length(trainer)[:2])))
                 if present.agree():
                     self._take_situation(json.loads(said))
                     break

@@ -198,7 +198,8 @@ class UpdateSynchronizer(UpdateState):
             self.feedback.begin()
             lost = 1.0 - config.residual_decay if rounds.steps <= config.warmup_steps else 0.0
             tag = tag_of(rounds.what, rounds.steps, self.epoch)
-            how = Sending(tag, lost=lost, lengthening=self._lengthening(rounds, self.exchange.everyone.size))
+            lengthening = self._lengthening(rounds, self.exchange.everyone.size, rounds.steps)
+            how = Sending(tag, lost=lost, lengthening=lengthening)
             for bucket in sending:
                 rounds.in_flight.append(self.flow.send(bucket, rounds, length, how))
                 behind = 0 if config.overlap_steps else sum([item.entries for item in rounds.in_flight[1:]])
@@ -251,9 +252,11 @@ class UpdateSynchronizer(UpdateState):
             if is_due and rounds.trial.chooses_length and any(rounds.trial.decays):
                 rounds.decay.agree(rounds.names, self.weights.parameters, everyone, awaited)
 
-    def _lengthening(self, rounds: Rounds, ranks: int) -> float | None:
+    def _lengthening(self, rounds: Rounds, ranks: int, step: int) -> float | None:
         """Upper bound on the factor that lengthens the mean; None to divide by the number of senders instead."""
-        if not rounds.trial.chooses_length:
+        # Longer means go further in as many steps. At the end of a long run their noise costs more than that gains.
+        is_ending = self.run_settings is not None and self.run_settings.is_ending(step)
+        if is_ending or not rounds.trial.chooses_length:
             return 1.0
         return rounds.cosine.lengthening(ranks) if self._lengthens(rounds) else None
 
