@@ -251,23 +251,17 @@ class ElasticUpdates(UpdateSynchronizer):
         rounds.cosine.value = next(header.cosine for header in headers if header.step == step)
         if senders:
             how = Sending(lengthening=self._lengthening(rounds, len(senders), step))
-            self._take(rounds, buckets, rows[senders], senders.index(present.rank()) if sends else None, changed, how)
+            self._take(buckets, rows[senders], senders.index(present.rank()) if sends else None, changed, how)
         if own.step < step:
             self.resume_at = step
         self._note(headers, step)
         self._trained = 0
 
     def _take(
-        self,
-        rounds: Rounds,
-        buckets: list[tuple[list[str], BucketPlan]],
-        rows: Tensor,
-        own: int | None,
-        changed: int,
-        how: Sending,
+        self, buckets: list[tuple[list[str], BucketPlan]], rows: Tensor, own: int | None, changed: int, how: Sending
     ) -> None:
         """Add what the senders have sent, ``[senders, bytes]``; ``own`` is this rank's row, ``changed`` the buffers."""
-        start = 0
+        rounds, start = self._the_rounds, 0
         decay = self.config.residual_decay if rounds.steps <= self.config.warmup_steps else 1.0
         with self.traffic.timed("apply"):
             for names, plan in buckets:
