@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distributed.training import Module, fit, loader, message_of, perceptron, rank, warnings_of
 from lightning_dct import DCTStrategy, Gradients, Updates
+from sync.test_run_length import train_unknown
 
 STEPS = 24
 SETTINGS: list[dict[str, Any]] = [
@@ -273,6 +274,11 @@ def optimizers_that_are_none(given: Callable[[list[Any]], Any]) -> Any:
 
 def load(state: dict[str, Any]) -> Any:
     return misuse({}).load_state_dict(state)
+
+
+def train_a_loop_of_unknown_length(save: Path | None, load: Path | None) -> Any:
+    """Saved after settings have changed."""
+    return train_unknown(train_a_loop, save, load, {"warmup_steps": 3})
 
 
 def nothing(given: list[Any]) -> list[Any]:

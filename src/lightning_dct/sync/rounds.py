@@ -97,6 +97,11 @@ class Rounds:
     trial: Trial = field(default_factory=Trial)
     since_buffers: int = 0
 
+    @property
+    def exchanges(self) -> bool:
+        """Whether its optimizer steps parameters that take part; true of one that has not stepped since a resume."""
+        return bool(self.names) or self.tried is None
+
     def due(self, length: int, takes_turns: bool) -> list[list[str]]:
         """The buckets that are sent after this step, ``length`` steps after the last time.
 

@@ -165,7 +165,7 @@ class UpdateSynchronizer(UpdateState):
     @property
     def fewest_steps(self) -> int:
         """The fewest steps that any optimizer has made, of those that have begun."""
-        return min((rounds.steps for rounds in self._rounds.values() if rounds.names and rounds.steps), default=0)
+        return min((rounds.steps for rounds in self._rounds.values() if rounds.exchanges and rounds.steps), default=0)
 
     def _change(self, config: DCTConfig) -> None:
         """Take settings for another length of the run, between two exchanges."""
@@ -217,7 +217,7 @@ class UpdateSynchronizer(UpdateState):
 
     def _exchange_buffers_with(self, rounds: Rounds) -> None:
         """Exchange buffers when the first optimizer exchanges, or another one while the first rests."""
-        first = min([number for number, other in self._rounds.items() if other.names])
+        first = min([number for number, other in self._rounds.items() if other.exchanges])
         if rounds is self._rounds[first] or rounds.since_buffers > self.config.local_steps:
             for other in self._rounds.values():
                 other.since_buffers = 0
@@ -303,7 +303,7 @@ class UpdateSynchronizer(UpdateState):
     def _forget_thresholds(self, buckets: Iterable[Sequence[str]]) -> None:
         """Delete the thresholds of buckets about to be sent, if a refresh was requested since they were last sent."""
         if self.refresh_requested:
-            self._to_refresh = {name for rounds in self._rounds.values() for name in rounds.names}
+            self._to_refresh = set(self.weights.parameters)
             self.refresh_requested, self.steps_since_refresh = False, 1
         if self._to_refresh:
             names = self._to_refresh & {name for bucket in buckets for name in bucket}
