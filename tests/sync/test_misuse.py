@@ -72,7 +72,7 @@ def add_late() -> str:
 
 def test_a_parameter_that_comes_late_is_named_by_its_shape(ranks: Any) -> None:
     for message in ranks(2).run(add_late):
-        assert "A parameter of shape [7, 30] was made after DCTStrategy had set up synchronisation" in message
+        assert "A parameter of shape [7, 30] was made after synchronisation had been set up" in message
 
 
 def test_what_does_not_go_with_updates_is_refused(ranks: Any, tmp_path: Path) -> None:

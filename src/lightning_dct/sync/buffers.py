@@ -86,7 +86,8 @@ class Buffers:
                     raise ValueError(
                         f"The buffer {name!r} is {one} on the first rank and {other} on rank {rank} of its group."
                         " Exchanges give all ranks the same buffers, as under `ddp`. Give it one size on all ranks, or"
-                        " keep it as a plain attribute, or set `broadcast_buffers=False`."
+                        " keep it as a plain attribute, or set `broadcast_buffers=False`; with `Updates`,"
+                        " `average_buffers=False`."
                     )
             if list(theirs) != list(first):
                 raise ValueError("The ranks have their buffers in different orders. Register them in the same order.")

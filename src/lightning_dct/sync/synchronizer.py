@@ -214,6 +214,7 @@ class Synchronizer:
     def _refuse(self, unknown: Sequence[Tensor]) -> None:
         if unknown:
             raise ValueError(
-                f"A parameter of shape {list(unknown[0].shape)} was made after DCTStrategy had set up synchronisation,"
-                " so its state would have no name. Make all parameters in `__init__` or `configure_model`."
+                f"A parameter of shape {list(unknown[0].shape)} was made after synchronisation had been set up, so its"
+                " state would have no name. Make all parameters before that: those of a LightningModule in `__init__`"
+                " or `configure_model`."
             )
