@@ -176,6 +176,10 @@ class DCTStrategy(DDPStrategy):
             output = super().optimizer_step(optimizer, **kwargs)
         for synchronizer in updates:
             synchronizer.after_step(optimizer)
+        if self.project is not None and not updates:
+            for module, its in self._synchronized.items():
+                if _steps_any(optimizer, its.synchronizer):
+                    self.project(module.module)
         return output
 
     def _come_to(self, what: str, group: Any = None) -> None:
@@ -372,8 +376,11 @@ def _optimizers_of(synchronizer: Synchronizer, state: Mapping[str, Any]) -> list
 
 def _steps_for(synchronizer: Synchronizer, optimizer: Optimizer) -> TypeGuard[UpdateSynchronizer]:
     """Whether a synchronizer exchanges updates of parameters that an optimizer steps."""
-    stepped = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    return isinstance(synchronizer, UpdateSynchronizer) and any(one in synchronizer.parameter_names for one in stepped)
+    return isinstance(synchronizer, UpdateSynchronizer) and _steps_any(optimizer, synchronizer)
+
+
+def _steps_any(optimizer: Optimizer, synchronizer: Synchronizer) -> bool:
+    return any(one in synchronizer.parameter_names for group in optimizer.param_groups for one in group["params"])
 
 
 def _part(path: Any, index: int) -> str:

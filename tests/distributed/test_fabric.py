@@ -180,8 +180,26 @@ def evaluate_within_an_evaluation() -> bool:
     return stays and all(map(torch.equal, own, now())) and not all(map(torch.equal, own, shown))
 
 
-def test_an_evaluation_within_another(ranks: Any) -> None:
-    assert ranks(2).run(evaluate_within_an_evaluation) == [True] * 2
+@pytest.mark.parametrize("steps", [0, 3])
+def test_an_evaluation_within_another(ranks: Any, steps: int) -> None:
+    assert ranks(2).run(evaluate_within_an_evaluation, steps) == [True] * 2
+
+
+def clamp(module: torch.nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.data.clamp_(-0.01, 0.01)
+
+
+def train_clamped(compress: str) -> float:
+    fabric = launched(FabricDCTStrategy(compress=compress, density=0.5, project=clamp))
+    module, optimizer = set_up(fabric)
+    train_in_fabric(fabric, module, optimizer, 3)
+    return float(flat(module).abs().max())
+
+
+@pytest.mark.parametrize("compress", ["gradients", "updates"])
+def test_weights_stay_within_bounds(ranks: Any, compress: str) -> None:
+    assert ranks(2).run(train_clamped, compress) == [pytest.approx(0.01)] * 2
 
 
 def save_fewer_modules(path: Path) -> None:
