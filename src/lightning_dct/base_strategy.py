@@ -309,15 +309,9 @@ class DCTStrategyBase(CheckpointedStrategy):
             self.updates.exchange_buffers()
         if self.synchronizer is not None:
             self.synchronizer.flush()
-            steps, others = self.synchronizer.synchronisations, self.synchronizer.exchange.everyone.size - 1
-            if self.updates is not None and steps and others and not self.traffic.totals.entries:
-                rank_zero_warn(
-                    f"This run has ended after {steps} optimizer steps, before its first exchange: the shared weights,"
-                    f" which you see, have not changed. Lower `local_steps` ({self.config.local_steps} here), or train"
-                    " for longer."
-                )
         self.come_to("the end of fit")
         if self.updates is not None:
+            self.updates.warn_if_unsent()
             self.updates.check_alike()
 
     def teardown(self) -> None:

@@ -211,7 +211,7 @@ class DCTStrategy(DDPStrategy):
     @contextmanager
     def shared_weights(self) -> Iterator[None]:
         """Have the weights that all ranks share in the modules, to evaluate them; a collective call."""
-        if any(one.weights.shown for one in self._updates):  # as where a function that evaluates calls another
+        if any(one.evaluates for one in self._updates):  # as where a function that evaluates calls another
             yield
             return
         # Keeps the modules alive meanwhile.

@@ -160,13 +160,14 @@ def test_a_checkpoint_may_be_loaded_within_an_evaluation(ranks: Any, tmp_path: P
     assert ranks(2).run(load_within_an_evaluation, tmp_path / "fabric.ckpt") == [True, True]
 
 
-def evaluate_within_an_evaluation() -> bool:
+def evaluate_within_an_evaluation(steps: int) -> bool:
     """Whether the weights and buffers of an evaluation stay when another one within it ends, and its own afterwards."""
     strategy = FabricDCTStrategy(density=0.1)
     fabric = launched(strategy)
     original = torch.nn.Sequential(torch.nn.Linear(40, 8), torch.nn.BatchNorm1d(8))
     module, optimizer = fabric.setup(original, torch.optim.SGD(original.parameters(), lr=0.1))
-    train_in_fabric(fabric, module, optimizer, 3)
+    module(torch.randn(4, 40, device=fabric.device) * (1 + rank()))
+    train_in_fabric(fabric, module, optimizer, steps)
 
     def now() -> list[torch.Tensor]:
         return [value.clone() for value in original.state_dict().values()]

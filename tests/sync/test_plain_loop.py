@@ -61,6 +61,34 @@ def in_a_loop(settings: dict[str, Any]) -> tuple[dict[str, Tensor], list[float],
     return weights, losses, sent
 
 
+class Derived(optim.AdamW):
+    """Torch hooks this `step`, and that of its base if the process has made such an optimizer."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def step_within_a_step() -> list[Any]:
+    found: list[Any] = []
+    for kind in (optim.AdamW, Derived):
+        model = perceptron()
+        optimizer = kind(model.parameters(), lr=0.01)
+        updates = Updates(model, optimizer, density=0.2)
+        for inputs, outputs in loader(6, 40, 8):
+            (model(inputs) - outputs).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        updates.close()
+        found.append((updates.traffic.totals.steps, updates.traffic.totals.bytes_sent, sums(model.state_dict())))
+    return found
+
+
+def test_a_step_that_calls_that_of_its_base_is_one(ranks: Any) -> None:
+    for (steps, sent, weights), (their_steps, their_sent, theirs) in ranks(2).run(step_within_a_step):
+        assert (steps, sent) == (their_steps, their_sent) == (6, sent)
+        assert all(torch.equal(weights[name], one) for name, one in theirs.items())
+
+
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_the_same_bits_as_under_the_trainer(ranks: Any, settings: dict[str, Any]) -> None:
     """Oracle: DCTStrategy with the same model, data, optimizer and settings."""
@@ -146,6 +174,31 @@ def test_evaluations_within_another_and_after_the_end_see_the_shared_weights(ran
     assert not torch.equal(one[3]["first.weight"], other[3]["first.weight"])
 
 
+def evaluate_before_training() -> tuple[list[bool], list[str]]:
+    """Whether an evaluation within another leaves its buffers; and what is said of a run too short to exchange."""
+    model = nn.Sequential(nn.Linear(40, 8), nn.BatchNorm1d(8))
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    updates = Updates(model, optimizer, local_steps=4, warmup_steps=0)
+    model(torch.randn(4, 40) * (1 + rank()))
+    mean = model[1].running_mean
+    own = mean.clone()
+    with updates.shared_weights():
+        shown = mean.clone()
+        with updates.shared_weights():
+            pass
+        kept = [torch.equal(mean, shown), not torch.equal(mean, own)]
+    for _ in range(3):
+        model(torch.randn(4, 40)).square().mean().backward()
+        optimizer.step()
+    return [*kept, torch.equal(own, mean)], warnings_of(updates.close)
+
+
+def test_an_evaluation_before_the_first_step_and_an_end_before_the_first_exchange(ranks: Any) -> None:
+    (kept, said), (theirs, _) = ranks(2).run(evaluate_before_training)
+    assert kept == theirs == [True, True, False]
+    assert any("before its first exchange" in one for one in said)
+
+
 def write_apart(ends: bool) -> str:
     """What is said after one rank alone has loaded weights."""
     loop = Loop(SETTINGS[0])
@@ -223,6 +276,11 @@ def train_a_loop(save: Path | None, load: Path | None, settings: dict[str, Any])
     return loop.losses, [own, sums(loop.model.state_dict())]
 
 
+def train_a_loop_of_unknown_length(save: Path | None, load: Path | None) -> Any:
+    """Saved after settings have changed."""
+    return train_unknown(train_a_loop, save, load, {"warmup_steps": 3})
+
+
 def two_optimizers() -> list[Tensor]:
     model = nn.ModuleList([nn.Linear(20, 20), nn.Linear(20, 20)])
     torch.manual_seed(rank())  # other weights on each rank, until `Updates` is made
@@ -242,6 +300,26 @@ def two_optimizers() -> list[Tensor]:
 def test_several_optimizers(ranks: Any) -> None:
     first, second = ranks(2).run(two_optimizers)
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def unfreeze_on_one_rank() -> str:
+    model = perceptron()
+    model.first.requires_grad_(False)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    Updates(model, optimizer, local_steps=1)
+
+    def train() -> None:
+        for step in range(4):
+            model.first.requires_grad_(step == 2 and rank() == 1)
+            model(torch.randn(4, 40)).square().mean().backward()
+            optimizer.step()
+
+    return message_of(train)
+
+
+def test_a_rank_that_trains_more_parameters_is_told(ranks: Any) -> None:
+    for said in ranks(2).run(unfreeze_on_one_rank):
+        assert "rank 1 to the first step of 2 parameters. Change `requires_grad`" in said
 
 
 def step_another_optimizer() -> list[str]:
@@ -276,9 +354,8 @@ def load(state: dict[str, Any]) -> Any:
     return misuse({}).load_state_dict(state)
 
 
-def train_a_loop_of_unknown_length(save: Path | None, load: Path | None) -> Any:
-    """Saved after settings have changed."""
-    return train_unknown(train_a_loop, save, load, {"warmup_steps": 3})
+def load_gradients(state: dict[str, Any]) -> Any:
+    return misuse_of_gradients({}).load_state_dict(state)
 
 
 def nothing(given: list[Any]) -> list[Any]:
@@ -309,6 +386,11 @@ def not_wrapped() -> Any:
         (partial(optimizers_that_are_none, iter), "`Updates` needs an optimizer after the model"),
         (partial(optimizers_that_are_none, nothing), "`Updates` needs an optimizer after the model"),
         (partial(load, {"state": {}, "param_groups": []}), "This is not a state that `Updates.state_dict()` has made."),
+        (partial(load, {"residuals": {}}), "This is not a state that `Updates.state_dict()` has made."),
+        (
+            partial(load_gradients, {"residuals": {}, "weights": {}}),
+            "This is not a state that `Gradients.state_dict()` has made.",
+        ),
         (partial(misuse, {}, differ=True), "lr of optimizer 0"),
         (wrapped, "`Updates` replaces `DistributedDataParallel`"),
         (not_wrapped, "`Gradients` needs a model in `DistributedDataParallel`; got `Perceptron`."),

@@ -55,14 +55,16 @@ class _Loop:
     def state_dict(self) -> dict[str, Any]:
         """This rank's state, to save for each rank with those of model and optimizers: numbers, dicts, CPU tensors.
 
-        Save the model's state within :meth:`Updates.shared_weights`, if updates are exchanged.
+        If updates are exchanged, save the model's state within :meth:`Updates.shared_weights`, and load it first.
         """
         return self.synchronizer.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from this rank's saved state (ValueError: another object's, or a tensor has another size)."""
-        if "residuals" not in state:
+        if "residuals" not in state or ("weights" in state) != (self.config.compress == "updates"):
             raise ValueError(f"This is not a state that `{type(self).__name__}.state_dict()` has made.")
+        if "weights" in state and not self.synchronizer.weights.shown:
+            self.synchronizer.weights.forget()
         self.synchronizer.load_state_dict(state)
 
 
@@ -124,15 +126,27 @@ class Updates(_Loop):
         self.synchronizer.refresh_every = self.config.refresh_every
         check_agreement(describe_optimizers(self.optimizers, self.synchronizer.parameter_names), model, group)
         self._handles: list[RemovableHandle] = []
+        self._begun: set[Optimizer] = set()
         for optimizer in self.optimizers:
-            before = optimizer.register_step_pre_hook(lambda one, *_: self.synchronizer.begin_step(one))
-            after = optimizer.register_step_post_hook(lambda one, *_: self.synchronizer.after_step(one))
-            self._handles += [before, after]
+            self._handles += [
+                optimizer.register_step_pre_hook(self._begin_step),
+                optimizer.register_step_post_hook(self._end_step),
+            ]
+
+    def _begin_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self._begun.add(optimizer)
+        self.synchronizer.begin_step(optimizer)
+
+    def _end_step(self, optimizer: Optimizer, *_: Any) -> None:
+        # A class whose `step` calls that of its base has two of them with hooks.
+        if optimizer in self._begun:
+            self._begun.remove(optimizer)
+            self.synchronizer.after_step(optimizer)
 
     @contextmanager
     def shared_weights(self) -> Iterator[None]:
         """Have the weights that all ranks share in the model, to evaluate or save them; a collective call."""
-        shown = self.synchronizer.weights.shown  # within another evaluation, or after `close`
+        shown = self.synchronizer.evaluates  # within another evaluation, or after `close`
         if not shown:
             self.synchronizer.come_to("an evaluation", "an evaluation")
             self.synchronizer.begin_evaluation()
@@ -144,12 +158,6 @@ class Updates(_Loop):
             if self._handles and not shown:
                 self.synchronizer.end_evaluation()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from this rank's saved state, after the model's state with the shared weights has been loaded."""
-        if not self.synchronizer.weights.shown and "residuals" in state:
-            self.synchronizer.weights.forget()
-        super().load_state_dict(state)
-
     def close(self) -> None:
         """Leave the shared weights in the model, and exchange no more; a collective call."""
         while self._handles:
@@ -157,6 +165,7 @@ class Updates(_Loop):
         self.synchronizer.come_to("the end", "`close`")
         if not self.traffic.totals.steps:
             rank_zero_warn("`Updates` has exchanged nothing: no optimizer that it was given has made a step.")
+        self.synchronizer.warn_if_unsent()
         self.synchronizer.apply_all()
         with self.shared_weights():  # they stay
             self.synchronizer.exchange.close()

@@ -32,6 +32,7 @@ class UpdateState(Synchronizer):
 
     Attributes:
         flow: Sends a bucket and applies what arrives.
+        evaluates: Whether the model has the shared weights and buffers for an evaluation.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class UpdateState(Synchronizer):
         # A single rank has only its own weights.
         self._alone = exchange.everyone.size == 1
         self._counted = 0
+        self.evaluates = False
 
     @property
     def sparse(self) -> set[Tensor]:
@@ -136,6 +138,8 @@ class UpdateState(Synchronizer):
                 " the model's weights. Unsent changes of these parameters are lost."
             )
         self._settled = self._excluded()
+        if self.evaluates:  # parameters that had no shared weights before
+            self.weights.show()
 
     def shared_state(self) -> dict[str, Any]:
         """The base class's, with clocks, shared weights, and the means in flight that will change them."""

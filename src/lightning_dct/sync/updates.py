@@ -79,7 +79,7 @@ class UpdateSynchronizer(UpdateState):
         known, number = len(self.weights.parameters), self._number_of(optimizer)
         self.before_step(optimizer)
         if new := [*self.weights.parameters][known:]:
-            self.come_to(f"first of {self._rounds[number].what}", f"the first step of {len(new)} parameters")
+            self.come_to(f"{self._rounds[number].what} begins", f"the first step of {len(new)} parameters")
             # Forward may have written other values on each rank, which count as updates of the first rank's weights.
             start_alike(map(self.weights.shared, new), self.exchange.everyone.group)
 
@@ -266,6 +266,16 @@ class UpdateSynchronizer(UpdateState):
         for rounds in [one for one in self._rounds.values() if one.in_flight]:
             self.flow.apply(rounds, rounds.in_flight)
 
+    def warn_if_unsent(self) -> None:
+        """Warn at the end of a run that has exchanged nothing yet."""
+        steps, others = self.synchronisations, self.exchange.everyone.size - 1
+        if steps and others and not self.traffic.totals.entries:
+            rank_zero_warn(
+                f"This run has ended after {steps} optimizer steps, before its first exchange: the shared weights,"
+                f" which you see, have not changed. Lower `local_steps` ({self.config.local_steps} here), or train"
+                " for longer."
+            )
+
     def forget_optimizer(self, number: int) -> None:
         """Apply the updates in flight of an optimizer that steps no more, and forget its clock; a collective call."""
         if (rounds := self._rounds.pop(number, None)) is not None:
@@ -287,6 +297,7 @@ class UpdateSynchronizer(UpdateState):
 
     def continue_training(self) -> None:
         """Continue with this rank's own weights and buffers, which change from now on."""
+        self.evaluates = False
         self.weights.continue_training()
         self.buffers.continue_training()
 
@@ -294,9 +305,11 @@ class UpdateSynchronizer(UpdateState):
         """Put the shared weights and the same buffers on all ranks into the model; a collective call."""
         self.buffers.show(self.exchange_buffers)
         self.weights.show()
+        self.evaluates = True
 
     def end_evaluation(self) -> None:
         """Continue with this rank's own weights and buffers, or with what was written into them meanwhile."""
+        self.evaluates = False
         self.weights.hide()
         self.buffers.give_back()
 
