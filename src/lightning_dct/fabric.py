@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import fields
 from functools import partial
 from itertools import count
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from lightning.fabric.accelerators.accelerator import Accelerator
@@ -94,7 +94,7 @@ class DCTStrategy(DDPStrategy):
         # the strategy is pickled before.
         self._synchronized: weakref.WeakKeyDictionary[Module, _Synchronized] = weakref.WeakKeyDictionary()
         # The synchronizer of a module must see the steps of every optimizer that trains its parameters.
-        self._trained: weakref.WeakKeyDictionary[Optimizer, list[Module]] = weakref.WeakKeyDictionary()
+        self._trained: weakref.WeakKeyDictionary[Optimizer, list[Any]] = weakref.WeakKeyDictionary()
         self._numbers = count()
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
@@ -176,10 +176,8 @@ class DCTStrategy(DDPStrategy):
             output = super().optimizer_step(optimizer, **kwargs)
         for synchronizer in updates:
             synchronizer.after_step(optimizer)
-        if self.project is not None and not updates:
-            for module, its in self._synchronized.items():
-                if _steps_any(optimizer, its.synchronizer):
-                    self.project(module.module)
+        for module in self._trained[optimizer] if self.project is not None and not updates else ():
+            self.project(module.module)
         return output
 
     def _come_to(self, what: str, group: Any = None) -> None:
@@ -301,15 +299,15 @@ class DCTStrategy(DDPStrategy):
         return [(key, its.synchronizer) for module, its in found for key, one in state.items() if one is module]
 
     def _trained_by(self, optimizer: Optimizer) -> list[UpdateSynchronizer]:
-        """The synchronizers that must see an optimizer's steps; it numbers it, and keeps their modules alive."""
-        modules, updates = [], []
-        for module, (_, synchronizer, optimizers) in self._synchronized.items():
-            if _steps_for(synchronizer, optimizer):
-                modules.append(module)
+        """The synchronizers that must see an optimizer's steps; it numbers it, and keeps the modules alive."""
+        found = [(module, its) for module, its in self._synchronized.items() if _steps_for(its.synchronizer, optimizer)]
+        self._trained[optimizer] = [module for module, _ in found]
+        updates = []
+        for _, (_, synchronizer, optimizers) in found:
+            if isinstance(synchronizer, UpdateSynchronizer):
                 updates.append(synchronizer)
                 if not any(one() is optimizer for one in optimizers):
                     optimizers.append(weakref.ref(optimizer))
-        self._trained[optimizer] = modules
         return updates
 
     @property
@@ -371,15 +369,12 @@ def _continue(synchronizer: Synchronizer, own: dict[str, Any], state: Mapping[st
 def _optimizers_of(synchronizer: Synchronizer, state: Mapping[str, Any]) -> list[tuple[str, Optimizer]]:
     """The optimizers in Fabric's state that step parameters of a module of which ranks exchange updates."""
     found = [(key, one) for key, one in state.items() if isinstance(one, Optimizer)]
-    return [(key, one) for key, one in found if _steps_for(synchronizer, one)]
+    has_updates = isinstance(synchronizer, UpdateSynchronizer)
+    return [(key, one) for key, one in found if has_updates and _steps_for(synchronizer, one)]
 
 
-def _steps_for(synchronizer: Synchronizer, optimizer: Optimizer) -> TypeGuard[UpdateSynchronizer]:
-    """Whether a synchronizer exchanges updates of parameters that an optimizer steps."""
-    return isinstance(synchronizer, UpdateSynchronizer) and _steps_any(optimizer, synchronizer)
-
-
-def _steps_any(optimizer: Optimizer, synchronizer: Synchronizer) -> bool:
+def _steps_for(synchronizer: Synchronizer, optimizer: Optimizer) -> bool:
+    """Whether an optimizer steps parameters of a synchronizer."""
     return any(one in synchronizer.parameter_names for group in optimizer.param_groups for one in group["params"])
 
 

@@ -14,7 +14,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -110,6 +110,7 @@ class RunSettings:
 
     def __init__(self, given: Given, ranks: int, steps: float, unknown: str = "") -> None:
         self.given, self.ranks, self.steps, self.unknown = given, ranks, steps, unknown
+        self._for_run = cache(partial(given.for_run, ranks))
         # With an overlap, the tensors that take turns depend on the settings that a run begins with.
         self.may_change = given.config.overlap_steps == 0 and bool(given.left_out)
 
@@ -134,14 +135,10 @@ class RunSettings:
         """Whether this number of expected steps is far enough from the old one to choose settings again."""
         return self.may_change and (self.unknown == COUNTED or abs(counted - self.steps) > OFF * self.steps)
 
-    def reached(self, steps: int) -> int:
-        """The steps after which settings were last chosen."""
-        return steps // SHORTEST * SHORTEST if self.grows else 0
-
     def at(self, steps: int) -> DCTConfig:
-        """The settings after so many steps."""
-        expected = min(self.steps, max(SHORTEST, 2 * self.reached(steps))) if self._is_unknown else self.steps
-        return self.given.for_run(self.ranks, expected)
+        """The settings after so many steps; if they grow, others after every ``SHORTEST`` steps."""
+        reached = steps // SHORTEST * SHORTEST if self.may_change else 0
+        return self._for_run(min(self.steps, max(SHORTEST, 2 * reached)) if self._is_unknown else self.steps)
 
 
 def bytes_sent(config: DCTConfig, ranks: int) -> float:

@@ -57,6 +57,8 @@ CASES: dict[str, tuple[Any, ...]] = {
     "Accordion, gradients": (2, accordion.train_resumable, "gradients"),
     "error averaging": (2, error_averaging.train_resumable),
     **{f"a loop, {settings}": (2, plain_loop.train_a_loop, settings) for settings in plain_loop.SETTINGS},
+    # The first step after the save refreshes the thresholds of both.
+    "a loop of two optimizers": (2, plain_loop.train_a_loop, {"local_steps": 1, "refresh_every": 22}, 2),
     "a loop of unknown length": (2, plain_loop.train_a_loop_of_unknown_length),
     "tables": (2, hybrid.train_resumable, "adagrad", hybrid.SMALL_CACHE),
     "tables, 3 ranks": (3, hybrid.train_resumable, "sgd", hybrid.FEW),
@@ -81,7 +83,7 @@ CASES: dict[str, tuple[Any, ...]] = {
 # One of each kind.
 QUICK = {"1bit", "owners", "updates on their way", "updates, loss scales of their own", "a validation", "tables"}
 QUICK |= {"a run of unknown length", "Accordion, updates", "growing tables", "pruned tables", "a pipeline"}
-QUICK |= {f"a loop, {plain_loop.SETTINGS[-1]}", "a loop of unknown length"}
+QUICK |= {f"a loop, {plain_loop.SETTINGS[-1]}", "a loop of unknown length", "a loop of two optimizers"}
 MARKS = {name: [slow] for name in CASES.keys() - QUICK}
 MARKS["tables, momentum"].append(not_on_gpu)
 

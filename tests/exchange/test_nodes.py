@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 
 from distributed.training import rank
-from lightning_dct.exchange.factory import NodeLayout, find_layout, make_groups
+from lightning_dct.agreement import gather_objects
+from lightning_dct.exchange.factory import NodeLayout, make_groups
 
 
 def layout(*places: tuple[int, int]) -> NodeLayout:
@@ -39,7 +40,7 @@ def groups_of(pairs_of_stages: bool) -> Any:
     group, mine = dist.group.WORLD, []
     if pairs_of_stages:
         group = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank() % 2]
-    found = find_layout(divmod(rank(), 2), group)
+    found = NodeLayout(tuple(gather_objects(divmod(rank(), 2), group)))
     if not pairs_of_stages:
         mine = [*found.nodes, *zip(*found.nodes, strict=True)]
     elif rank() % 2 == 0:

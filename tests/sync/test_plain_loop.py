@@ -35,10 +35,11 @@ def under_the_trainer(settings: dict[str, Any]) -> tuple[dict[str, Tensor], list
 class Loop:
     """What a user writes."""
 
-    def __init__(self, settings: dict[str, Any]) -> None:
+    def __init__(self, settings: dict[str, Any], optimizers: int = 1) -> None:
         self.model = perceptron()
-        self.optimizer = optim.AdamW(self.model.parameters(), lr=0.01)
-        self.updates = Updates(self.model, self.optimizer, **settings)
+        parameters = list(self.model.parameters())
+        self.optimizers = [optim.AdamW(parameters[number::optimizers], lr=0.01) for number in range(optimizers)]
+        self.updates = Updates(self.model, self.optimizers, **settings)
         self.losses: list[float] = []
 
     def train(self, first: int, last: int) -> None:
@@ -46,8 +47,9 @@ class Loop:
             if first <= step < last:
                 loss = (self.model(inputs) - outputs).square().mean()
                 loss.backward()
-                self.optimizer.step()
-                self.optimizer.zero_grad()
+                for optimizer in self.optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
                 self.losses.append(loss.item())
 
 
@@ -258,19 +260,19 @@ def test_weights_that_all_ranks_load_before_the_first_step_are_shared(ranks: Any
         assert all(torch.equal(weights, shared[name]) for name, weights in loaded.items())
 
 
-def train_a_loop(save: Path | None, load: Path | None, settings: dict[str, Any]) -> Any:
+def train_a_loop(save: Path | None, load: Path | None, settings: dict[str, Any], optimizers: int = 1) -> Any:
     """Saved after eleven steps, each rank its own file."""
-    loop = Loop(settings)
+    loop = Loop(settings, optimizers)
     if load is not None:
-        model, updates, optimizer = torch.load(f"{load}.{rank()}", weights_only=True)
-        loop.model.load_state_dict(model)
-        loop.updates.load_state_dict(updates)
-        loop.optimizer.load_state_dict(optimizer)
+        states = torch.load(f"{load}.{rank()}", weights_only=True)
+        for one, state in zip([loop.model, loop.updates, *loop.optimizers], states, strict=True):
+            one.load_state_dict(state)
     loop.train(0 if load is None else 11, STEPS if save is None else 11)
     if save is not None:
         with loop.updates.shared_weights():
             model = copy.deepcopy(loop.model.state_dict())
-        torch.save((model, loop.updates.state_dict(), loop.optimizer.state_dict()), f"{save}.{rank()}")
+        others = [one.state_dict() for one in (loop.updates, *loop.optimizers)]
+        torch.save([model, *others], f"{save}.{rank()}")
     own = sums(loop.model.state_dict())
     loop.updates.close()
     return loop.losses, [own, sums(loop.model.state_dict())]

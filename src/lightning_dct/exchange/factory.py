@@ -64,11 +64,6 @@ class NodeLayout:
         return "every node has one rank only" if counts[0] == 1 else None
 
 
-def find_layout(place: tuple[int, int], group: dist.ProcessGroup) -> NodeLayout:
-    """Gather the places of all ranks of a group; a collective call."""
-    return NodeLayout(tuple(gather_objects(place, group)))
-
-
 class Host(Protocol):
     """What synchronisation asks of a strategy, or of a plain loop."""
 
@@ -117,7 +112,7 @@ def make_exchange(
     members = dist.get_process_group_ranks(group)
     wanted = [tuple(members)] if config.overlap_steps else []
     if name in ("auto", "hierarchical"):
-        layout = find_layout((host.node_rank, host.local_rank), group)
+        layout = NodeLayout(tuple(gather_objects((host.node_rank, host.local_rank), group)))
         if name == "auto":
             choice = choose_for_model(config, parameters, layout)
             rank_zero_debug(f"`exchange='auto'` takes {choice.name!r}: {choice.reason}.")

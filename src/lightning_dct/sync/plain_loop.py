@@ -128,10 +128,8 @@ class Updates(_Loop):
         self._handles: list[RemovableHandle] = []
         self._begun: set[Optimizer] = set()
         for optimizer in self.optimizers:
-            self._handles += [
-                optimizer.register_step_pre_hook(self._begin_step),
-                optimizer.register_step_post_hook(self._end_step),
-            ]
+            self._handles.append(optimizer.register_step_pre_hook(self._begin_step))
+            self._handles.append(optimizer.register_step_post_hook(self._end_step))
 
     def _begin_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._begun.add(optimizer)

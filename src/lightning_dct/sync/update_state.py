@@ -1,6 +1,7 @@
 """The state of updates between two exchanges: both sets of weights, clocks and updates in flight; saved and loaded."""
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dct.checksums import checksum_of
-from lightning_dct.compress.bucket_plan import local_of, real_numel
+from lightning_dct.compress.bucket_plan import local_of
 from lightning_dct.config import DCTConfig
 from lightning_dct.exchange.base import Exchange, Message
 from lightning_dct.sync.buffers import Buffers
@@ -77,7 +78,7 @@ class UpdateState(Synchronizer):
         for rounds in self._rounds.values():
             self.flow.finish(rounds.in_flight)
         state = super().state_dict()
-        clocks, in_flight = save_rounds(self._rounds, self.weights.parameters, self._to_refresh, self.flow.read)
+        clocks, in_flight = self._save_rounds()
         # Weight averaging swaps weights in temporarily. Save what is there after it swaps them back.
         settled = {name: self.weights.settled(name) for name in self.weights.parameters}
         own = {name: own for name, (own, _) in settled.items()} | self.buffers.own()
@@ -126,7 +127,7 @@ class UpdateState(Synchronizer):
                 own.add_(left.view(own.shape).to(own.device))
         clocks = dict(state.get("exchange_clocks", {}))
         self._counted = clocks.pop(COUNTED_STEPS, 0)
-        self._rounds, self._to_refresh = load_rounds(clocks, state.get("in_flight", {}), parameters)
+        self._load_rounds(clocks, state.get("in_flight", {}))
         for item in (item for rounds in self._rounds.values() for item in rounds.in_flight):
             if item.names[0] in edited:  # saved ones have one parameter each
                 # It is subtracted when the mean has arrived.
@@ -143,10 +144,58 @@ class UpdateState(Synchronizer):
 
     def shared_state(self) -> dict[str, Any]:
         """The base class's, with clocks, shared weights, and the means in flight that will change them."""
-        clocks, in_flight = save_rounds(self._rounds, self.weights.parameters, self._to_refresh, self.flow.read)
+        clocks, in_flight = self._save_rounds()
         means = {name: mean for name, mean in in_flight.items() if name.startswith("mean of ")}
         shared = {f"shared weights of {name}": self.weights.shared(name) for name in self.weights.parameters}
         return {**super().shared_state(), **clocks, COUNTED_STEPS: self._counted, **means, **shared}
+
+    def _save_rounds(self) -> tuple[dict[str, int], dict[str, Tensor]]:
+        """The clocks as numbers, and the completed updates in flight as CPU tensors by parameter."""
+        clocks = {f"refresh {name}": 1 for name in self._to_refresh}
+        in_flight: dict[str, Tensor] = {}
+        for number, rounds in self._rounds.items():
+            clocks[f"steps of {number}"] = rounds.steps
+            clocks[f"unaveraged of {number}"] = rounds.since_buffers
+            clocks[f"cosine of {number}"] = rounds.cosine.value
+            if rounds.cosine.measured is not None:
+                clocks[f"measured of {number}"] = rounds.cosine.measured
+            for name in rounds.decay.left_out | rounds.decay.known:
+                clocks[f"undecayed in {number} {name}"] = int(name in rounds.decay.left_out)
+            for item in rounds.in_flight:
+                sizes = [self.weights.sizes[name] for name in item.names]
+                means, owns = (both.split(sizes) for both in self.flow.read(item))
+                for name, mean, own in zip(item.names, means, owns, strict=True):
+                    clocks[f"due in {number} {name}"] = item.due
+                    in_flight |= {f"mean of {name}": mean.cpu().clone(), f"own of {name}": own.cpu().clone()}
+        return clocks, in_flight
+
+    def _load_rounds(self, clocks: Mapping[str, int], in_flight: Mapping[str, Tensor]) -> None:
+        """Continue with what :meth:`_save_rounds` has saved."""
+        parameters = self._parameters_by_name()
+        rounds: defaultdict[int, Rounds] = defaultdict(Rounds)
+        self._to_refresh = set()
+        for key, value in clocks.items():
+            what, _, of = key.partition(" ")
+            if what == "refresh":
+                self._to_refresh.add(of)
+                continue
+            _, number, *names = of.split(" ", 2)
+            own = rounds[int(number)]
+            if what == "steps":
+                own.steps = value
+            elif what == "unaveraged":
+                own.since_buffers = value
+            elif what == "cosine":
+                own.cosine.value = min(value, WHOLE)
+            elif what == "measured":
+                own.cosine.measured = min(value, WHOLE)
+            elif what == "undecayed":
+                (own.decay.left_out if value else own.decay.known).update(names)
+            elif (name := names[0]) in parameters and f"mean of {name}" in in_flight:
+                device = parameters[name].device
+                mean, sent = (in_flight[f"{part} of {name}"].to(device) for part in ("mean", "own"))
+                own.in_flight.append(InFlight([name], mean.numel(), value, Message.arrived(mean), sent))
+        self._rounds = dict(rounds)
 
     def _excluded(self) -> set[Tensor]:
         return set(self._parameters()) - self.parameter_names.keys()
@@ -160,63 +209,3 @@ def _is_edited(name: str, shared: Tensor, state: Mapping[str, Any]) -> bool:
     known = state.get("shared", {})
     is_known = name in known and state["weights"][name].dtype == shared.dtype
     return is_known and checksum_of(shared) != known[name]
-
-
-def save_rounds(
-    rounds: Mapping[int, Rounds],
-    parameters: Mapping[str, Tensor],
-    to_refresh: Collection[str],
-    read: Callable[[InFlight], tuple[Tensor, Tensor]],
-) -> tuple[dict[str, int], dict[str, Tensor]]:
-    """The clocks as numbers, and the completed updates in flight as CPU tensors by parameter.
-
-    ``rounds`` are by the number of the optimizer. ``to_refresh`` are the parameters whose thresholds are selected anew
-    when they are next sent. ``read`` gives the mean and what this rank has sent.
-    """
-    clocks = {f"refresh {name}": 1 for name in to_refresh}
-    in_flight: dict[str, Tensor] = {}
-    for number, own_rounds in rounds.items():
-        clocks[f"steps of {number}"] = own_rounds.steps
-        clocks[f"unaveraged of {number}"] = own_rounds.since_buffers
-        clocks[f"cosine of {number}"] = own_rounds.cosine.value
-        if own_rounds.cosine.measured is not None:
-            clocks[f"measured of {number}"] = own_rounds.cosine.measured
-        for name in own_rounds.decay.left_out | own_rounds.decay.known:
-            clocks[f"undecayed in {number} {name}"] = int(name in own_rounds.decay.left_out)
-        for item in own_rounds.in_flight:
-            sizes = [real_numel(parameters[name]) for name in item.names]
-            means, owns = (both.split(sizes) for both in read(item))
-            for name, mean, own in zip(item.names, means, owns, strict=True):
-                clocks[f"due in {number} {name}"] = item.due
-                in_flight |= {f"mean of {name}": mean.cpu().clone(), f"own of {name}": own.cpu().clone()}
-    return clocks, in_flight
-
-
-def load_rounds(
-    clocks: Mapping[str, int], in_flight: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
-) -> tuple[dict[int, Rounds], set[str]]:
-    """Undo :func:`save_rounds`: the rounds by the number of the optimizer, and the parameters to refresh."""
-    rounds: dict[int, Rounds] = {}
-    to_refresh = set()
-    for key, value in clocks.items():
-        what, _, of = key.partition(" ")
-        if what == "refresh":
-            to_refresh.add(of)
-        elif what in ("steps", "unaveraged", "cosine", "measured"):
-            own = rounds.setdefault(int(of.removeprefix("of ")), Rounds())
-            if what in ("steps", "unaveraged"):
-                setattr(own, "steps" if what == "steps" else "since_buffers", value)
-            else:
-                setattr(own.cosine, "value" if what == "cosine" else "measured", min(value, WHOLE))
-        elif what == "undecayed":
-            _, number, name = of.split(" ", 2)
-            decay = rounds.setdefault(int(number), Rounds()).decay
-            (decay.left_out if value else decay.known).add(name)
-        else:
-            _, number, name = of.split(" ", 2)
-            if name in parameters and f"mean of {name}" in in_flight:
-                device = parameters[name].device
-                mean, sent = (in_flight[f"{part} of {name}"].to(device) for part in ("mean", "own"))
-                flying = InFlight([name], mean.numel(), value, Message.arrived(mean), sent)
-                rounds.setdefault(int(number), Rounds()).in_flight.append(flying)
-    return rounds, to_refresh

@@ -61,14 +61,11 @@ class UpdateSynchronizer(UpdateState):
 
     run_settings: RunSettings | None = None
     project: Callable[[], None] | None = None
-    _reached = 0
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Take the settings of a run of this length, and register parameters that are stepped for the first time."""
-        chosen, steps = self.run_settings, self.fewest_steps
-        if chosen is not None and chosen.reached(steps) != self._reached:
-            self._reached = chosen.reached(steps)
-            self._change(chosen.at(steps))
+        if self.run_settings is not None:
+            self._change(self.run_settings.at(self.fewest_steps))
         self.continue_training()  # a checkpoint made and not saved has left the shared ones in the model
         rounds = self.register(optimizer)
         if rounds.names and is_measured(rounds.steps + 1) and self._lengthens(rounds):
@@ -144,11 +141,10 @@ class UpdateSynchronizer(UpdateState):
 
     def follow(self, settings: RunSettings) -> None:
         """Take the settings of a run of some length, and follow them as it goes on."""
-        self.run_settings, steps = settings, self.fewest_steps
+        self.run_settings = settings
         if self._counted:  # before it was resumed
             settings.count(self._counted)
-        self._reached = settings.reached(steps)
-        self.plans.change(self._with_density(settings.at(steps)))
+        self.plans.change(self._with_density(settings.at(self.fewest_steps)))
 
     def count(self, share: float) -> None:
         """Choose settings again if the steps in a share of the run are more or fewer than expected.
@@ -159,7 +155,6 @@ class UpdateSynchronizer(UpdateState):
         if chosen is not None and steps >= FEWEST_COUNTED and chosen.is_off(counted := round(steps / share)):
             self._counted = counted
             chosen.count(counted)
-            self._reached = chosen.reached(steps)
             self._change(chosen.at(steps))
 
     @property
