@@ -15,8 +15,9 @@ from torch import Tensor
 
 from lightning_dct import CheckpointError, DCTStrategy
 from lightning_dct.checkpoint import format as saved
+from lightning_dct.checkpoint import reading
 from lightning_dct.checkpoint.format import check_state
-from lightning_dct.checkpoint.reading import agreed_notes, merge_states, read_state, with_edited_groups
+from lightning_dct.checkpoint.reading import agreed_notes, compared, merge_states, read_state, with_edited_groups
 from lightning_dct.embedding.table_files import Piece, RowFiles, write_rows
 from strategies_for_hypothesis import examples
 
@@ -312,6 +313,43 @@ def test_missing_files_are_named(path: str, missing: int) -> None:
     read_state(TorchCheckpointIO(), path, NOTE, 1 - missing, 2)  # the other rank has its own
     with pytest.raises(FileNotFoundError):
         read_state(TorchCheckpointIO(), path, NOTE, 0, 3)
+
+
+class Elsewhere(TorchCheckpointIO):
+    """Keeps all files in a store of its own."""
+
+    def __init__(self, store: Path) -> None:
+        self.store = store
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        super().save_checkpoint(checkpoint, f"{self.store}/{path}", storage_options)
+
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return super().load_checkpoint(f"{self.store}/{path}", *args, **kwargs)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        super().remove_checkpoint(f"{self.store}/{path}")
+
+
+def test_files_that_lie_elsewhere_are_kept_and_read(tmp_path: Path) -> None:
+    """Oracle: what was written with the user's ``CheckpointIO``, after the save has tidied up."""
+    io, path = Elsewhere(tmp_path), "folder/a.ckpt"
+    fingerprints = [saved.write_state(io, path, NOTE, 0, state({"a": LONE}))]
+    io.save_checkpoint({"note": NOTE}, path)
+    saved.finish(io, path, saved.files_beside(path))
+    with compared(path) as found:
+        assert io.load_checkpoint(path) == {"note": NOTE}
+    assert (fingerprints, found) == ([""], [None])
+    assert read_state(io, path, NOTE, 0, 2)["residuals"] == {"a": LONE}
+    with pytest.raises(FileNotFoundError), compared("folder/b.ckpt"):
+        io.load_checkpoint("folder/b.ckpt")
+
+
+def test_a_rank_without_the_checkpoint_is_named(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where it was not copied to each machine; another rank has it."""
+    monkeypatch.setattr(reading, "gather_objects", lambda mine: [("5f0c93ab", None, "None"), mine])
+    with pytest.raises(FileNotFoundError, match=rf"'{path}' is not there on ranks \[1\]"), compared(path):
+        pass
 
 
 # Their sums are exact in fp64, whatever the order, and not in fp32.

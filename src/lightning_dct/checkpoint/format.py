@@ -17,7 +17,7 @@ import re
 import sys
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -218,10 +218,7 @@ def write_state(checkpoint_io: CheckpointIO, path: str, note: Mapping[str, Any],
     """
     file = state_path(path, note, rank)
     checkpoint_io.save_checkpoint({**state, "identity": identity(note, rank)}, file)
-    try:
-        return fingerprint_of(file, compare=False)
-    except FileNotFoundError:
-        return ""
+    return fingerprint_of(file, compare=False) or ""
 
 
 def read_checked(
@@ -279,16 +276,19 @@ def check_state(state: Any) -> None:
         raise CheckpointError("its field thresholds has values without targets")
 
 
-def fingerprint_of(file: str, compare: bool) -> str:
+def fingerprint_of(file: str, compare: bool) -> str | None:
     """A checksum of what ``torch.save`` has written, made from the checksums in its index; empty for other files.
 
-    ``file`` may also be a folder that ``DCTFSDPStrategy`` has saved, wherever fsspec reads. With ``compare``, all of a
-    file on a local disk is compared with its checksums, which ``torch.load`` does not; storage services have their own.
-    A truncated or corrupt file is a zipfile.BadZipFile.
+    It is None if nothing is there, as where a ``CheckpointIO`` of the user's writes elsewhere. ``file`` may also be a
+    folder that ``DCTFSDPStrategy`` has saved, wherever fsspec reads. With ``compare``, all of a file on a local disk is
+    compared with its checksums, which ``torch.load`` does not; storage services have their own. A truncated or corrupt
+    file is a zipfile.BadZipFile.
     """
     files, place = url_to_fs(file)
     if files.isdir(place):
         place = f"{place}/{METADATA_FILENAME}"
+    if not files.exists(place):
+        return None
     with files.open(place, "rb") as opened:
         begins = opened.read(len(_ZIP))
         # Python also reads archives that begin with something else, and torch does not.
@@ -317,9 +317,10 @@ def files_beside(path: str) -> list[str]:
     return [f"{folder}/{name}" for name in sorted(names - {os.path.basename(place)})]
 
 
-def finish(checkpoint_io: CheckpointIO, path: str, outdated: Iterable[str]) -> None:
+def finish(checkpoint_io: CheckpointIO, path: str, outdated: Sequence[str]) -> None:
     """Remove the files of earlier saves once Lightning's file points at newer ones."""
     for file in outdated:
         checkpoint_io.remove_checkpoint(file)
-    if not files_beside(path):
+    # Not of a folder in which nothing was found: a `CheckpointIO` of the user's may have its files elsewhere.
+    if outdated and not files_beside(path):
         checkpoint_io.remove_checkpoint(state_folder(path))

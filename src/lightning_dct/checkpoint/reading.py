@@ -65,25 +65,27 @@ def _unreadable(path: str, error: Exception) -> CheckpointError:
 
 
 @contextmanager
-def compared(path: str) -> Iterator[list[str]]:
+def compared(path: str) -> Iterator[list[str | None]]:
     """Compare Lightning's file, which is read within, with its checksums; the fingerprint of each rank's file.
 
     A collective call: if some rank's file is missing or corrupt, all raise a FileNotFoundError or a CheckpointError.
     """
     found = on_all_ranks(lambda: saved.fingerprint_of(path, compare=True), path)
+    if missing := [rank for rank, theirs in enumerate(found) if theirs is None and any(found)]:
+        raise FileNotFoundError(f"The checkpoint {path!r} is not there on ranks {missing}. Copy it to all machines.")
     if not all(found):
         # Only some are files of `torch.save`: reading them would fail on some ranks.
         check_alike({rank: {"checksum": theirs} for rank, theirs in enumerate(found)}, path)
     try:
         yield found
     except Exception as error:
-        if all(found):
+        if all(found) or isinstance(error, FileNotFoundError):
             raise
         # It is no file of `torch.save`, and may raise anything.
         raise _unreadable(path, error) from error
 
 
-def agreed_notes(notes: Any, path: str, fingerprints: Sequence[str] = ()) -> list[dict[str, Any]]:
+def agreed_notes(notes: Any, path: str, fingerprints: Sequence[str | None] = ()) -> list[dict[str, Any]]:
     """The notes that this rank found in a checkpoint, if all ranks found the same, else a CheckpointError on all.
 
     A collective call. A checkpoint of plain DDP or of weights alone has none. ``fingerprints`` are those of the ranks'
