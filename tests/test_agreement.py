@@ -9,7 +9,7 @@ from torch import nn
 
 import lightning_dct
 from lightning_dct import agreement
-from lightning_dct.agreement import check_agreement, describe_parameters
+from lightning_dct.agreement import check_agreement, describe_optimizers, describe_parameters
 
 VERSIONS = {"version of lightning_dct": lightning_dct.__version__, "version of torch": torch.__version__}
 Rank = tuple[dict[str, Any], nn.Module]
@@ -38,6 +38,13 @@ def test_ranks_that_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     meet(monkeypatch, ranks)
     for settings, module in ranks:
         check_agreement(settings, module, None)
+
+
+def test_a_setting_that_is_no_number_equals_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the best loss of a schedule that has not seen any."""
+    groups = [[{"params": model().parameters(), "best": float("nan")}] for _ in range(2)]
+    meet(monkeypatch, [(describe_optimizers([torch.optim.SGD(one, lr=0.1)], {}), model()) for one in groups])
+    check_agreement({}, model(), None)
 
 
 def test_other_weights_do_not_matter() -> None:

@@ -94,7 +94,9 @@ def describe_run(trainer: Any, names: Mapping[Tensor, str]) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     """A value that ranks can compare: a number or text as it is, the class's name of any other object."""
     if isinstance(value, Tensor) and value.numel() == 1:
-        return value.item()
+        return _plain(value.item())
+    if isinstance(value, float) and value != value:
+        return "nan"  # which equals itself
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if isinstance(value, dict):
