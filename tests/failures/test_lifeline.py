@@ -207,6 +207,16 @@ def test_a_rank_that_ends_because_of_another_one_ends_in_time() -> None:
     exited.assert_called_once_with(1)
 
 
+def test_an_exception_without_words_is_reported_by_its_name() -> None:
+    ours, theirs = sockets.pair()
+    with patch("lightning_dct.failures.lifeline.ANSWER_S", 0.0), contextlib.redirect_stderr(io.StringIO()):
+        lifeline = Lifeline(1, ours, "Rank 0")
+        lifeline.report(AssertionError())
+        with theirs:
+            assert theirs.makefile().readline() == '{"failed": "AssertionError"}\n'
+        lifeline._thread.join()
+
+
 def train_on_uneven_batches() -> str:
     """Rank 1 has two batches more, after the last of which nothing is exchanged."""
     module = Module()
