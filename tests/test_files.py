@@ -11,7 +11,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from distributed.harness import CONTEXT, started
 from lightning_dct.checkpoint import files
-from lightning_dct.checkpoint.files import AtomicCheckpointIO, finish_writing, lock, unlock, write_at_once
+from lightning_dct.checkpoint.files import AtomicCheckpointIO, lock, unlock, write_at_once
 
 
 class Killed(BaseException):
@@ -63,17 +63,10 @@ def test_storage_options_are_refused(tmp_path: Path) -> None:
         AtomicCheckpointIO().save_checkpoint({}, tmp_path / "a.ckpt", {"some": "option"})
 
 
-def test_background_writing_is_told_apart(tmp_path: Path) -> None:
-    """Oracle: who wrote the file, and that it is there once writing is finished."""
+def test_background_writing_is_told_apart() -> None:
     plain = AtomicCheckpointIO()
-    background = AsyncCheckpointIO(plain)
     assert write_at_once(plain) is plain
-    assert write_at_once(background) is plain
-    for number in range(3):
-        background.save_checkpoint({"a": number}, tmp_path / "a.ckpt")
-        finish_writing(background)
-        assert torch.load(tmp_path / "a.ckpt", weights_only=True) == {"a": number}
-    finish_writing(plain)
+    assert write_at_once(AsyncCheckpointIO(plain)) is plain
 
 
 def hold(path: str, pipe: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import lightning.pytorch as pl
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.precision import DoublePrecision
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -197,7 +198,7 @@ class CheckpointedStrategy(ParallelStrategy):
         super().save_checkpoint(checkpoint, path, storage_options)
         if self.is_global_zero:
             self._unfinished[path] = self._outdated
-        if files.write_at_once(self.checkpoint_io) is self.checkpoint_io:
+        if not isinstance(self.checkpoint_io, AsyncCheckpointIO):
             self._finish_saving()
 
     def _begin_saving(self, path: str) -> str:
@@ -344,7 +345,8 @@ class CheckpointedStrategy(ParallelStrategy):
 
     def _finish_saving(self) -> None:
         """Wait for background writes, then remove files of earlier saves."""
-        files.finish_writing(self.checkpoint_io)
+        if isinstance(self.checkpoint_io, AsyncCheckpointIO):
+            self.checkpoint_io.teardown()  # its only way to wait; it starts anew with the next save
         while self._unfinished:
             path, outdated = self._unfinished.popitem()
             saved.finish(self.checkpoint_io, path, outdated)

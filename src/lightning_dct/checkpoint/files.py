@@ -120,9 +120,3 @@ def write_at_once(checkpoint_io: CheckpointIO) -> CheckpointIO:
     """The ``CheckpointIO`` that writes before it returns; Lightning's ``AsyncCheckpointIO`` wraps it."""
     inner = checkpoint_io.checkpoint_io if isinstance(checkpoint_io, AsyncCheckpointIO) else None
     return checkpoint_io if inner is None else inner
-
-
-def finish_writing(checkpoint_io: CheckpointIO) -> None:
-    """Wait until everything that is written in the background is written."""
-    if isinstance(checkpoint_io, AsyncCheckpointIO):
-        checkpoint_io.teardown()  # its only way to wait; it starts anew with the next save

@@ -249,13 +249,11 @@ class DCTElasticStrategy(DCTStrategy):
         """This rank's state for a peer, at a meeting: nothing in it changes before the meeting ends."""
         if self._given is not None or self._elastic.step == 0:
             return dict(self._given or {})
-        state = self._state()
         weights = self._elastic.weights
         shared = {name: weights.shared(name) for name in weights.parameters}
-        state |= {"weights": {}, "shared": {}}
         with weights.in_model():
             checkpoint = checkpoint_of(self._module.trainer)
-        checkpoint[STATE_KEY] = state
+        checkpoint[STATE_KEY] = {**self._state(), "weights": {}, "shared": {}}
         situation = joining.situation_of(self._module, self.length[:2])
         given = {"settings": self._settings(), "situation": situation, "checkpoint": checkpoint, "shared": shared}
         return {**self._elastic.give(), **given}
