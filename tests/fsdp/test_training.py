@@ -225,7 +225,7 @@ def refused(kind: str, settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"tensor_parallel_size": 2}, "does not do tensor parallelism"),
+        ({"tensor_parallel_size": 2}, "has no setting `tensor_parallel_size`"),
         ({"replica": 2}, "Did you mean `replicas`.* It takes its own and those of `DCTConfig`"),
         ({"data_parallel_size": 2}, "has no setting `data_parallel_size`"),
         ({"wrap_unit": 2}, "has no setting `wrap_unit`"),

@@ -91,11 +91,6 @@ class DCTFSDPStrategy(DCTStrategyBase, MeshStrategy):
             check_integer("replicas", replicas, minimum=1)
         if not (isinstance(unit, type) or (isinstance(unit, tuple) and all(isinstance(one, type) for one in unit))):
             check_integer("unit", unit, minimum=1)
-        if (tensor_parallel_size := settings.pop("tensor_parallel_size", 1)) != 1:
-            raise ValueError(
-                f"`DCTFSDPStrategy` does not do tensor parallelism; got {tensor_parallel_size=}. Leave it out, or use"
-                " Lightning's `ModelParallelStrategy`."
-            )
         check_keywords(type(self), settings, DCTConfig)
         given = Given.of(settings)
         if given.config.compress != "updates":
