@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from distributed.harness import RankFailure
+from distributed.resuming import SaveAndStop
 from distributed.training import Watch, trainer_for
 from distributed.training import rank as rank_of_process
 from lightning_dct import SplitPoint, SplitSequential
@@ -328,6 +329,42 @@ def test_modules_of_one_piece_may_share_weights(ranks: Any) -> None:
     torch.manual_seed(6)
     losses, _ = train_alone(2, make=Tied)
     assert told[0] == told[1] == pytest.approx(losses[0], abs=1e-6)
+
+
+class Named(SplitModule):
+    """Its layers are attributes, too, and a buffer outside the network counts micro-batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = list(self.network)
+        del self.network
+        self.first, self.last = layers[0], layers[3]
+        self.network = SplitSequential(*layers)
+        self.register_buffer("seen", torch.tensor(0))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.seen += 1
+        return loss
+
+
+def train_named(path: Path) -> tuple[list[float], dict[str, Any]]:
+    module, watch = Named(), Watch()
+    trainer_for(strategy_for(2), callbacks=[watch, SaveAndStop(path, 3, stop=False)]).fit(module, batches(4, 2))
+    return watch.losses, module.state_dict()
+
+
+def test_layers_may_be_attributes_and_the_module_have_buffers(ranks: Any, tmp_path: Path) -> None:
+    """Oracle: one process, whose checkpoint has a layer under both names, and counts every micro-batch."""
+    told = ranks(2).run(train_named, tmp_path / "named.ckpt")
+    losses, _ = train_alone(2, count=4)
+    saved = torch.load(tmp_path / "named.ckpt", weights_only=True)["state_dict"]
+    for (seen, state), batches_seen in ((told[0], 4), (told[1], 4), ((told[0][0], saved), 3)):
+        assert seen == pytest.approx(losses[0], abs=1e-6)
+        assert int(state["seen"]) == batches_seen * MICRO_BATCHES
+        for one, other in (("first", "network.0"), ("last", "network.3")):
+            assert torch.equal(state[f"{one}.weight"], state[f"{other}.weight"])
+            assert not state[f"{one}.weight"].is_meta
 
 
 class Compiled(SplitModule):

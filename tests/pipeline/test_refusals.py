@@ -71,6 +71,10 @@ class Broken(SplitModule):
             norm = nn.BatchNorm1d(40, affine=False)
             self.network = nn.Sequential(nn.Linear(40, 40), norm, SplitPoint(), norm, nn.Linear(40, 8))
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.fault == "frozen":
+            self.network[0].requires_grad_(False)
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
         if self.fault == "gathers":
             self.all_gather(batch[0])
@@ -103,6 +107,7 @@ FAULTS = {
     "empty": "a `SplitPoint` must stand between two modules",
     "tied": "is also used on stage 0: stages on different ranks cannot share it",
     "untrained": "Stage 1 of the pipeline has no trainable parameter",
+    "frozen": "Stage 0 of the pipeline has no trainable parameter",
     "pieces": "cut it into 4 pieces, and `stages=2`",
     "pair": "Piece 0 of the pipeline returns a tuple",
     "values": "Piece 0 of the pipeline cannot be run on fake tensors",

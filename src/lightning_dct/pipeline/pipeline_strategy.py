@@ -54,7 +54,8 @@ class DCTPipelineStrategy(DCTStrategy):
       ``training_step`` returns.
     * Steps run to their end on the ranks of the last stage only. Elsewhere they run up to their call of the network, to
       capture its arguments. All ranks get the logs and the results of evaluation steps. torchmetrics metrics have the
-      same value everywhere; other state that steps keep in ``self`` exists on the last stage only.
+      same value everywhere. Other state that steps keep in ``self`` exists on the last stage only; of it, checkpoints
+      have the buffers.
     * During ``fit`` a rank has the parameters of its own pieces; those of others have shapes but no memory. After fit
       every rank has the whole model.
 
@@ -156,8 +157,7 @@ class DCTPipelineStrategy(DCTStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             placement.check_parameters()
             # The model's summary and loggers would run it through the whole model, of which a rank has a part.
-            if module.example_input_array is not None:
-                self._example_input, module.example_input_array = module.example_input_array, None
+            self._example_input, module.example_input_array = module.example_input_array, None
             super().setup(trainer)
             install_clipping(self.precision_plugin, mesh.pipeline, lambda parameter: True)
         else:
@@ -204,20 +204,21 @@ class DCTPipelineStrategy(DCTStrategy):
         self._runner, self._metrics = None, []
         if self._example_input is not None:
             self._module.example_input_array, self._example_input = self._example_input, None
-        spread = self._spread
-        if spread is None:
+        placement = self._placement
+        if placement is None or not placement.spread:
             super().teardown()
             return
         failed = self._module.trainer.state.status == TrainerStatus.INTERRUPTED
-        with spread.without_foreign():
+        with placement.without_foreign():
             super().teardown()
         vars(self._module).pop("_ddp_params_and_buffers_to_ignore", None)
         if not failed:
-            spread.make_whole()
+            placement.make_whole()
 
     def training_step(self, *arguments: Any) -> Tensor:
         """Run a batch through the pipeline, forward and backward, and return its loss on every rank."""
-        self._come_to_stages("training_step")
+        self._placement.check_trained()
+        self.come_to(f"{EXCHANGE} of activations in training_step", group=self.mesh.pipeline)
         # Each once, and anew in each step, because callbacks unfreeze some.
         modules = (piece.modules for piece in self._placement.own)
         own = list(dict.fromkeys(p for module in modules for p in module.parameters() if p.requires_grad))
@@ -234,17 +235,13 @@ class DCTPipelineStrategy(DCTStrategy):
 
     def _evaluate(self, step: str, context: str, *arguments: Any) -> Any:
         """Run a batch through the stages, and the step on the last."""
-        self._come_to_stages(step)
+        self.come_to(f"{EXCHANGE} of activations in {step}", group=self.mesh.pipeline)
         with getattr(self.precision_plugin, context)():
             return self._runner.evaluate(step, *arguments)
 
     validation_step = partialmethod(_evaluate, "validation_step", "val_step_context")
     test_step = partialmethod(_evaluate, "test_step", "test_step_context")
     predict_step = partialmethod(_evaluate, "predict_step", "predict_step_context")
-
-    def _come_to_stages(self, step: str) -> None:
-        """Come to where the ranks of a pipeline send activations to each other."""
-        self.come_to(f"{EXCHANGE} of activations in {step}", group=self.mesh.pipeline)
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Combine values over the pipelines: all ranks of a pipeline have the same value, which counts once."""
@@ -260,19 +257,17 @@ class DCTPipelineStrategy(DCTStrategy):
         """The whole model's state on rank 0, as of a single process; elsewhere this rank's part."""
         self.come_to("a checkpoint")
         state = super().lightning_module_state_dict()
-        if self._spread is None:
+        if self._placement is None or not self._placement.spread:
             return state
         # Each stage's part replaces the meta tensors.
-        for part in self.mesh.gather_on_first(self._spread.own_part(state))[1:]:
+        for part in self.mesh.gather_on_first(self._placement.part_of(self.mesh.stage, state))[1:]:
             state.update(part)
         return state
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state of all parameters on rank 0, as of a single process; elsewhere this rank's part."""
-        state = super().optimizer_state(optimizer)
-        if self._spread is None:
-            return state
-        part = part_of_optimizer_state(state, optimizer)
+        # After fit, too, a rank has the state of its own stage.
+        part = part_of_optimizer_state(super().optimizer_state(optimizer), optimizer)
         return merge_optimizer_states(self.mesh.gather_on_first(part))
 
     def _own_state_of(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -295,8 +290,3 @@ class DCTPipelineStrategy(DCTStrategy):
     def _restore(self, synchronizer: Synchronizer, state: dict[str, Any]) -> None:
         self._placement.drop_foreign(state)
         super()._restore(synchronizer, state)
-
-    @property
-    def _spread(self) -> Placement | None:
-        """The placement while other ranks' pieces have no memory here."""
-        return self._placement if self._placement is not None and self._placement.spread else None

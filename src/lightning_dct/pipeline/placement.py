@@ -40,8 +40,7 @@ class Placement:
     def __init__(self, model: nn.Module, mesh: PipelineMesh, interleaved: bool) -> None:
         self.model = model
         self.mesh = mesh
-        name, self.network = find_pipeline(model)
-        self._prefix = f"{name}." if name else ""
+        self.network = find_pipeline(model)
         self.pieces = cut(self.network)
         check_pieces(self.pieces, mesh.stages, interleaved)
         self.own = self.pieces[mesh.stage :: mesh.stages]
@@ -57,18 +56,14 @@ class Placement:
         buffers = self.model.named_buffers(remove_duplicate=False)
         return [name for name, _ in chain(parameters, buffers) if name.startswith(ignored)]
 
-    @property
-    def split_points(self) -> dict[str, SplitPoint]:
-        """All split points of the network, by name. Every rank has them, because they set the size of payloads."""
-        children = self.network.named_children()
-        return {self._prefix + name: child for name, child in children if isinstance(child, SplitPoint)}
+    def part_of(self, stage: int, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The state of a stage's pieces, and of the split points at their ends, whose thresholds it selects.
 
-    def own_part(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The state of this rank's pieces, and of the split points at their ends, whose thresholds it selects."""
-        ends = {id(piece.split) for piece in self.own}
-        splits = tuple(f"{name}." for name, split in self.split_points.items() if id(split) in ends)
-        own = self._names(self.own) + splits
-        return {name: value for name, value in state.items() if name.startswith(own)}
+        The last stage, which alone runs steps to their end, also has the state outside the network.
+        """
+        own = self._names(self.pieces[stage :: self.mesh.stages])
+        inside = self._names(self.pieces) if stage == self.mesh.stages - 1 else ("",)
+        return {name: one for name, one in state.items() if name.startswith(own) or not name.startswith(inside)}
 
     def drop_foreign(self, saved: dict[str, Any]) -> None:
         """Drop residuals and waiting gradients of other ranks' pieces from a state of another number of stages."""
@@ -96,6 +91,10 @@ class Placement:
                         " stages on different ranks cannot share it. Make a module for each, untie the weights, or put"
                         " both uses into one piece."
                     )
+        self.check_trained()
+
+    def check_trained(self) -> None:
+        """Refuse a stage without a trainable parameter (ValueError); callbacks may freeze some."""
         for stage in range(self.mesh.stages):
             pieces = self.pieces[stage :: self.mesh.stages]
             if not any(parameter.requires_grad for piece in pieces for parameter in piece.modules.parameters()):
@@ -107,21 +106,26 @@ class Placement:
     @contextmanager
     def without_foreign(self) -> Iterator[None]:
         """Keep other ranks' pieces out of the model, because meta tensors cannot be moved to another device."""
-        modules = self.network._modules
-        children = {name: modules[name] for piece in self.foreign for name in piece.modules._modules}
+        foreign = {module for piece in self.foreign for module in piece.modules.modules()}
+        children = [(parent._modules, *child) for parent in self.model.modules() for child in parent._modules.items()]
+        places = [(among, name, child) for among, name, child in children if child in foreign]
         try:
-            modules.update({name: nn.Identity() for name in children})
+            for among, name, _ in places:
+                among[name] = nn.Identity()
             yield
         finally:
-            modules.update(children)
+            for among, name, child in places:
+                among[name] = child
 
     def make_whole(self) -> None:
-        """Copy every piece, on the CPU, from the rank that has trained it to the others of the pipeline."""
+        """Copy what each stage has trained, on the CPU, to the other ranks of the pipeline."""
         convert(self.foreign, lambda tensor: torch.empty_like(tensor, device="cpu"))
+        tensors = dict(chain(self.model.named_parameters(), self.model.named_buffers()))
+        for stage in range(self.mesh.stages):
+            start_alike(self.part_of(stage, tensors).values(), self.mesh.control, source=stage)
         for piece in self.pieces:
-            owner = piece.index % self.mesh.stages
-            start_alike(chain(piece.modules.parameters(), piece.modules.buffers()), self.mesh.control, source=owner)
             if piece.split is not None:
+                owner = piece.index % self.mesh.stages
                 piece.split.load_state_dict(self.mesh.share(piece.split.state_dict(), owner))
         self.spread = False
 
@@ -130,37 +134,41 @@ class Placement:
         # After a failed fit each rank has only its own pieces.
         if any(tensor.is_meta for tensor in chain(self.model.parameters(), self.model.buffers())):
             return
-        box = [{name: split.state_dict() for name, split in self.split_points.items()}]
-        dist.broadcast_object_list(box, src=0, group=self.mesh.everyone)
-        for name, split in self.split_points.items():
-            split.load_state_dict(box[0][name])
+        splits = [piece.split for piece in self.pieces if piece.split is not None]
+        states = [split.state_dict() for split in splits]
+        dist.broadcast_object_list(states, src=0, group=self.mesh.everyone)
+        for split, state in zip(splits, states, strict=True):
+            split.load_state_dict(state)
         start_alike(chain(self.model.parameters(), self.model.buffers()), self.mesh.everyone)
 
-    def _names(self, pieces: list[Piece]) -> tuple[str, ...]:
-        return tuple(f"{self._prefix}{name}." for piece in pieces for name in piece.modules._modules)
+    def _names(self, pieces: Iterable[Piece]) -> tuple[str, ...]:
+        """The beginnings of all names of what is in some pieces and at their ends: a child may be elsewhere, too."""
+        modules = {module for piece in pieces for module in (*piece.modules.modules(), piece.split)}
+        return tuple(f"{name}." for name, one in self.model.named_modules(remove_duplicate=False) if one in modules)
 
 
-def find_pipeline(module: nn.Module) -> tuple[str, nn.Sequential]:
-    """The name of the one Sequential with split points, and itself (ValueError if there is not exactly one)."""
-    found = [
-        (name, child)
+def find_pipeline(module: nn.Module) -> nn.Sequential:
+    """The one Sequential with split points (ValueError if there is not exactly one)."""
+    found = {
+        name: child
         for name, child in module.named_modules()
         if isinstance(child, nn.Sequential) and any(isinstance(part, SplitPoint) for part in child)
-    ]
+    }
     if len(found) != 1:
-        have = "none has any" if not found else f"{', '.join(repr(name) for name, _ in found)} have them"
+        have = "none has any" if not found else f"{', '.join(map(repr, found))} have them"
         raise ValueError(
             "`DCTPipelineStrategy` needs exactly one `torch.nn.Sequential` in the model with `SplitPoint` modules among"
             f" its children, but {have}. Build the network as one Sequential with a SplitPoint between every two"
             " stages."
         )
-    kind = type(found[0][1])
+    (network,) = found.values()
+    kind = type(network)
     if kind.forward not in (nn.Sequential.forward, SplitSequential.forward):
         raise ValueError(
             f"The Sequential with `SplitPoint` modules is a {kind.__name__}, whose own `forward` no stage would run."
             " Move what it does into the first or the last child."
         )
-    return found[0]
+    return network
 
 
 def cut(pipeline: nn.Sequential) -> list[Piece]:
