@@ -10,6 +10,7 @@ from torch import Tensor
 from distributed.resuming import AtStart, SaveAndStop
 from distributed.training import Watch, trainer_for
 from lightning_dct import DCTStrategy
+from lightning_dct.checkpoint.reading import merge_states
 from pipeline.split_models import BATCH_SIZE, Outcome, SplitModule, batches, outcome, strategy_for, train, worst
 
 SPLIT = {"density": 0.2, "forward_format": "int8", "refresh_every": 3}
@@ -118,8 +119,23 @@ def test_chain_of_layouts(ranks: Any, tmp_path: Path) -> None:
     assert min(held_back[1:]) > 0.0
 
 
+def test_what_every_stage_has_counts_once() -> None:
+    """Oracle: the mean over two pipelines of what their last stages have, of a number and of a count."""
+    thresholds: dict[str, Any] = {"values": {}, "targets": {}}
+    states = [
+        {"residuals": {}, "owned": {}, "thresholds": thresholds, "weights": {"a": torch.tensor(one), "b": count}}
+        for one, count in (
+            (1.0, torch.tensor(0)),
+            (2.0, torch.tensor(6)),
+            (9.0, torch.tensor(0)),
+            (4.0, torch.tensor(6)),
+        )
+    ]
+    assert merge_states(states, stages=2)["weights"] == {"a": torch.tensor(3.0), "b": torch.tensor(6)}
+
+
 def fit_then_save(path: Path) -> Outcome:
-    module, watch = SplitModule(2, SPLIT), Watch()
+    module, watch = SplitModule(2, SPLIT, torch.optim.Adam, lr=0.01), Watch()
     trainer = trainer_for(strategy_for(2), callbacks=[watch])
     trainer.fit(module, batches(2, 2))
     trainer.save_checkpoint(path)
@@ -127,10 +143,11 @@ def fit_then_save(path: Path) -> Outcome:
 
 
 def test_after_fit_every_rank_has_the_whole_model(ranks: Any, tmp_path: Path) -> None:
-    """Oracle: equal weights and thresholds on all ranks, nothing on the meta device, and the same in a checkpoint."""
+    """Oracle: equal weights and thresholds on all ranks, and in a checkpoint, which has Adam's state of all stages."""
     first, last = ranks(2).run(fit_then_save, tmp_path / "after.ckpt")
     assert worst(first.weights, last.weights) == 0.0
     assert first.thresholds == last.thresholds
     assert first.thresholds["network.2"][0] > 0
-    saved = torch.load(tmp_path / "after.ckpt", weights_only=True)["state_dict"]
-    assert all(torch.equal(saved[name], weight) for name, weight in last.weights.items())
+    saved = torch.load(tmp_path / "after.ckpt", weights_only=True)
+    assert all(torch.equal(saved["state_dict"][name], weight) for name, weight in last.weights.items())
+    assert [int(state["step"]) for state in saved["optimizer_states"][0]["state"].values()] == [2, 2, 2, 2]

@@ -264,18 +264,24 @@ def merge_states(states: Sequence[Mapping[str, Any]], stages: int = 1) -> dict[s
 
 def _mean_over_replicas(states: Sequence[Mapping[str, Any]], part: str, replicas: int) -> dict[str, Tensor]:
     """The mean of gradients or weights by name, computed in fp64 or complex128."""
+    stages = len(states) // replicas
+    # What every stage of a replica has, such as a buffer outside the network, counts once: the last one's.
+    held = {
+        (number // stages, name): tensor
+        for number, state in enumerate(states)
+        for name, tensor in state.get(part, {}).items()
+    }
     total: dict[str, Tensor] = {}
     first: dict[str, Tensor] = {}
-    for state in states:
-        for name, tensor in state.get(part, {}).items():
-            if tensor.is_sparse:
-                # Those of sharded tables belong to rows that another rank owns now.
-                continue
-            of_first = first.setdefault(name, tensor)
-            if (tensor.shape, tensor.dtype) != (of_first.shape, of_first.dtype):
-                raise CheckpointError(f"they disagree on the shape or the dtype of {part}[{name!r}]")
-            wide = tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
-            total[name] = total[name] + wide if name in total else wide
+    for (_, name), tensor in held.items():
+        if tensor.is_sparse:
+            # Those of sharded tables belong to rows that another rank owns now.
+            continue
+        of_first = first.setdefault(name, tensor)
+        if (tensor.shape, tensor.dtype) != (of_first.shape, of_first.dtype):
+            raise CheckpointError(f"they disagree on the shape or the dtype of {part}[{name!r}]")
+        wide = tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+        total[name] = total[name] + wide if name in total else wide
     # Buffers may be counts or flags, of which there is no mean.
     exact = {name: one for name, one in first.items() if not (one.is_floating_point() or one.is_complex())}
     return {name: (tensor / replicas).to(first[name].dtype) for name, tensor in total.items()} | exact
