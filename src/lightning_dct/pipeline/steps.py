@@ -90,10 +90,11 @@ def split_batch(batch: Any, parts: int) -> list[Any]:
 def split_ragged(value: Any, parts: int, batch: Any) -> list[Any]:
     """Cut a network's arguments along dimension 0 into at most ``parts`` parts, whose sizes differ by at most 1.
 
-    They are not cut if they have other numbers of rows than the batch, as if the sequence comes first.
+    They are not cut if they have other numbers of rows than the batch, as if the sequence comes first, or as many rows
+    as columns: then the sequence may come first, too.
     """
-    lengths = _lengths(value)
-    is_batch = len(lengths) == 1 and all(map(_has_rows, tree_leaves(value)))
+    lengths, leaves = _lengths(value), tree_leaves(value)
+    is_batch = len(lengths) == 1 and all(_has_rows(leaf) and leaf.shape[1:2] != leaf.shape[:1] for leaf in leaves)
     if not is_batch or not lengths <= _lengths(batch) - {0}:
         return [value]
     return _cut(value, min(parts, *lengths))
