@@ -18,7 +18,7 @@ from lightning_dct.checkpoint import format as saved
 from lightning_dct.checkpoint import reading
 from lightning_dct.checkpoint.format import check_state
 from lightning_dct.checkpoint.reading import agreed_notes, compared, merge_states, read_state, with_edited_groups
-from lightning_dct.embedding.table_files import Piece, RowFiles, write_rows
+from lightning_dct.embedding.table_files import RowFiles, write_rows
 from strategies_for_hypothesis import examples
 
 NOTE = saved.make_note(world_size=2, synchronisations=7, save="5f0c93ab")
@@ -392,7 +392,7 @@ def test_accumulated_gradients_of_another_world_are_the_mean() -> None:
 def test_empty_tensors_of_rows_keep_their_kind(tmp_path: Path) -> None:
     """Those that were arrays of numpy have a stride of 0."""
     folder, keys = str(tmp_path / "rows"), torch.from_numpy(np.empty(0, dtype=np.int64))
-    write_rows(folder, [Piece("keys", 0, 0, keys), Piece("state", 0, 0, torch.empty(0, 4, dtype=torch.float64))])
+    write_rows(folder, [("keys", 0, 0, keys), ("state", 0, 0, torch.empty(0, 4, dtype=torch.float64))])
     files = RowFiles(folder)
     assert [(files.index[name]["dtype"], files.index[name]["shape"]) for name in ("keys", "state")] == [
         ("int64", [0]),

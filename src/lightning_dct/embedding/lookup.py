@@ -342,7 +342,7 @@ class ExactReader:
 
     def __init__(self, module: ShardedEmbeddingBags, bags: Bags) -> None:
         self._rows = DistinctRows(bags, module.placement, module.weight.device)
-        rows = exact_round(module.evaluated_with or (module,), module, self._rows.wanted)
+        rows = exact_round(module, self._rows.wanted)
         assert rows is not None  # this rank has not finished
         self._distinct = rows
         lookups = int(sum(self._rows.lookups[peer] for peer in module.exchange_group.peers))
@@ -355,16 +355,13 @@ class ExactReader:
         return self._rows.bags.pool(self._distinct[self._rows.inverse])
 
 
-def exact_round(
-    modules: Sequence[ShardedEmbeddingBags], module: ShardedEmbeddingBags, wanted: list[Int64Array] | None
-) -> Tensor | None:
-    """Request rows of one of the modules, which have the same order on every rank, and answer the others.
-
-    ``wanted`` is None if this rank has no more batches.
+def exact_round(module: ShardedEmbeddingBags, wanted: list[Int64Array] | None) -> Tensor | None:
+    """Request rows of a module, None if this rank has no more batches, and answer the others.
 
     Returns:
         The rows of all owners, ``[k, dim]``; None if all ranks have finished.
     """
+    modules = module.evaluated_with or (module,)  # in the same order on every rank
     exchange, placement, traffic = modules[0].exchange_group, module.placement, module.evaluation_traffic
     weight, row_bytes = module.weight, module.embedding_dim * module.weight.element_size()
     places = [np.empty(0, dtype=np.int64)] * placement.world_size if wanted is None else wanted

@@ -18,7 +18,7 @@ in the highest bits and the id in the others. An id that needs more bits than th
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -46,15 +46,6 @@ def in_parts(start: int, stop: int) -> Iterator[Int64Array]:
         yield np.arange(low, min(low + ROWS_AT_A_TIME, stop))
 
 
-class RowRange(NamedTuple):
-    """Rows ``start`` to ``stop`` of a table, adjacent on their owner from ``place`` on."""
-
-    table: int
-    start: int
-    stop: int
-    place: int
-
-
 @dataclass(frozen=True)
 class RowOwners:
     """The owner and the place of every row, the same on every rank."""
@@ -64,21 +55,20 @@ class RowOwners:
     block_rows: tuple[int, ...]  # rows per block of each table; all rows where the table is not cut
     first_rank: tuple[int, ...]  # owner of each table's first block
 
-    def ranges(self, rank: int) -> list[RowRange]:
-        """The rows a rank owns, by ascending place."""
-        found, place = [], 0
+    def ranges(self, rank: int) -> Iterator[tuple[int, int, int, int]]:
+        """The rows a rank owns: table, first row, end, and the first row's place, which ascends."""
+        place = 0
         for table, (rows, block) in enumerate(zip(self.table_rows, self.block_rows, strict=True)):
             first = (rank - self.first_rank[table]) % self.world_size
             for start in range(first * block, rows, self.world_size * block):
                 stop = min(start + block, rows)
-                found.append(RowRange(table, start, stop, place))
+                yield table, start, stop, place
                 place += stop - start
-        return found
 
     @cached_property
     def owned_rows(self) -> tuple[int, ...]:
         """The number of rows that each rank owns, of all tables together; places are below it."""
-        return tuple(sum(r.stop - r.start for r in self.ranges(rank)) for rank in range(self.world_size))
+        return tuple(self._bases[:, -1].tolist())
 
     @cached_property
     def _bases(self) -> Int64Array:

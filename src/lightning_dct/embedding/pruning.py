@@ -46,20 +46,11 @@ class KeptPieces:
     """
 
     def __init__(self, masks: npt.NDArray[np.uint8]) -> None:
-        self.num_rows = masks.size
         self._blocks = np.zeros((-(-masks.size // _BLOCK), _BLOCK), dtype=np.uint8)
         self._blocks.reshape(-1)[: masks.size] = masks
+        self.masks = self._blocks.reshape(-1)[: masks.size]  # a view
         self._starts = np.concatenate([[0], _NUM_KEPT[self._blocks].sum(axis=1, dtype=np.int64).cumsum()])
-
-    @property
-    def num_pieces(self) -> int:
-        """The number of kept pieces."""
-        return int(self._starts[-1])
-
-    @property
-    def masks(self) -> npt.NDArray[np.uint8]:
-        """The masks, ``[rows]``."""
-        return self._blocks.reshape(-1)[: self.num_rows]
+        self.num_pieces = int(self._starts[-1])  # that are kept
 
     def find(self, places: Int64Array) -> tuple[Tensor, Tensor]:
         """Find the kept pieces of the rows at ``places``, ``[k]``.

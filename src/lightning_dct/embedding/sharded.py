@@ -159,9 +159,8 @@ class ShardedEmbeddingBags(CompressedModule):
 
     def finish_evaluation(self) -> None:
         """Answer the other ranks until all are out of batches: one collective call for all ``evaluated_with``."""
-        modules = self.evaluated_with or (self,)
-        if self.is_materialized and modules[0].exchange_group.peers:
-            while exact_round(modules, modules[0], None) is not None:
+        if self.is_materialized and self.exchange_group.peers:
+            while exact_round(self, None) is not None:
                 pass
 
     @property

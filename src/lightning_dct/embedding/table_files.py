@@ -33,7 +33,7 @@ import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -52,15 +52,8 @@ from lightning_dct.embedding.sharded import ShardedEmbeddingBags
 
 INDEX = "index"
 Tables = Mapping[str, ShardedEmbeddingBags]  # by name
-
-
-class Piece(NamedTuple):
-    """Adjacent rows of a tensor, which one rank writes."""
-
-    tensor: str  # its name
-    num_rows: int  # all rows of the tensor
-    start: int
-    rows: Tensor  # from `start` on
+# Adjacent rows of a tensor, which one rank writes: the tensor's name, all its rows, the first of these, and they.
+Piece = tuple[str, int, int, Tensor]
 
 
 @contextmanager
@@ -179,14 +172,14 @@ def _by_table(key: str, module: ShardedEmbeddingBags, values: Tensor, kept: Kept
             rows = values[places[0] : places[-1] + 1]
         else:
             rows = kept.expand(values, places, values.new_zeros(places.size, PIECES, *values.shape[1:]))
-        yield Piece(f"{key}.table_{table}", module.table_rows[table], start, rows)
+        yield f"{key}.table_{table}", module.table_rows[table], start, rows
 
 
 def _by_rank(key: str, module: ShardedEmbeddingBags, values: Tensor) -> Iterator[Piece]:
     """A tensor that this rank has all of."""
     for start in range(0, max(len(values), 1), ROWS_AT_A_TIME):  # an empty tensor has an empty piece
         rows = values[start : start + ROWS_AT_A_TIME]
-        yield Piece(f"{key}.rank_{module.exchange_group.rank}", len(values), start, rows)
+        yield f"{key}.rank_{module.exchange_group.rank}", len(values), start, rows
 
 
 def _own_rows(module: ShardedEmbeddingBags) -> Iterator[tuple[int, int, Int64Array]]:
