@@ -164,13 +164,15 @@ def test_a_row_made_after_the_last_step_is_saved_with_a_new_state(tmp_path: Path
     assert loaded.state[other.weight]["sum"][[two, three]].tolist() == [[1.5] * 4, [0.5] * 4]
 
 
-def messages_of_wrong_batches(kind: type, settings: dict[str, Any]) -> list[str]:
-    """One rank after another has a wrong batch, in training and outside; what this rank is told."""
-    told = []
+def messages_of_wrong_batches(kind: type, settings: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """One rank after another has a wrong batch, in training and outside; what this rank is told, and where it was."""
+    told: list[str] = []
+    places: list[str] = []
     for training in (True, False):
         for culprit, wrong in ((0, "negative"), (1, "negative"), (1, "another number of tables")):
             tables = kind(**settings)
             tables.materialize()
+            tables.exchange_group.come_to = places.append
             torch.set_grad_enabled(training)
             ids = torch.tensor([[1, 2], [3, 0]])
             if tables.exchange_group.rank == culprit:
@@ -182,7 +184,7 @@ def messages_of_wrong_batches(kind: type, settings: dict[str, Any]) -> list[str]
             except (IndexError, ValueError) as error:
                 told.append(f"{type(error).__name__}: {error}")
     torch.set_grad_enabled(True)
-    return told
+    return told, places
 
 
 @pytest.mark.parametrize(
@@ -193,8 +195,10 @@ def messages_of_wrong_batches(kind: type, settings: dict[str, Any]) -> list[str]
     ],
 )
 def test_a_wrong_batch_is_an_error_on_every_rank(ranks: Any, kind: type, settings: Any, rows: str, remedy: str) -> None:
-    for rank, told in enumerate(ranks(3).run(messages_of_wrong_batches, kind, {**settings, "embedding_dim": 4})):
+    found = ranks(3).run(messages_of_wrong_batches, kind, {**settings, "embedding_dim": 4})
+    for rank, (told, places) in enumerate(found):
         assert len(told) == 6
+        assert places == 3 * ["rows"] + 3 * ["exact rows"]  # or a strategy would say that ranks have come apart
         for message, culprit in zip(told, (0, 1, 1, 0, 1, 1), strict=True):
             assert (f"Rank {culprit} of the process group" in message) == (rank != culprit)
         for message in (*told[:2], *told[3:5]):
@@ -328,6 +332,19 @@ def test_a_state_dict_carries_rows_and_where_they_are() -> None:
     with torch.no_grad():
         assert torch.equal(other(ids), tables(ids))
     assert tables(ids).unique().numel() == 16
+
+
+def test_rows_that_do_not_fit_are_refused_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a state of other tables, before there is a place for them, and of a process that becomes one of several."""
+    tables, remedy = make(max_rows=5), r"continue from a checkpoint: `trainer\.fit\(ckpt_path"
+    for other in (make(max_rows=4), GrowingEmbeddingBags(1, 4, max_rows=5)):
+        with pytest.raises(RuntimeError, match=rf"`weight` has shape \[5, 4\]\. Growing tables .*{remedy}"):
+            other.load_state_dict(tables.state_dict())
+    tables(torch.tensor([[3]]))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    with pytest.raises(RuntimeError, match="cannot become one of several"):
+        tables.materialize()
 
 
 @pytest.mark.parametrize(

@@ -257,10 +257,10 @@ class RememberedRows:
         self.outdated.index_fill_(0, slots, False)
         return outdated
 
-    def move(self, device: torch.device) -> None:
-        """Move copies and residuals."""
-        for name in ROW_STATE:
-            setattr(self, name, getattr(self, name).to(device))
+    def move(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Move copies and residuals, and change their dtype."""
+        self.copies, self.residual = self.copies.to(device, dtype), self.residual.to(device, dtype)
+        self.outdated = self.outdated.to(device)
 
     def state_dict(self) -> dict[str, Any]:
         """The state as numbers and CPU tensors."""
@@ -286,6 +286,11 @@ def add_entries(rows: Tensor, slots: Tensor, positions: Tensor, values: Tensor) 
     dim = rows.shape[1]
     flat, entries = rows.view(-1), slots.index_select(0, positions // dim) * dim + positions % dim
     flat.index_copy_(0, entries, flat.index_select(0, entries).add_(values.to(rows.dtype)))
+
+
+def finite(copies: Tensor) -> Tensor:
+    """Copies to which whole rows are added: from zero where they are not finite, which no sum would mend."""
+    return copies.nan_to_num(0.0, 0.0, 0.0)
 
 
 def check_memory(

@@ -171,11 +171,14 @@ class CollectedGradients:
 
         ``resolve`` maps distinct places and their gradients to ascending rows of ``weight`` and their gradients.
         """
-        parts, self._parts = self.wait(), []
-        distinct, inverse = torch.unique(torch.cat([places for places, _ in parts]), return_inverse=True)
-        summed = parts[0][1].new_zeros(distinct.numel(), parts[0][1].shape[1])
-        for part, (_, gradient) in zip(inverse.split([len(p) for p, _ in parts]), parts, strict=True):
-            add_rows(summed, part, gradient)
+        # Some may be of a checkpoint, or of the time before the rows were moved or changed their dtype.
+        places, gradients = zip(*self.wait(), strict=True)
+        self._parts = []
+        distinct, inverse = torch.unique(torch.cat([p.to(weight.device) for p in places]), return_inverse=True)
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        summed = torch.zeros(distinct.numel(), gradients[0].shape[1], dtype=dtype, device=weight.device)
+        for part, gradient in zip(inverse.split([p.numel() for p in places]), gradients, strict=True):
+            add_rows(summed, part, gradient.to(summed))
         rows, mean = resolve(distinct, summed.div_(world_size).to(weight.dtype))
         gradient = torch.sparse_coo_tensor(
             rows.unsqueeze(0), mean, weight.shape, is_coalesced=True, check_invariants=False

@@ -85,7 +85,7 @@ class GrowingEmbeddingBags(ShardedEmbeddingBags):
     A hash of table and id says which rank owns a row. The owner makes the row when the id was looked up in
     ``admit_after`` training look-ups. An id without a row gives its table's default row, which is random and never
     trained. A new row starts as the default row. When an owner's share of ``max_rows`` is full, the least recently
-    requested row is evicted, with its optimizer state. If its id is looked up again, it starts as a new id.
+    requested row is evicted, with its optimizer state. If its id is looked up again, it starts at the default row.
 
     With ``n`` tables, ids of ``2**63 / n`` (rounded down to a power of two) and more are hashed to the bits that those
     below have. So two large ids share a row with the probability that two hashes of that length collide.
@@ -144,9 +144,16 @@ class GrowingEmbeddingBags(ShardedEmbeddingBags):
 
     def initialize_rows(self) -> None:
         """Start without rows."""
-        self.weight.zero_()
+        self.weight.detach().zero_()
         self.directory = RowDirectory(self.capacity(), self.admit_after)
         self._watch_optimizers()
+
+    def _made_alone(self) -> None:
+        if len(self.directory.rows):
+            raise RuntimeError(
+                "A process that has made rows of growing tables by itself cannot become one of several. Save a"
+                " checkpoint before, and continue from it: `trainer.fit(ckpt_path=...)`."
+            )
 
     def _watch_optimizers(self) -> None:
         # The optimizers of the rows: without `reset_states`, a new row would step with an evicted row's state.
@@ -226,6 +233,16 @@ class GrowingEmbeddingBags(ShardedEmbeddingBags):
         super().set_extra_state(state)
         if "directory" in state and not self.saved_in_shards:
             self.directory.load_state_dict(state["directory"])
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        rows = state_dict.get(f"{prefix}weight")
+        if rows is None or (self.is_materialized and rows.shape == self.weight.shape):
+            super()._load_from_state_dict(state_dict, prefix, *arguments)
+            return
+        arguments[4].append(
+            f"`{prefix}weight` has shape {list(rows.shape)}. Growing tables take this rank's rows, with the same"
+            " `max_rows`, after `materialize()`. Else continue from a checkpoint: `trainer.fit(ckpt_path=...)`."
+        )
 
 
 def group_of(weight: Tensor, optimizer: Optimizer) -> dict[str, Any] | None:

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from lightning_dct.embedding import messages
 from lightning_dct.embedding.bags import Bags, DistinctRows, read_bags
-from lightning_dct.embedding.cache import Admission, RememberedRows, add_entries
+from lightning_dct.embedding.cache import Admission, RememberedRows, add_entries, finite
 from lightning_dct.embedding.collected import FAULT, DeliverRows
 from lightning_dct.embedding.owners import Int64Array
 from lightning_dct.kernels import add_rows
@@ -80,7 +80,7 @@ def look_up(module: ShardedEmbeddingBags, ids: Tensor, offsets: Tensor | None) -
         # The others wait for an announcement. With this one they all fail.
         exchange = ((module.evaluated_with or (module,))[0] if is_exact else module).exchange_group
         numbers = np.full((exchange.world_size, ANNOUNCED_EXACT if is_exact else ANNOUNCED), FAULT)
-        exchange.announce(numbers, module.traffic, fault=fault)
+        exchange.announce(numbers, module.traffic, FINISHED if is_exact else REQUEST, fault)
         raise
     if is_exact:
         return ExactReader(module, bags)
@@ -267,9 +267,9 @@ class ChangesLookup:
         """The bytes for a rank, of whole rows and then of changes, and the number of whole rows."""
         module, mirror, slots = self._module, request.rows, request.slots
         now = module.own_rows(request.places).to(module.remembered_dtype)
-        missed = now - mirror.copies.index_select(0, slots)
-        outdated = (missed != 0).any(dim=1) & mirror.take_outdated(slots)
-        whole, count = messages.encode_some(missed, outdated, request.message)
+        known = mirror.copies.index_select(0, slots)
+        outdated = (now != known).any(dim=1) & mirror.take_outdated(slots)
+        whole, count = messages.encode_some(now - finite(known), outdated, request.message)
         self._add_whole(request, whole, count)
         known = mirror.copies.index_select(0, slots)
         sent = messages.compress_changes(now, known, request.message, mirror.thresholds, scale=-1)
@@ -281,7 +281,8 @@ class ChangesLookup:
     def _add_whole(self, request: _Requested, payload: Tensor, count: int) -> None:
         """Add the whole rows of an answer to the copies of the requested rows."""
         some, values = messages.decode_some(payload, count, request.message)
-        request.rows.copies.index_add_(0, request.slots[some], values.to(request.rows.copies))
+        copies, slots = request.rows.copies, request.slots[some]
+        copies.index_copy_(0, slots, finite(copies.index_select(0, slots)) + values.to(copies))
 
     def _answer_sizes(self, owner: int) -> list[int]:
         """The bytes of the two parts of an owner's answer."""

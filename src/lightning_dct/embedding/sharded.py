@@ -172,13 +172,12 @@ class ShardedEmbeddingBags(CompressedModule):
         """Make this rank's rows, once; a collective call if there are several ranks.
 
         Rows of whole tables that were loaded before become this rank's, as far as it owns them. So do those that a
-        process made by itself, before it became one of several.
+        process made by itself, before it became one of several; of growing tables it must have made none.
         """
         if self.is_materialized:
             if not (dist.is_initialized() and self.placement.world_size == 1 < dist.get_world_size()):
                 return
-            made, self._loaded = self.weight, self.own_rows(np.arange(self.capacity()))
-            self.kept = None
+            made, self._loaded = self.weight, self._made_alone()
             self.weight = cast(Any, UnmadeRows)(made.requires_grad, made.device, made.dtype)
         if not torch.sparse.check_sparse_tensor_invariants.is_enabled():
             # This is the default. Setting it keeps torch's sparse optimizers from warning.
@@ -186,13 +185,15 @@ class ShardedEmbeddingBags(CompressedModule):
         self.exchange_group: RowCollectives = RowCollectives.among_all(self.weight.device)
         self.placement: RowOwners = self.place(self.exchange_group.world_size)
         cast(UnmadeRows, self.weight).materialize((self.capacity(), self.embedding_dim))
-        self.remembered_dtype: torch.dtype = torch.float64 if self.weight.dtype == torch.float64 else torch.float32
-        with torch.no_grad():
-            self.initialize_rows()
+        self.initialize_rows()
         self.reset_memory()
         if self._loaded is not None:
             self._take(self._loaded, None)
             self._loaded = None
+
+    def _made_alone(self) -> Tensor | None:
+        """The rows of all tables, for the ranks that this process becomes one of."""
+        return self.own_rows(np.arange(self.capacity()))
 
     def _take(self, rows: Tensor, masks: Tensor | None) -> None:
         """Overwrite this rank's rows with these, of all tables or of this rank, and the masks of their pieces."""
@@ -216,7 +217,7 @@ class ShardedEmbeddingBags(CompressedModule):
     def initialize_rows(self) -> None:
         """Set all of this rank's rows to their initial values."""
         for places in in_parts(0, len(self.weight)):
-            self.weight[places[0] : places[-1] + 1] = self.initial(self.exchange_group.rank, places)
+            self.weight.detach()[places[0] : places[-1] + 1] = self.initial(self.exchange_group.rank, places)
 
     def reset_memory(self) -> None:
         """Drop all copies, residuals and thresholds, as before the first step."""
@@ -233,6 +234,11 @@ class ShardedEmbeddingBags(CompressedModule):
         self.collected: CollectedGradients = CollectedGradients()
         self.lookups: list[ChangesLookup] = []  # those whose gradients may be sent
         self.refresh_requested = True
+
+    @property
+    def remembered_dtype(self) -> torch.dtype:
+        """That of copies, residuals and gradients on their way: fp32, or fp64 as the rows."""
+        return torch.promote_types(self.weight.dtype, torch.float32)
 
     @property
     def remembered(self) -> tuple[RememberedRows, ...]:
@@ -312,21 +318,20 @@ class ShardedEmbeddingBags(CompressedModule):
         Raises:
             CheckpointError: The states are of other tables, or corrupt.
         """
-        kind, device = type(self.placement), self.weight.device
+        kind = type(self.placement)
         placements = [check_memory(state, self.table_rows, self.embedding_dim, kind) for state in states]
         if placements == [self.placement]:
             for saved, rows in (("held", self.held), ("mirrors", self.mirrors)):
                 for peer, state in states[0][saved].items():
                     rows[peer].load_state_dict(state)
-            self.collected = CollectedGradients((p.to(device), part.to(device)) for p, part in states[0]["collected"])
+            self.collected = CollectedGradients(states[0]["collected"])
             return
         self.reset_memory()
         for tables, numbers, gradient in unsent_gradients(states, placements):
             scale = self.placement.world_size / placements[0].world_size
             owners, places = self.placement.locate(tables, numbers)
             own = torch.from_numpy(np.flatnonzero(owners == self.exchange_group.rank))
-            scaled = gradient[own].to(device, self.remembered_dtype) * scale
-            self.collected.add(torch.from_numpy(places)[own].to(device), scaled)
+            self.collected.add(torch.from_numpy(places)[own], gradient[own] * scale)
 
     def __getstate__(self) -> dict[str, Any]:
         """The state of a copy or a file, with all messages that are under way."""
@@ -336,14 +341,12 @@ class ShardedEmbeddingBags(CompressedModule):
         return {**self.__dict__, "lookups": []}  # their backward ends at the original
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        """Move copies, residuals and collected gradients together with the rows."""
+        """Move copies and residuals together with the rows, and change their dtype."""
         super()._apply(fn, recurse)
-        device = self.weight.device
-        if self.is_materialized and self.exchange_group.device != device:
-            self.exchange_group.device = device
+        if self.is_materialized:
+            self.exchange_group.device = self.weight.device
             for rows in self.remembered:
-                rows.move(device)
-            self.collected = CollectedGradients((p.to(device), part.to(device)) for p, part in self.collected.wait())
+                rows.move(self.weight.device, self.remembered_dtype)
         return self
 
     def get_extra_state(self) -> dict[str, Any]:
