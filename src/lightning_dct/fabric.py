@@ -176,8 +176,9 @@ class DCTStrategy(DDPStrategy):
             output = super().optimizer_step(optimizer, **kwargs)
         for synchronizer in updates:
             synchronizer.after_step(optimizer)
-        for module in self._trained[optimizer] if self.project is not None and not updates else ():
-            self.project(module.module)
+        if self.project is not None and not updates:
+            for module in self._trained[optimizer]:
+                self.project(module.module)
         return output
 
     def _come_to(self, what: str, group: Any = None) -> None:

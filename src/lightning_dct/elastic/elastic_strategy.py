@@ -8,7 +8,6 @@ and a reduction of logged values wait for no other rank. So every rank evaluates
 """
 
 import json
-import math
 import os
 import time
 import zlib
