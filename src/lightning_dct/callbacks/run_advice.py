@@ -58,7 +58,7 @@ def share_done(trainer: pl.Trainer, batches: float) -> float:
     if not batches or done < FIRST_COUNTED or done & (done - 1):
         return 0.0
     limits = ((trainer.global_step, trainer.max_steps), (trainer.current_epoch, trainer.max_epochs or 0))
-    return max(done / batches, *(reached / most for reached, most in limits if most > 0))
+    return max([done / batches, *(reached / most for reached, most in limits if most > 0)])
 
 
 @dataclass(frozen=True)
