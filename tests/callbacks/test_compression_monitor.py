@@ -123,6 +123,18 @@ def test_a_ratio_counts_the_steps_before_an_exchange_also_if_they_were_logged() 
     assert [metrics["dct/overhead_ms"] for metrics in logged] == 8 * [500.0]
 
 
+def test_what_is_due_in_a_batch_without_a_step_is_logged_with_the_next_step() -> None:
+    """As where an optimizer steps by hand in even batches, and odd ones are logged."""
+    monitor, trainer = CompressionMonitor(), FakeTrainer(Traffic())
+    monitor.on_train_start(trainer, MODULE)  # type: ignore[arg-type]
+    for batch in range(9):
+        trainer._logger_connector.should_update_logs = batch % 4 == 3
+        trainer.batch(monitor, steps=batch % 2 == 0, bytes_sent=10 * (batch % 2 == 0), bytes_dense=100)
+    logged = trainer.loggers[0].logged
+    assert [step for step, _ in logged] == [4, 8]
+    assert [metrics["dct/dp/bytes_sent"] for _, metrics in logged] == [30, 50]
+
+
 def test_a_single_process_logs_no_ratio() -> None:
     monitor, trainer = CompressionMonitor(), FakeTrainer(Traffic())
     monitor.on_train_start(trainer, MODULE)  # type: ignore[arg-type]

@@ -108,7 +108,7 @@ class CompressionMonitor(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Begin counting, also in a resumed run."""
-        self._next_tensors_at, self._since, self._described = 0, perf_counter(), {}
+        self._next_tensors_at, self._since, self._described, self._is_due = 0, perf_counter(), {}, False
         strategy = trainer.strategy
         self._bytes_of_ddp, self._began_at = None, trainer.global_step
         if type(strategy) is DDPStrategy and strategy._ddp_comm_hook is None:
@@ -136,9 +136,11 @@ class CompressionMonitor(pl.Callback):
         if not totals:
             return
         synchronised, self._steps_before = totals["dp"].steps > self._steps_before, totals["dp"].steps
-        # Each micro-batch of an optimizer step has the same logging step: log after the last one.
-        if not synchronised or not trainer.is_global_zero or not is_logged(trainer):
+        # Not every batch has an optimizer step, as with accumulation: the next one that has is logged.
+        self._is_due = self._is_due or is_logged(trainer)
+        if not synchronised or not trainer.is_global_zero or not self._is_due:
             return
+        self._is_due = False
         if (synchronizer := getattr(trainer.strategy, "synchronizer", None)) is not None:
             # A GPU reports the entries it has sent late. The norm of the residual waits for it anyway.
             synchronizer.flush()
