@@ -101,9 +101,14 @@ def test_a_run_that_is_too_short_is_named(capsys: pytest.CaptureFixture[str]) ->
     assert "This run is short" not in plan(capsys, *ASKED, "--steps", "20k")
 
 
-def test_the_dense_exchange_is_not_said_to_be_faster_than_itself(capsys: pytest.CaptureFixture[str]) -> None:
-    printed = plan(capsys, *ASKED, "--compress", "gradients", "--density", "1")
-    assert "It sends as much as the dense all-reduce, so nothing is compressed: use strategy='ddp'." in printed
+@pytest.mark.parametrize("words", ["--compress gradients --density 1", "--min-tensor-size 1000001"])
+def test_the_dense_exchange_is_not_said_to_be_faster_than_itself(
+    capsys: pytest.CaptureFixture[str], words: str
+) -> None:
+    """Whole updates carry a tag of 8 bytes."""
+    printed = plan(capsys, *ASKED, *words.split())
+    assert "Nothing is compressed, and it sends no less than the dense all-reduce: use strategy='ddp'." in printed
+    assert "links below" not in printed
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,13 @@
 """The bytes of exchanged updates: counted where they are sent, and as the plan says beforehand, to the byte."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from distributed.training import Module, fit
+from distributed.training import Module, fit, on_two_nodes
 from lightning_dct import DCTConfig, DCTStrategy
 from lightning_dct.compress.bucket_plan import real_dtype
 from lightning_dct.cost.forecast import compressed_step, dense_step, layout_of
@@ -18,23 +19,39 @@ from lightning_dct.traffic import TrafficTotals, all_reduce_bytes
 STEPS = 17
 
 
-def train(settings: dict[str, Any]) -> TrafficTotals:
-    return fit(DCTStrategy(**settings), Module(None, torch.optim.Adam, lr=0.01), STEPS).totals
+def train(settings: dict[str, Any], dtype: torch.dtype) -> tuple[TrafficTotals, int]:
+    """The traffic, and the bytes that a rank holds besides its weights."""
+    strategy = DCTStrategy(**settings)
+    with on_two_nodes() if settings["exchange"] == "hierarchical" else nullcontext():
+        run = fit(strategy, Module(None, torch.optim.Adam, lr=0.01).to(dtype), STEPS)
+    weights = strategy.updates.weights
+    owned = sum(piece.nbytes for pieces in run.state["owned"].values() for piece in pieces.values())
+    return run.totals, owned + sum(weights.shared(name).nbytes for name in weights.parameters)
 
 
 @pytest.mark.parametrize(
-    ("world_size", "settings"),
+    ("world_size", "settings", "dtype"),
     [
-        (2, {"density": 0.2, "local_steps": 4, "exchange": "all_gather", "warmup_steps": 5}),
+        (2, {"density": 0.2, "local_steps": 4, "exchange": "all_gather", "warmup_steps": 5}, torch.float32),
         # Owners are chosen by the densities that hold later.
-        (4, {"density": 0.1, "local_steps": 5, "exchange": "two_phase", "value_format": "2bit", "warmup_steps": 0}),
-        (3, {"density": 0.05, "local_steps": 1, "exchange": "all_gather"}),
+        (
+            4,
+            {"density": 0.1, "local_steps": 5, "exchange": "two_phase", "value_format": "2bit", "warmup_steps": 0},
+            torch.float32,
+        ),
+        (3, {"density": 0.05, "local_steps": 1, "exchange": "all_gather"}, torch.float32),
+        # Whole updates are all-reduced in fp32, whatever the weights are.
+        (2, {"density": 1.0, "local_steps": 2, "exchange": "all_gather", "warmup_steps": 0}, torch.bfloat16),
+        (4, {"density": 0.1, "local_steps": 2, "exchange": "hierarchical", "warmup_steps": 0}, torch.bfloat16),
     ],
 )
-def test_the_plan_says_what_is_counted(ranks: Any, world_size: int, settings: dict[str, Any]) -> None:
-    totals = ranks(world_size).run(train, settings)
-    config, workload = DCTConfig(**settings), workload_of(Module())
-    layout = layout_of(world_size, world_size)
+def test_the_plan_says_what_is_counted(
+    ranks: Any, world_size: int, settings: dict[str, Any], dtype: torch.dtype
+) -> None:
+    totals, held = zip(*ranks(world_size).run(train, settings, dtype), strict=True)
+    config, workload = DCTConfig(**settings), workload_of(Module().to(dtype))
+    layout = layout_of(world_size, 2 if settings["exchange"] == "hierarchical" else world_size)
+    assert compressed_step(settings["exchange"], config, workload, layout).residual_bytes.tolist() == list(held)
     expected = [0] * world_size
     warmup = min(config.warmup_steps, STEPS)
     for first, last in ((1, warmup), (warmup + 1, STEPS)):
@@ -50,9 +67,9 @@ def test_the_plan_says_what_is_counted(ranks: Any, world_size: int, settings: di
         assert len(samples) == 5
         measuring = sum(all_reduce_bytes(4 * entries, world_size) for entries in samples)
         expected = [before + measuring for before in expected]
-    assert [counted.bytes_sent for counted in totals] == expected
-    dense = dense_step(workload, layout)
-    assert [counted.bytes_dense for counted in totals] == [STEPS * sum(sent) for sent in dense.sent.tolist()]
+    assert [counted.bytes_sent + counted.bytes_inside_node for counted in totals] == expected
+    dense = dense_step(workload, layout)  # by node, between nodes
+    assert [counted.bytes_dense for counted in totals] == [STEPS * sent for sent, _ in dense.sent.tolist()]
 
 
 def test_rounds_are_shorter_while_training_warms_up() -> None:

@@ -45,7 +45,7 @@ class Step:
 
     sent: Tensor  # bytes of each rank to other nodes and inside its own, int64, shape `[ranks, 2]`
     entries: int  # of the buckets that are compressed; the others are all-reduced
-    residual_bytes: Tensor  # of each rank, for its own gradients and the sums that it owns, int64, shape `[ranks]`
+    residual_bytes: Tensor  # of each rank: its own, or the shared weights, and of sums it owns; int64, shape `[ranks]`
 
 
 @dataclass(frozen=True)
@@ -134,29 +134,35 @@ def compressed_step(exchange: str, config: DCTConfig, workload: Workload, layout
     traversals = link_traversals(exchange, world_size, local)
     plans, among = Plans(config, traversals), {"two_phase": world_size, "hierarchical": local}.get(exchange, 0)
     pieces = share_model(config, workload.parameters, traversals, among) if among else {}
-    sent, entries = torch.zeros(world_size, 2, dtype=torch.int64), 0
+    sent, entries, of_updates = torch.zeros(world_size, 2, dtype=torch.int64), 0, config.compress == "updates"
     residuals = torch.zeros(world_size, dtype=torch.int64)
     for names in workload.buckets_under(config):
         tensors = [workload.parameters[name] for name in names]
         plan = plans.of(names, [*map(real_numel, tensors)], real_dtype(tensors[0]))
+        itemsize = (plan.residual_dtype if of_updates else plan.dtype).itemsize  # of what is all-reduced
+        if of_updates:
+            residuals += sum(tensor.nbytes for tensor in tensors)  # the shared weights
+        elif not plan.is_dense and exchange != "hierarchical":
+            residuals += _residual_bytes(plan)
         if plan.is_dense:
-            itemsize = 2 if config.averages_in_bf16 and plan.dtype == torch.float32 else plan.dtype.itemsize
+            itemsize = 2 if config.averages_in_bf16 and plan.dtype == torch.float32 else itemsize
             sent += _ring(all_reduce_bytes(sum(plan.sizes) * itemsize, world_size), layout)
-            if config.compress == "updates":
+            if of_updates:
                 sent += _ring(all_reduce_bytes(TAG_BYTES, world_size), layout)
             continue
         entries += sum(plan.sizes)
         if exchange == "all_gather":
             sent += _ring(all_gather_bytes(plan.num_bytes, world_size), layout)
-            residuals += _residual_bytes(plan)
             continue
         shards = cut(plan, pieces, among).shards
         owned = torch.tensor([_residual_bytes(shard.packed) for shard in shards])
         if exchange == "two_phase":
             sent += _two_phase(shards, layout)
-            residuals += owned + _residual_bytes(plan)
+            residuals += owned
         else:  # ranks are in the order of the nodes, and each node has an owner of every shard
-            sent += torch.stack([_hierarchical(plan, shard, layout) for shard in shards]).repeat(world_size // local, 1)
+            inside = all_reduce_bytes(sum(plan.sizes) * itemsize, local)
+            on_node = torch.stack([_hierarchical(inside, shard, layout) for shard in shards])
+            sent += on_node.repeat(world_size // local, 1)
             residuals += owned.repeat(world_size // local)
     return Step(sent, entries, residuals)
 
@@ -176,11 +182,10 @@ def _two_phase(shards: Sequence[Shard], layout: NodeLayout) -> Tensor:
     return torch.stack([between, on_node - owned + (local - 1) * sums], dim=1)
 
 
-def _hierarchical(plan: BucketPlan, own: Shard, layout: NodeLayout) -> Tensor:
+def _hierarchical(dense: int, own: Shard, layout: NodeLayout) -> Tensor:
     """Dense inside the node, one shard's payload between nodes, then the payloads of all nodes inside."""
-    nodes, local = len(layout.nodes), layout.ranks_per_node
-    payload = own.packed.num_bytes
-    inside = all_reduce_bytes(sum(plan.sizes) * plan.dtype.itemsize, local) + all_gather_bytes(nodes * payload, local)
+    nodes, payload = len(layout.nodes), own.packed.num_bytes
+    inside = dense + all_gather_bytes(nodes * payload, layout.ranks_per_node)
     return torch.tensor([all_gather_bytes(payload, nodes), inside])
 
 
@@ -264,8 +269,8 @@ def _notes(forecast: Forecast) -> list[str]:
             f"Synchronising takes {1e3 * chosen.seconds:,.1f} ms a step instead of {1e3 * dense.seconds:,.1f}, if"
             " backward hides none of it. These figures do not include a round trip's latency."
         )
-    elif chosen.most_sent == dense.most_sent:
-        notes.append("It sends as much as the dense all-reduce, so nothing is compressed: use strategy='ddp'.")
+    elif not chosen.step.entries:
+        notes.append("Nothing is compressed, and it sends no less than the dense all-reduce: use strategy='ddp'.")
     else:
         notes.append(
             f"On this link the dense all-reduce is faster ({1e3 * dense.seconds:,.1f} ms a step, against"
