@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lightning_dct.compress.bucket_plan import BucketPlan, Plans, real_dtype, real_numel
+from lightning_dct.compress.bucket_plan import Plans, real_dtype, real_numel
 from lightning_dct.config import DCTConfig
 from lightning_dct.cost.timing import Speed
 from lightning_dct.cost.workload import Workload
@@ -143,7 +143,7 @@ def compressed_step(exchange: str, config: DCTConfig, workload: Workload, layout
         if of_updates:
             residuals += sum(tensor.nbytes for tensor in tensors)  # the shared weights
         elif not plan.is_dense and exchange != "hierarchical":
-            residuals += _residual_bytes(plan)
+            residuals += sum(plan.sizes) * plan.residual_dtype.itemsize
         if plan.is_dense:
             itemsize = 2 if config.averages_in_bf16 and plan.dtype == torch.float32 else itemsize
             sent += _ring(all_reduce_bytes(sum(plan.sizes) * itemsize, world_size), layout)
@@ -155,7 +155,8 @@ def compressed_step(exchange: str, config: DCTConfig, workload: Workload, layout
             sent += _ring(all_gather_bytes(plan.num_bytes, world_size), layout)
             continue
         shards = cut(plan, pieces, among).shards
-        owned = torch.tensor([_residual_bytes(shard.packed) for shard in shards])
+        packed = [shard.packed for shard in shards]
+        owned = torch.tensor([sum(one.sizes) * one.residual_dtype.itemsize for one in packed])
         if exchange == "two_phase":
             sent += _two_phase(shards, layout)
             residuals += owned
@@ -187,10 +188,6 @@ def _hierarchical(dense: int, own: Shard, layout: NodeLayout) -> Tensor:
     nodes, payload = len(layout.nodes), own.packed.num_bytes
     inside = dense + all_gather_bytes(nodes * payload, layout.ranks_per_node)
     return torch.tensor([all_gather_bytes(payload, nodes), inside])
-
-
-def _residual_bytes(plan: BucketPlan) -> int:
-    return sum(plan.sizes) * plan.residual_dtype.itemsize
 
 
 def layout_of(world_size: int, nodes: int) -> NodeLayout:

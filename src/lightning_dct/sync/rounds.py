@@ -9,15 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dct.compress.awaited import must_not_wait
-from lightning_dct.compress.bucket_plan import (
-    Bucket,
-    BucketPlan,
-    Plans,
-    Received,
-    Sending,
-    real_dtype,
-    real_numel,
-)
+from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Plans, Received, Sending, real_dtype, real_numel
 from lightning_dct.compress.codec import apply, counting, decompress, decompress_own
 from lightning_dct.compress.error_feedback import ErrorFeedback
 from lightning_dct.exchange.base import Exchange, Message, finish
