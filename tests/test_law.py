@@ -156,6 +156,14 @@ def test_a_run_of_known_length_keeps_its_settings() -> None:
     assert not RunSettings(Given.of({"overlap_steps": 1}), 2, math.inf).grows
 
 
+def test_the_last_tenth_of_a_long_run_is_its_end() -> None:
+    asked = Given.of({"local_steps": 4, "density": 0.1})
+    settings = RunSettings(asked, 4, 5000)
+    assert [settings.is_ending(steps) for steps in (1, 4500, 4501, 5000)] == [False, False, True, True]
+    for steps, unknown in ((4999, ""), (math.inf, ""), (10_000, "it may end")):
+        assert not RunSettings(asked, 4, steps, unknown).is_ending(4999)
+
+
 def test_a_run_that_may_end_early_grows_up_to_its_most_steps() -> None:
     settings, free = RunSettings(NOTHING, 2, 6000, "it may end"), RunSettings(NOTHING, 2, math.inf)
     assert all(settings.at(steps) == free.at(steps) for steps in (0, 999, 1000, 2500))
