@@ -83,7 +83,7 @@ def rounds_of_a_run(settings: dict[str, Any]) -> tuple[int, int | None, float | 
     strategy = DCTStrategy(**{"density": 0.2, "min_tensor_size": 8, **settings})
     fit(strategy, Module(None, torch.optim.Adam, lr=0.01), 40)
     (rounds,) = strategy.updates._rounds.values()
-    return rounds.cosine.value, rounds.cosine.measured, strategy.updates._lengthening(rounds, 2)
+    return rounds.cosine.value, rounds.cosine.measured, strategy.updates._lengthening(rounds, 2, rounds.steps)
 
 
 def test_steps_apart_are_averaged_without_it(ranks: Any) -> None:
