@@ -175,8 +175,7 @@ class AccordionSchedule(DCTCallback):
         return math.hypot(*(float(as_real(tensor).norm(dtype=float64)) for tensor in moved.values()))
 
     def _now(self, trainer: Trainer) -> int:
-        strategy: Any = trainer.strategy
-        return trainer.current_epoch if self.every_n_steps is None else strategy.synchronizer.synchronisations
+        return trainer.current_epoch if self.every_n_steps is None else _completed_steps(trainer)
 
 
 def _shared_weights(strategy: Any) -> dict[str, Tensor]:

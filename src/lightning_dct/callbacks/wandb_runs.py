@@ -55,11 +55,10 @@ def settings_of(trainer: pl.Trainer) -> dict[str, Any]:
     return settings | {name: getattr(strategy, name) for name in pipeline if hasattr(strategy, name)}
 
 
-def tensor_media(figures: Iterable[TensorFigures], thresholds_inside: Iterable[float]) -> dict[str, Any]:
+def tensor_media(figures: Sequence[TensorFigures], thresholds_inside: Iterable[float]) -> dict[str, Any]:
     """Histograms over the synchronised tensors and the thresholds inside the model, and a table of the tensors."""
     import wandb
 
-    figures = list(figures)
     media: dict[str, Any] = {}
     histograms: dict[str, Iterable[float | None]] = {
         "dct/dp/log10_density": [figure.density for figure in figures],

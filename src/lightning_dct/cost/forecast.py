@@ -147,8 +147,7 @@ def compressed_step(exchange: str, config: DCTConfig, workload: Workload, layout
         if plan.is_dense:
             itemsize = 2 if config.averages_in_bf16 and plan.dtype == torch.float32 else itemsize
             sent += _ring(all_reduce_bytes(sum(plan.sizes) * itemsize, world_size), layout)
-            if of_updates:
-                sent += _ring(all_reduce_bytes(TAG_BYTES, world_size), layout)
+            sent += _ring(all_reduce_bytes(TAG_BYTES * of_updates, world_size), layout)
             continue
         entries += sum(plan.sizes)
         if exchange == "all_gather":
@@ -161,10 +160,12 @@ def compressed_step(exchange: str, config: DCTConfig, workload: Workload, layout
             sent += _two_phase(shards, layout)
             residuals += owned
         else:  # ranks are in the order of the nodes, and each node has an owner of every shard
-            inside = all_reduce_bytes(sum(plan.sizes) * itemsize, local)
-            on_node = torch.stack([_hierarchical(inside, shard, layout) for shard in shards])
-            sent += on_node.repeat(world_size // local, 1)
-            residuals += owned.repeat(world_size // local)
+            # Dense inside the node, one shard's payload between nodes, then the payloads of all nodes inside.
+            nodes, dense = world_size // local, all_reduce_bytes(sum(plan.sizes) * itemsize, local)
+            payloads = torch.tensor([shard.packed.num_bytes for shard in shards])
+            inside = dense + (local - 1) * nodes * payloads
+            sent += torch.stack([(nodes - 1) * payloads, inside], dim=1).repeat(nodes, 1)
+            residuals += owned.repeat(nodes)
     return Step(sent, entries, residuals)
 
 
@@ -181,13 +182,6 @@ def _two_phase(shards: Sequence[Shard], layout: NodeLayout) -> Tensor:
     on_node = owned.view(-1, local).sum(1).repeat_interleave(local)
     between = owned.sum() - on_node + (len(shards) - local) * sums
     return torch.stack([between, on_node - owned + (local - 1) * sums], dim=1)
-
-
-def _hierarchical(dense: int, own: Shard, layout: NodeLayout) -> Tensor:
-    """Dense inside the node, one shard's payload between nodes, then the payloads of all nodes inside."""
-    nodes, payload = len(layout.nodes), own.packed.num_bytes
-    inside = dense + all_gather_bytes(nodes * payload, layout.ranks_per_node)
-    return torch.tensor([all_gather_bytes(payload, nodes), inside])
 
 
 def layout_of(world_size: int, nodes: int) -> NodeLayout:

@@ -93,8 +93,6 @@ class PositionCode:
             bits.numpy()[flags.numpy()] = 1  # several times faster than torch
         else:
             bits[flags] = 1
-        if not self.low_bits:
-            return bits
         planes = bits[self.num_flags :].view(self.low_bits, self.capacity)
         for number, plane in enumerate(planes):
             plane[:count] = (positions >> number) & 1
