@@ -4,6 +4,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
@@ -87,6 +88,13 @@ def test_densities_of_parameters_become_a_private_plain_dict(mapping: type[Mappi
     assert config.density_per_parameter == {"*.embedding.weight": 0.001, "*.bias": 1.0}
     assert type(config.density_per_parameter) is dict
     assert all(type(density) is float for density in config.density_per_parameter.values())
+
+
+def test_numbers_of_numpy_become_plain_ones() -> None:
+    """As YAML can write them."""
+    config = DCTConfig(local_steps=np.int64(4), density=np.float64(0.2), refresh_every=np.int32(7), min_tensor_size=1)
+    assert config == DCTConfig(local_steps=4, density=0.2, refresh_every=7, min_tensor_size=1)
+    assert {type(value) for value in vars(config).values()} <= {int, float, str, bool, dict}
 
 
 def test_pickles() -> None:

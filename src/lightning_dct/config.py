@@ -92,17 +92,19 @@ class DCTConfig:
         # enter checkpoints or other processes.
         plain = {str(pattern): float(density) for pattern, density in self.density_per_parameter.items()}
         object.__setattr__(self, "density_per_parameter", plain)
-        check_integer("refresh_every", self.refresh_every, minimum=1)
-        check_integer("min_tensor_size", self.min_tensor_size, minimum=0)
+        for name, least in (("refresh_every", 1), ("min_tensor_size", 0), ("overlap_steps", 0), ("warmup_steps", 0)):
+            check_integer(name, getattr(self, name), least)
         if not isinstance(self.adapt_threshold, bool):
             raise TypeError(f"`adapt_threshold` must be True or False, got {self.adapt_threshold!r}.")
         updates = self.compress == "updates"
-        check_integer("overlap_steps", self.overlap_steps, minimum=0)
         if self.local_steps is None:
             object.__setattr__(self, "local_steps", max(8, self.overlap_steps) if updates else 1)
         check_integer("local_steps", self.local_steps, minimum=1)
-        check_integer("warmup_steps", self.warmup_steps, minimum=0)
         check_density("residual_decay", self.residual_decay, "what remains of a residual", "To keep all of it")
+        # Numbers of numpy, as a sweep may give, are unreadable in a log of settings.
+        for name, value in vars(self).items():
+            if isinstance(value, Integral | float) and not isinstance(value, bool):
+                object.__setattr__(self, name, int(value) if isinstance(value, Integral) else float(value))
         defaults = {name: getattr(DCTConfig, name) for name in OF_UPDATES} | {"local_steps": 1}
         changed = [f"{name}={value}" for name, default in defaults.items() if (value := getattr(self, name)) != default]
         if changed and not updates:
