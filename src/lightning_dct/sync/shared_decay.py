@@ -40,9 +40,9 @@ class SharedDecay:
         for group, does in zip(optimizer.param_groups, decays, strict=True):
             if not does or (isinstance(group["weight_decay"], float | int) and not group["weight_decay"]):
                 continue
-            stepped = [names.get(p, "") for p in group["params"] if p.requires_grad]
-            by_itself = weights.parameters.keys() - self.left_out
-            if shared := [as_real(weights.shared(name)) for name in stepped if name in by_itself]:
+            stepped = [names[p] for p in group["params"] if p.requires_grad and p in names]
+            decaying = [name for name in stepped if name in weights.parameters and name not in self.left_out]
+            if shared := [as_real(weights.shared(name)) for name in decaying]:
                 torch._foreach_mul_(shared, 1 - group["lr"] * group["weight_decay"])
 
     def agree(self, names: Sequence[str], parameters: Mapping[str, Tensor], everyone: Link, awaited: Awaited) -> None:
