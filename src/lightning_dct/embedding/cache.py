@@ -288,11 +288,6 @@ def add_entries(rows: Tensor, slots: Tensor, positions: Tensor, values: Tensor) 
     flat.index_copy_(0, entries, flat.index_select(0, entries).add_(values.to(rows.dtype)))
 
 
-def finite(copies: Tensor) -> Tensor:
-    """Copies to which whole rows are added: from zero where they are not finite, which no sum would mend."""
-    return copies.nan_to_num(0.0, 0.0, 0.0)
-
-
 def check_memory(
     state: Mapping[str, Any], table_rows: Sequence[int], dim: int, kind: type[RowOwners] = RowOwners
 ) -> RowOwners:

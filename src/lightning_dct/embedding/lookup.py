@@ -31,7 +31,7 @@ from torch import Tensor
 
 from lightning_dct.embedding import messages
 from lightning_dct.embedding.bags import Bags, DistinctRows, read_bags
-from lightning_dct.embedding.cache import Admission, RememberedRows, add_entries, finite
+from lightning_dct.embedding.cache import Admission, RememberedRows, add_entries
 from lightning_dct.embedding.collected import FAULT, DeliverRows
 from lightning_dct.embedding.owners import Int64Array
 from lightning_dct.kernels import add_rows
@@ -269,7 +269,7 @@ class ChangesLookup:
         now = module.own_rows(request.places).to(module.remembered_dtype)
         known = mirror.copies.index_select(0, slots)
         outdated = (now != known).any(dim=1) & mirror.take_outdated(slots)
-        whole, count = messages.encode_some(now - finite(known), outdated, request.message)
+        whole, count = messages.encode_some(now, known, outdated, request.message)
         self._add_whole(request, whole, count)
         known = mirror.copies.index_select(0, slots)
         sent = messages.compress_changes(now, known, request.message, mirror.thresholds, scale=-1)
@@ -282,7 +282,7 @@ class ChangesLookup:
         """Add the whole rows of an answer to the copies of the requested rows."""
         some, values = messages.decode_some(payload, count, request.message)
         copies, slots = request.rows.copies, request.slots[some]
-        copies.index_copy_(0, slots, finite(copies.index_select(0, slots)) + values.to(copies))
+        copies.index_copy_(0, slots, messages.finite(copies.index_select(0, slots)) + values.to(copies))
 
     def _answer_sizes(self, owner: int) -> list[int]:
         """The bytes of the two parts of an owner's answer."""

@@ -251,11 +251,16 @@ def decode_whole(data: Tensor, num_rows: int, dim: int, value_format: str) -> Te
     return decode_rows(values, num_rows * dim, None, scales, row_format).view(num_rows, dim)
 
 
-def encode_some(rows: Tensor, chosen: Tensor, message: Message) -> tuple[Tensor, int]:
-    """Which of the rows, ``[k, dim]``, are chosen (bool, ``[k]``), then these, whole; and their number."""
+def encode_some(rows: Tensor, known: Tensor, chosen: Tensor, message: Message) -> tuple[Tensor, int]:
+    """Which of the rows, ``[k, dim]``, are chosen (bool, ``[k]``), then these less what is known; and their number."""
     some = nonzero_indices(chosen)
     places = PositionCode(message.num_rows, len(some)).encode(some)
-    return torch.cat([places, encode_whole(rows[some], message.layout.value_format)]), len(some)
+    return torch.cat([places, encode_whole(rows[some] - finite(known[some]), message.layout.value_format)]), len(some)
+
+
+def finite(copies: Tensor) -> Tensor:
+    """Copies to which whole rows are added: from zero where they are not finite, which no sum would mend."""
+    return copies.nan_to_num(0.0, 0.0, 0.0)
 
 
 def decode_some(data: Tensor, count: int, message: Message) -> tuple[Tensor, Tensor]:
