@@ -164,14 +164,14 @@ class UpdateSynchronizer(UpdateState):
 
     def _change(self, config: DCTConfig) -> None:
         """Take settings for another length of the run, between two exchanges."""
-        config = self._with_density(config)
-        if (config.local_steps, config.density) != (self.config.local_steps, self.config.density):
+        density = config.density if self.given_density is None else self.given_density
+        if (config.local_steps, density) != (self.config.local_steps, self.config.density):
             counted = f", of about {self._counted:,} of each optimizer," if self._counted else ""
             rank_zero_info(
                 f"After {self.fewest_steps:,} optimizer steps{counted} DCT takes local_steps={config.local_steps},"
-                f" density={config.density:g} for a run of this length."
+                f" density={density:g} for a run of this length."
             )
-            self.plans.change(config)
+            self.plans.change(self._with_density(config))
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Count a step, apply updates that are due, and send the buckets that are due; a collective call."""
