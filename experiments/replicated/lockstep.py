@@ -159,7 +159,7 @@ class Exchanges:
         self._step, self._since_refresh, self._wants_refresh = 0, 0, False
         self._buckets = buckets_of(list(models[0].items()), 1)
         self._entries = sum(weights.numel() for weights in models[0].values())
-        self._cosine, self._lengthens = StepCosine(), trial.chooses_length and self.config.lengthens
+        self._cosine = StepCosine()
         self._before: list[Tensor] = []
 
     def shared(self, names: Sequence[str]) -> list[Tensor]:
@@ -168,7 +168,7 @@ class Exchanges:
 
     def before_step(self) -> None:
         """Sample the weights before an optimizer step in which the cosine is measured."""
-        if self._lengthens and is_measured(self._step + 1):
+        if self.config.lengthens and not self._is_plain(self._step + 1) and is_measured(self._step + 1):
             self._before = [sample_of(list(own.values()), self._step + 1) for own in self._models]
 
     def let_decay(self, rank: Rank, optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
@@ -193,12 +193,14 @@ class Exchanges:
         if refreshes:
             self._since_refresh, self._wants_refresh = 1, False
         lost = 1.0 - self.config.residual_decay if self._step <= self.config.warmup_steps else 0.0
-        lengthening = None if self._trial.chooses_length else 1.0
-        if self._run.is_ending(self._step):
-            lengthening = 1.0
-        elif self._lengthens:
-            lengthening = self._cosine.lengthening(ranks)
+        if self._is_plain(self._step):
+            lengthening: float | None = 1.0
+        else:
+            lengthening = self._cosine.lengthening(ranks) if self.config.lengthens else None
         self.start(length, Sending(tag_of("replicas", self._step, 0), lost=lost, lengthening=lengthening), refreshes)
+
+    def _is_plain(self, step: int) -> bool:
+        return self._run.is_ending(step) or not self._trial.chooses_length
 
     def _measure(self) -> None:
         steps = [sample_of(list(own.values()), self._step) for own in self._models]

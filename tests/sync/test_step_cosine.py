@@ -2,13 +2,14 @@
 
 import math
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
 from distributed.training import Module, fit, rank
-from lightning_dct import DCTStrategy
+from lightning_dct import DCTStrategy, law
 from lightning_dct.compress.awaited import Awaited
 from lightning_dct.exchange.collectives import Link
 from lightning_dct.sync.step_cosine import (
@@ -94,6 +95,17 @@ def test_steps_apart_are_averaged_without_it(ranks: Any) -> None:
     assert first == second
     assert 0 < first[0] < WHOLE
     assert 1.0 < first[2] < 2**0.5
+
+
+def measured_in_a_long_run() -> list[int]:
+    with patch.object(law, "LONG", 50), patch.object(StepCosine, "begin", autospec=True) as begin:
+        fit(DCTStrategy(density=0.2, min_tensor_size=8, local_steps=1), Module(None, torch.optim.Adam, lr=0.01), 50)
+    return [step for (_, step, _), _ in begin.call_args_list]
+
+
+def test_the_plain_end_of_a_long_run_needs_no_cosine(ranks: Any) -> None:
+    """Oracle: by hand; steps 46 to 50 are the last tenth, and 48 would be measured."""
+    assert ranks(2).run(measured_in_a_long_run) == [[1, 2, 4, 8, 16, 32]] * 2
 
 
 class Late(Awaited):
