@@ -15,7 +15,6 @@ namespaces, with a link of 100 Mbit/s (Linux, as root).
 """
 
 import argparse
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,9 +33,11 @@ from comparison.runs import (
 )
 from comparison.sweep import Axis, choose, combinations
 from comparison.table import draw, draw_pace, to_markdown, write_runs
+from jobs import goes_on
 from network.hosts import parse_link
 
 
+@goes_on
 def main(words: Sequence[str] | None = None) -> int:
     """Run what is not there yet, then print and write the table and draw the picture; 0 when every run is there."""
     parser = make_parser()
@@ -73,9 +74,6 @@ def main(words: Sequence[str] | None = None) -> int:
             problems = runner.problems
     except ValueError as error:
         parser.error(str(error))
-    except KeyboardInterrupt:
-        print("Stopped. The same command goes on from here.")
-        return 128 + signal.SIGINT
     if any(entry.runs for entry in entries):
         table = to_markdown(entries, " ".join(common), problems)
         print(table)

@@ -5,6 +5,7 @@ command line. With a process for each run, these settings end with it, and no ra
 """
 
 import contextlib
+import functools
 import os
 import re
 import signal
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -27,6 +28,20 @@ _GRACE_S = 15.0
 _POLL_S = 0.05
 _HYDRA_SETTING = re.compile(r"[+~]*hydra[./]")
 _SETTING_OF_A_SWEEP = re.compile(r"[+~]*hydra[./](mode|run|sweep|sweeper|launcher)\b")
+
+
+def goes_on(command: Callable[..., int]) -> Callable[..., int]:
+    """Have a command that keeps its results say, when it is interrupted, that it can be continued."""
+
+    @functools.wraps(command)
+    def run(*arguments: object) -> int:
+        try:
+            return command(*arguments)
+        except KeyboardInterrupt:
+            print("Stopped. The same command goes on from here.")
+            return 128 + signal.SIGINT
+
+    return run
 
 
 def is_hydra_setting(override: str) -> bool:

@@ -35,6 +35,7 @@ from comparison.table import (
     without_figures,
     write_runs,
 )
+from jobs import goes_on
 from lightning_dct.law import Given
 from network.hosts import why_not
 
@@ -224,6 +225,7 @@ def draw(file: Path, by_ranks: Mapping[int, Sequence[Entry]], title: str) -> Non
     plt.close(figure)
 
 
+@goes_on
 def main(words: Sequence[str] | None = None) -> int:
     """Run what is not there yet, and write the page; 0 when every row that can run is there."""
     first, _, rest = (__doc__ or "").partition("\n")

@@ -36,6 +36,7 @@ from rich.table import Column, Table
 
 from comparison.runs import Strategy, require_distinct
 from comparison.table import Figure
+from jobs import goes_on
 from lightning_dct import DCTConfig
 from lightning_dct.law import expected_loss
 from replicated.side_by_side import train_side_by_side
@@ -234,6 +235,7 @@ def tabulate(rows: Sequence[Row]) -> Table:
     return table
 
 
+@goes_on
 def main(words: Sequence[str] | None = None) -> int:
     """Train what is not there yet, then print and write the table; 0 when every run is there."""
     first, _, rest = (__doc__ or "").partition("\n")

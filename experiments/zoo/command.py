@@ -9,7 +9,6 @@ continues a stopped zoo. A run that fails is reported, and does not stop the oth
 """
 
 import argparse
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,12 +16,14 @@ from omegaconf import OmegaConf
 
 from comparison.runs import Entry, Run, Runner, Strategy, plan_run, require_distinct, require_once
 from comparison.table import write_runs
+from jobs import goes_on
 from zoo.table import Row, draw, to_markdown
 
 MEMBERS = Path(__file__).parents[2] / "conf" / "experiment" / "zoo"
 _OPTIONS = {"experiment": "--only", "model.learning_rate": "--rates", "seed": "--seeds"}
 
 
+@goes_on
 def main(words: Sequence[str] | None = None) -> int:
     """Run what is not there yet, then print and write the table and draw the picture; 0 when every run is there."""
     parser = make_parser()
@@ -37,9 +38,6 @@ def main(words: Sequence[str] | None = None) -> int:
         rows = run_all(runner, sides, strategies, arguments.seeds, arguments.overrides, arguments.output)
     except ValueError as error:
         parser.error(str(error))
-    except KeyboardInterrupt:
-        print("Stopped. The same command goes on from here.")
-        return 128 + signal.SIGINT
     if complete := [row for row in rows if row.entries[0].runs]:
         table, output = to_markdown(complete, runner.problems), arguments.output
         print(table)

@@ -90,7 +90,8 @@ class Lifeline:
         if any(answers):
             warnings.warn(
                 "If a rank dies, the others may notice it late (at worst after the process group's timeout), because"
-                f" {'; '.join(problems)}. Set `DCTStrategy(lifelines=...)` to False, or to a port that is open.",
+                f" {'; '.join(problems)}. Let all ranks reach rank 0, or set `lifelines` of the strategy to False or"
+                " to a port that is open.",
                 stacklevel=2,
             )
         return None
