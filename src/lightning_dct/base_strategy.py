@@ -29,7 +29,7 @@ from lightning_dct.callbacks.run_advice import RunAdvice, run_length, share_done
 from lightning_dct.callbacks.schedules import ThresholdRefresh
 from lightning_dct.clipping import install_clipping, remove_clipping
 from lightning_dct.compress.awaited import SPAN, clock_of, recorded
-from lightning_dct.config import check_density
+from lightning_dct.config import DCTConfig, check_density
 from lightning_dct.embedding.lookup import when_backward_ends
 from lightning_dct.embedding.sharded import ShardedEmbeddingBags
 from lightning_dct.failures.collective_order import EXCHANGE, IN_FORWARD
@@ -67,7 +67,12 @@ class DCTStrategyBase(CheckpointedStrategy):
         self._tables: tuple[ShardedEmbeddingBags, ...] = ()
         self._unseen_steps = UnseenStepCheck()
         self.given, self.length = given, RunLength(math.inf)
-        super().__init__(given.config, **kwargs)
+        super().__init__(**kwargs)
+
+    @property
+    def config(self) -> DCTConfig:
+        """The settings now: a fit may change them as it goes on."""
+        return self.given.config if self.synchronizer is None else self.synchronizer.config
 
     def __repr__(self) -> str:
         # The Trainer of pytorch_lightning quotes this in an error.
@@ -115,7 +120,7 @@ class DCTStrategyBase(CheckpointedStrategy):
             of_torch = isinstance(profiler, PassThroughProfiler)
             span = recorded if of_torch else lambda work: profiler.profile(SPAN.format(work))
             self.traffic, self.split_traffic = Traffic(span, clock), Traffic(clock=clock)
-            self.synchronizer, self.config = None, self.given.config
+            self.synchronizer = None
         # Again, because `configure_model` may have made modules.
         check_agreement(module_settings(self._module), Module(), None)
         modules = self.compressed_modules()
@@ -149,7 +154,6 @@ class DCTStrategyBase(CheckpointedStrategy):
             self.length = self._agreed_length()
             ranks, (steps, unknown, _) = self.world_size // self.stages, self.length
             updates.follow(RunSettings(self.given, ranks, steps, unknown))
-            self.config = updates.config
             for optimizer in self.optimizers:
                 updates.register(optimizer)  # a forward's writes before the first step are sent, too
             updates.check_alike()
@@ -180,7 +184,6 @@ class DCTStrategyBase(CheckpointedStrategy):
         self.come_to("a change of the density")
         check_agreement({"set_density(density)": float(density)}, Module(), None)
         self.synchronizer.set_density(float(density))
-        self.config = self.synchronizer.config
 
     def _agreed_length(self) -> RunLength:
         """The length of the run that the first rank expects. Warns if other ranks have more data or less."""

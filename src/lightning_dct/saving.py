@@ -21,7 +21,6 @@ from lightning_dct.activations.module import CompressedModule, modules_of, plain
 from lightning_dct.agreement import gather_objects
 from lightning_dct.checkpoint import files, reading
 from lightning_dct.checkpoint import format as saved
-from lightning_dct.config import DCTConfig
 from lightning_dct.embedding.sharded import ShardedEmbeddingBags
 from lightning_dct.embedding.table_files import load_row_states, load_rows, save_rows, saved_in_shards, without_rows
 from lightning_dct.failures.lifeline import Lifeline
@@ -44,9 +43,8 @@ class CheckpointedStrategy(ParallelStrategy):
     # The advice to a user with sharded tables; empty if the strategy can hold them.
     without_tables: ClassVar[str] = ""
 
-    def __init__(self, config: DCTConfig, **kwargs: Any) -> None:
+    def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.config = config
         # Data parallelism, and traffic inside the model: activations, embedding rows and their gradients.
         self.traffic = Traffic()
         self.split_traffic = Traffic()
@@ -333,7 +331,6 @@ class CheckpointedStrategy(ParallelStrategy):
     def _restore(self, synchronizer: Synchronizer, state: dict[str, Any]) -> None:
         """Continue from a state that has been read, without a collective call."""
         synchronizer.load_state_dict(state)
-        self.config = synchronizer.config  # with a density that was set in mid-run
         self.split_traffic.load_state_dict(state.get("split_traffic", {}))
         self._accumulated = state.get("accumulated", {})
         if scaler := state.get("scaler"):

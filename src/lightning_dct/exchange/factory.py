@@ -67,13 +67,16 @@ class NodeLayout:
 class Host(Protocol):
     """What synchronisation asks of a strategy, or of a plain loop."""
 
-    config: DCTConfig
     traffic: Traffic
     # Of process groups that are made here.
     _timeout: timedelta | None
     # Brings weights back into their bounds; compares what the ranks do.
     project: Callable[[Module], None] | None
     lifeline: Lifeline | None
+
+    @property
+    def config(self) -> DCTConfig:
+        """The settings."""
 
     @property
     def node_rank(self) -> int:

@@ -144,8 +144,7 @@ class DCTPipelineStrategy(DCTStrategy):
             self.mesh = PipelineMesh(self.stages, self.root_device.type, self._timeout)
             if self.stages == self.world_size:
                 # There is no other pipeline to exchange updates with.
-                self.config = replace(self.config, density=1.0, density_per_parameter={})
-                self.given = Given(self.config)
+                self.given = Given(replace(self.given.config, density=1.0, density_per_parameter={}))
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Cut the model, keep this rank's pieces, and wrap them."""
