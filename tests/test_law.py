@@ -160,8 +160,10 @@ def test_the_last_tenth_of_a_long_run_is_its_end() -> None:
     asked = Given.of({"local_steps": 4, "density": 0.1})
     settings = RunSettings(asked, 4, 5000)
     assert [settings.is_ending(steps) for steps in (1, 4500, 4501, 5000)] == [False, False, True, True]
-    for steps, unknown in ((4999, ""), (math.inf, ""), (10_000, "it may end")):
+    for steps, unknown in ((4999, ""), (math.inf, ""), (10_000, "it may end"), (5000, COUNTED)):
         assert not RunSettings(asked, 4, steps, unknown).is_ending(4999)
+    # One that may end earlier and has not.
+    assert RunSettings(asked, 4, 5000, "it may end").is_ending(4501)
 
 
 def test_a_run_that_may_end_early_grows_up_to_its_most_steps() -> None:

@@ -124,8 +124,8 @@ class RunSettings:
         return math.isinf(self.steps) or bool(self.unknown)
 
     def is_ending(self, steps: int) -> bool:
-        """Whether this is the last part of a long run, which gains by a plain mean of updates; False if unknown."""
-        return not self._is_unknown and self.steps >= LONG and steps > LAST_PART * self.steps
+        """Whether this is the last part of the most steps of a long run, which gains by a plain mean of updates."""
+        return self.unknown != COUNTED and self.steps >= LONG and steps > LAST_PART * self.steps
 
     def count(self, steps: int) -> None:
         """Set the expected steps of each optimizer, extrapolated from those made so far."""
