@@ -1,11 +1,13 @@
 """Predicts how much loss a run of updates gives up, and chooses the settings with the fewest bytes within a bound.
 
     loss in %  =  0.035 k (m / d) g / (S / 1000)  +  max(0.65 (W - 1)^0.65 ((H - 1) / (S / 1000))^0.8,  0.2 log2 H)
+                  and at least 0.25 log2(min(W, 4))
 
 ``W`` ranks exchange every ``H`` local steps at density ``d``, and make ``S`` optimizer steps; ``m = min(W - 1, 3)``,
 and ``g = max(1, min(W, 8) / 4)^2 max(1, W / 8)^0.45``. The first term is for entries that wait to be sent: ``k`` is 1
 if the mean is made as long as the steps, else 2. The second one is for steps that ranks take apart, which no length
-makes good. This is a fit to small language models under AdamW, and no more: ``docs/evidence/run_length.md``.
+makes good. The least is lost by optimizers that see a part of the batch each. This is a fit to small language models
+under AdamW, and no more: ``docs/evidence/run_length.md``.
 """
 
 from __future__ import annotations
@@ -41,10 +43,11 @@ def expected_loss(config: DCTConfig, ranks: int, steps: float) -> float:
     """Expected excess of the loss over that of plain DDP, in percent, with updates."""
     growth = max(1.0, min(ranks, 8) / 4) ** 2 * max(1.0, ranks / 8) ** 0.45
     waiting = 35 * min(ranks - 1, 3) * growth / config.density / steps
+    least = 0.25 * math.log2(min(ranks, 4))
     if config.lengthens:
-        return waiting
+        return max(waiting, least)
     apart = 0.65 * (ranks - 1) ** 0.65 * (1000 * (config.local_steps - 1) / steps) ** 0.8
-    return 2 * waiting + max(apart, 0.2 * math.log2(config.local_steps))
+    return max(2 * waiting + max(apart, 0.2 * math.log2(config.local_steps)), least)
 
 
 def steps_needed(config: DCTConfig, ranks: int) -> float:

@@ -69,7 +69,7 @@ class UpdateSynchronizer(UpdateState):
         self.continue_training()  # a checkpoint made and not saved has left the shared ones in the model
         rounds = self.register(optimizer)
         step = rounds.steps + 1
-        if rounds.names and is_measured(step) and self._lengthens(rounds, step):
+        if rounds.names and is_measured(step) and self._takes_cosine and self._lengthens(rounds, step):
             rounds.cosine.begin(step, self._own_of(rounds))
 
     def begin_step(self, optimizer: Optimizer) -> None:
@@ -231,16 +231,15 @@ class UpdateSynchronizer(UpdateState):
         self.traffic.add(steps=1)
         return rounds
 
-    def _lengthens(self, rounds: Rounds, step: int) -> bool:
-        """Whether the mean is made as long as the steps of an optimizer."""
-        takes_cosine = self.config.lengthens and not (self._alone or self.exchange.sums_first)
-        return takes_cosine and not self._is_plain(rounds, step)
+    @property
+    def _takes_cosine(self) -> bool:
+        return self.config.lengthens and not (self._alone or self.exchange.sums_first)
 
-    def _is_plain(self, rounds: Rounds, step: int) -> bool:
-        """Whether the mean has the length of DistributedDataParallel's steps: at the end of a long run, and of SGD."""
+    def _lengthens(self, rounds: Rounds, step: int) -> bool:
+        """Whether the mean is made longer: not at the end of a long run, and not if steps grow with their gradients."""
         # Longer means go further in as many steps. At the end of a long run their noise costs more than that gains.
         is_ending = self.run_settings is not None and self.run_settings.is_ending(step)
-        return is_ending or not rounds.trial.chooses_length
+        return rounds.trial.chooses_length and not is_ending
 
     def _own_of(self, rounds: Rounds) -> list[Tensor]:
         return [as_real(self.weights.own(name)) for name in rounds.names]
@@ -257,9 +256,9 @@ class UpdateSynchronizer(UpdateState):
 
     def _lengthening(self, rounds: Rounds, ranks: int, step: int) -> float | None:
         """Upper bound on the factor that lengthens the mean; None to divide by the number of senders instead."""
-        if self._is_plain(rounds, step):
+        if not self._lengthens(rounds, step):
             return 1.0
-        return rounds.cosine.lengthening(ranks) if self._lengthens(rounds, step) else None
+        return rounds.cosine.lengthening(ranks) if self._takes_cosine else None
 
     def apply_all(self) -> None:
         """Wait for updates in flight and apply them, whether they are due or not; a collective call."""
