@@ -53,6 +53,16 @@ def test_clipping_of_sparse_gradients() -> None:
     torch.testing.assert_close(embedding.weight.grad.to_dense(), dense * 0.5 / dense.norm())
 
 
+def test_clipping_of_sparse_gradients_by_value() -> None:
+    """Oracle: as above. Row 1 has twice one, which is more than the bound."""
+    embedding, precision = nn.Embedding(5, 2, sparse=True), Precision()
+    embedding(torch.tensor([1, 1, 3])).sum().backward()
+    dense = embedding.weight.grad.to_dense()
+    install_clipping(precision, None, lambda parameter: True)
+    precision.clip_grad_by_value(torch.optim.SGD(embedding.parameters(), 0.1), 1.5)
+    assert torch.equal(embedding.weight.grad.to_dense(), dense.clamp(-1.5, 1.5))
+
+
 def test_clipping_without_gradients() -> None:
     assert float(clip_grad_norm([nn.Parameter(torch.ones(2))], 1.0, None)) == 0.0
 

@@ -139,8 +139,7 @@ class DCTStrategyBase(CheckpointedStrategy):
             for name, table in tables.items():
                 table.exchange_group.come_to = partial(self._come_to_rows, name)
             rows = {id(module.weight) for module in tables.values()}
-            group = next(iter(tables.values())).exchange_group.group
-            install_clipping(self.precision_plugin, group, lambda parameter: id(parameter) in rows)
+            install_clipping(self.precision_plugin, self._tables[0].exchange_group.group, lambda one: id(one) in rows)
         # The module's callbacks have been added since `connect`.
         trainer.callbacks.sort(key=_place_of)  # type: ignore[attr-defined]
         super().setup(trainer)

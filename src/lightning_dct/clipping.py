@@ -18,16 +18,15 @@ def install_clipping(precision: Any, group: dist.ProcessGroup | None, is_own: Ca
 
     def clip_grad_by_norm(optimizer: Optimizer, clip_val: float) -> None:
         parameters: list[Tensor] = list(precision.main_params(optimizer))
-        own = [parameter for parameter in parameters if is_own(parameter)]
         shared = [parameter for parameter in parameters if not is_own(parameter)]
-        clip_grad_norm(own, float(clip_val), group, shared)
+        clip_grad_norm(filter(is_own, parameters), float(clip_val), group, shared)
 
+    @torch.no_grad()
     def clip_grad_by_value(optimizer: Optimizer, clip_val: float) -> None:
-        for parameter in precision.main_params(optimizer):
-            if parameter.grad is not None:
-                values = parameter.grad._values() if parameter.grad.is_sparse else parameter.grad
-                with torch.no_grad():
-                    values.clamp_(-clip_val, clip_val)
+        for parameter in (one for one in precision.main_params(optimizer) if one.grad is not None):
+            if parameter.grad.is_sparse:  # and may contain a row twice, of which the sum is clipped
+                parameter.grad = parameter.grad.coalesce()
+            (parameter.grad._values() if parameter.grad.is_sparse else parameter.grad).clamp_(-clip_val, clip_val)
 
     precision.clip_grad_by_norm = clip_grad_by_norm
     precision.clip_grad_by_value = clip_grad_by_value

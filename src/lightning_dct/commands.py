@@ -131,7 +131,7 @@ def parse_rate(text: str) -> float:
     match = re.fullmatch(r"(\d*\.?\d+(?:e\d+)?) ?([kMGT]?)(bit|B)(?:/s)?", text)
     rate = float(match[1]) * _FACTORS[match[2]] * (8 if match[3] == "B" else 1) if match else 0.0
     if not 0 < rate < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r}: write a number and its unit, as 1Gbit, 100Mbit or 1.2GB")
+        raise argparse.ArgumentTypeError(f"{text!r}: write a number above 0 and its unit, as 1Gbit, 100Mbit or 1.2GB")
     return rate
 
 

@@ -199,7 +199,9 @@ def test_thresholds_stay_as_they_are_during_a_step() -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"forward_format": "int4"}])
 def test_activation_checkpointing_sees_the_same_mask(settings: dict[str, Any]) -> None:
-    def run(recompute: bool) -> list[Tensor]:
+    """And moves the thresholds alike: what is repeated is not counted again."""
+
+    def run(recompute: bool) -> tuple[list[Tensor], dict[str, Any], int]:
         torch.manual_seed(0)
         split = SplitPoint(density=0.2, backward_format="int4", **settings)
         model = nn.Sequential(nn.Linear(10, 16), nn.GELU(), split, nn.Linear(16, 16), nn.GELU())
@@ -209,10 +211,14 @@ def test_activation_checkpointing_sees_the_same_mask(settings: dict[str, Any]) -
                 activations = normal(12, 10, seed=10 * step + micro_batch)
                 out = checkpoint(model, activations, use_reentrant=False) if recompute else model(activations)
                 out.square().sum().backward()
-        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        return grads, split.get_extra_state(), split.overflows
 
-    for ours, theirs in zip(run(True), run(False), strict=True):
-        assert torch.equal(ours, theirs)
+    (ours, *state), (theirs, *expected) = run(True), run(False)
+    assert state == expected
+    assert expected[1] > 0
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one, other)
 
 
 # Stochastic rounding
@@ -355,9 +361,14 @@ def test_wrong_settings_are_named(settings: dict[str, Any], error: type[Exceptio
         SplitPoint(**settings)
 
 
-def test_integers_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"floating-point activations and was given torch\.int64"):
-        SplitPoint(density=0.5)(torch.arange(10))
+@pytest.mark.parametrize(
+    ("activations", "given"),
+    [(torch.arange(10), r"torch\.int64"), ((torch.ones(3), None), "tuple"), (None, "NoneType")],
+)
+def test_what_is_no_tensor_of_numbers_is_refused(activations: Any, given: str) -> None:
+    """An LSTM returns a tuple."""
+    with pytest.raises(TypeError, match=f"one tensor of floating-point activations and was given {given}"):
+        SplitPoint(density=0.5)(activations)
 
 
 def test_activations_import_neither_lightning_nor_torch_distributed() -> None:

@@ -12,7 +12,7 @@ from lightning.pytorch.plugins import MixedPrecision
 
 from distributed.resuming import fit_half
 from distributed.test_loss_scaling import Overflowing
-from distributed.training import Applied, Module, Run, Watch, assert_replicas_equal, fit
+from distributed.training import Applied, Module, Run, Watch, assert_replicas_equal, fit, loader, trainer_for
 from lightning_dct import AccordionSchedule, DCTPipelineStrategy, DCTStrategy
 
 LOW, HIGH, THRESHOLD = 0.05, 0.5, 0.3
@@ -132,6 +132,29 @@ def test_with_updates_it_switches_by_what_the_shared_weights_have_moved_by(ranks
         expected.append(HIGH if abs(previous - norm) / previous >= 0.1 else LOW)
     assert len(set(expected[2:-1])) == 2, norms
     assert all(density == expected[(steps - 1) // 5] for steps, density in seen)
+
+
+class Constant(Module):
+    """The same gradients in every step."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return torch.stack([parameter.sum() for parameter in self.parameters()]).sum()
+
+
+def fit_twice(compress: Any) -> list[float]:
+    module, watch = Constant(None, torch.optim.SGD, lr=0.01), Watch(look=densities)
+    callbacks = [watch, AccordionSchedule(0.9, 1.0, THRESHOLD, every_n_steps=5)]
+    trainer = trainer_for(DCTStrategy(compress=compress), callbacks=callbacks)
+    for epochs in (1, 2):
+        trainer.fit_loop.max_epochs = epochs
+        trainer.fit(module, loader(14, 40, 8))
+    return watch.seen
+
+
+@pytest.mark.parametrize("compress", ["updates", "gradients"])
+def test_a_second_fit_begins_an_interval(ranks: Any, compress: str) -> None:
+    """The interval that the first fit has cut short after four of five steps does not count: all are alike."""
+    assert ranks(2).run(fit_twice, compress)[0] == [1.0] * 10 + [0.9] * 18
 
 
 def train_resumable(save: Path | None, load: Path | None, compress: Any) -> Any:

@@ -117,7 +117,7 @@ def test_the_dense_exchange_is_not_said_to_be_faster_than_itself(
         (["--density", "1.5"], r"`density` .* must be in \(0, 1\].* To send everything use 1.0"),
         (["--density", "0"], r"`density` .* must be in \(0, 1\]"),
         (["--value-format", "int3"], "--value-format: invalid choice: 'int3' .*'1bit'"),
-        (["--link", "1000"], "--link: '1000': write a number and its unit, as 1Gbit"),
+        (["--link", "1000"], "--link: '1000': write a number above 0 and its unit, as 1Gbit"),
         (["--link", "1.2.3Gbit"], "--link: '1.2.3Gbit'"),
         (["--link", "1e400Gbit"], "--link: '1e400Gbit'"),
         (["--link", "1e308GB"], "--link: '1e308GB'"),

@@ -27,7 +27,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.tuner import Tuner
-from torch import Tensor
+from torch import Tensor, nn
 
 from distributed.training import (
     Module,
@@ -46,7 +46,7 @@ from distributed.training import (
     weights_of,
 )
 from fsdp.training import Plain, fsdp, train
-from lightning_dct import DCTStrategy
+from lightning_dct import DCTStrategy, SplitPoint
 
 BATCHES, EPOCHS = 4, 4
 
@@ -212,6 +212,23 @@ def test_search_for_a_learning_rate_leaves_nothing_behind(ranks: Any, tmp_path: 
             assert run.totals.bytes_sent == expected.totals.bytes_sent
             assert run.synchronisations == 2 * BATCHES
     assert not list(tmp_path.iterdir())
+
+
+def train_an_averaged_split(folder: Path) -> tuple[Any, Any]:
+    """What the checkpoint says of a split point, and what the split point does."""
+    split = SplitPoint(density=0.2)
+    saver = ModelCheckpoint(folder, every_n_train_steps=BATCHES)
+    module = Module(nn.Sequential(nn.Linear(40, 24), split, nn.Linear(24, 8)))
+    averages = [EMAWeightAveraging(decay=0.9), saver]
+    trainer_for(DCTStrategy(), callbacks=averages, enable_checkpointing=True).fit(module, loader(BATCHES, 40, 8))
+    return torch.load(saver.best_model_path)["state_dict"]["model.1._extra_state"], split.get_extra_state()
+
+
+def test_a_checkpoint_of_averages_has_the_thresholds_of_training(ranks: Any, tmp_path: Path) -> None:
+    """Lightning copies the module before training, and averages nothing but parameters and buffers."""
+    for saved, current in ranks(1).run(train_an_averaged_split, tmp_path):
+        assert saved == current
+        assert saved["threshold"] is not None
 
 
 def refusals_of_batch_sizes() -> list[str]:

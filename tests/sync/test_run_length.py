@@ -16,7 +16,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import ConcatDataset, DataLoader
 
 from distributed.resuming import SaveAndStop, fit_half, without_times
-from distributed.training import Module, Noise, Watch, fit, loader, rank
+from distributed.training import Module, Noise, Watch, fit, loader, rank, trainer_for
 from lightning_dct import CompressionMonitor, DCTStrategy, law
 from lightning_dct.callbacks import run_advice
 from lightning_dct.config import DCTConfig
@@ -178,6 +178,23 @@ def test_an_accumulation_that_changes_is_known(ranks: Any) -> None:
     assert chosen_for(72) != chosen_for(128)
     for seen in ranks(2).run(counted_settings, Module(), scheduled):
         assert set(seen) == {chosen_for(72)}
+
+
+def settings_of_the_second_fit() -> list[tuple[int, float]]:
+    with patch.object(law, "steps_needed", needed):
+        module, seen = Module(), Watch(look=settings_in)
+        trainer = trainer_for(DCTStrategy(), callbacks=[seen])
+        trainer.fit(module, loader(24, 40, 8))
+        trainer.fit_loop.max_epochs = 4
+        trainer.fit(module, loader(24, 40, 8))
+        return seen.seen[24:]
+
+
+def test_a_second_fit_is_as_long_as_what_is_left_of_the_run(ranks: Any) -> None:
+    """Of 96 steps 24 are made; after 8 more, which are counted, the same 72 are expected."""
+    assert len({chosen_for(steps) for steps in (24, 72, 96)}) == 3
+    for seen in ranks(2).run(settings_of_the_second_fit):
+        assert seen == [chosen_for(72)] * 72
 
 
 def lines_at_start(trainer: dict[str, Any]) -> str:

@@ -101,9 +101,10 @@ class SplitPoint(CompressedModule):
         """Seeds this step's rounding; None in evaluation, which rounds to nearest."""
         return codec.mixed_seed(self.seed, self.completed_steps) if self.training else None
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # it would compile anew for each threshold and seed
     def forward(self, activations: Tensor) -> Tensor:
         """Compress floating-point activations of any shape, and their gradients on the way back."""
-        return _Crossing.apply(activations, self, self.layout(activations.shape))
+        return _Crossing.apply(activations, self, self.layout(getattr(activations, "shape", ())))
 
     def encode(self, layout: codec.ActivationLayout, activations: Tensor) -> tuple[Tensor, Tensor | None]:
         """Select and encode activations: the payload, and the positions for :func:`decode_backward`."""
@@ -116,12 +117,12 @@ class SplitPoint(CompressedModule):
         In training this selects and nudges the threshold.
 
         Raises:
-            TypeError: The activations are not floating-point numbers.
+            TypeError: The activations are not a tensor of floating-point numbers.
         """
-        if not activations.is_floating_point():
+        if not isinstance(activations, Tensor) or not activations.is_floating_point():
             raise TypeError(
-                f"{self.name}: a SplitPoint compresses floating-point activations and was given {activations.dtype}."
-                " Convert them, or pass them beside it."
+                f"{self.name}: a SplitPoint compresses one tensor of floating-point activations and was given"
+                f" {getattr(activations, 'dtype', type(activations).__name__)}. Convert it, or pass it beside."
             )
         if layout.sends_everything:
             return None
@@ -141,20 +142,14 @@ class SplitPoint(CompressedModule):
             found = magnitudes[positions].nan_to_num_(nan=math.inf, posinf=math.inf)
             kept, smallest = keep_largest(found, layout.capacity)
             positions = positions[nonzero_indices(kept)]
-        if self.training:
-            self._guard(layout, reached, smallest)
+        # A forward that activation checkpointing repeats within backward has been counted.
+        if self.training and torch._C._current_graph_task_id() < 0:
+            self.overflows += reached > layout.capacity
+            count, target, size = self._counts
+            self._counts = count + reached, target + layout.capacity, size + layout.numel
+            is_far = reached > GUARD_RESELECT * layout.capacity and math.isfinite(smallest)
+            self._next = smallest if is_far else nudge(threshold, *self._counts, GUARD_AIM)
         return positions
-
-    def _guard(self, layout: codec.ActivationLayout, reached: int, smallest: float) -> None:
-        """Move the next step's threshold by the counts of a training forward."""
-        assert self.threshold is not None
-        self.overflows += reached > layout.capacity
-        count, target, size = self._counts
-        self._counts = count + reached, target + layout.capacity, size + layout.numel
-        if reached > GUARD_RESELECT * layout.capacity and math.isfinite(smallest):
-            self._next = smallest
-        else:
-            self._next = nudge(self.threshold, *self._counts, GUARD_AIM)
 
     def advance(self, completed_steps: int) -> None:
         """Start the step after ``completed_steps`` optimizer steps, with the nudged threshold.

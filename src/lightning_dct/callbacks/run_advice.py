@@ -30,7 +30,7 @@ FIRST_COUNTED = 16  # batches after which a run's steps are counted first
 
 
 def run_length(trainer: pl.Trainer) -> RunLength:
-    """How long a fit is. For steps that are not known Lightning says -1 (data without a length)."""
+    """How long a fit is, less what an earlier one has made. Lightning says -1 if not known (data without a length)."""
     steps, epochs, most = float(trainer.estimated_stepping_batches), trainer.max_epochs or -1, trainer.max_steps
     steps = math.inf if steps < 0 else steps
     batches = float(trainer.num_training_batches) * (math.inf if epochs < 0 else epochs)
@@ -46,19 +46,25 @@ def run_length(trainer: pl.Trainer) -> RunLength:
             unknown = f"`{type(callback).__name__}` may end it"
     if epochs == LIGHTNINGS_EPOCHS and most < 0 and unknown in ("", COUNTED):
         unknown = f"max_epochs={epochs} is what Lightning takes for a run without any limit"
-    return RunLength(steps, unknown, batches)
+    made_elsewhere = (1.0 - _share_counted(trainer)) * trainer.global_step / max(1, len(trainer.optimizers))
+    return RunLength(max(1.0, steps - made_elsewhere), unknown, batches)
+
+
+def _share_counted(trainer: pl.Trainer) -> float:
+    """The share of Lightning's steps that the strategy has counted: not those of an earlier fit or another strategy."""
+    strategy: Any = trainer.strategy
+    return min(1.0, strategy.synchronizer.synchronisations / max(1, trainer.global_step))
 
 
 def share_done(trainer: pl.Trainer, batches: float) -> float:
-    """The share of a fit that is done, after 16, 32, 64 ... batches, where steps are counted.
-
-    Elsewhere, and if nothing bounds the fit, it is 0.
-    """
+    """The share of a fit that is done, after 16, 32, 64 ... batches, where steps are counted; else or if unknown 0."""
     done = trainer.fit_loop.epoch_loop.total_batch_idx
     if not batches or done < FIRST_COUNTED or done & (done - 1):
         return 0.0
     limits = ((trainer.global_step, trainer.max_steps), (trainer.current_epoch, trainer.max_epochs or 0))
-    return max([done / batches, *(reached / most for reached, most in limits if most > 0)])
+    share = min(1.0, max([done / batches, *(reached / most for reached, most in limits if most > 0)]))
+    counted = share * _share_counted(trainer)
+    return counted and counted / (1.0 - share + counted)
 
 
 @dataclass(frozen=True)
@@ -155,10 +161,9 @@ class RunAdvice(InternalCallback):
         """Print notes on unfit settings, and time the link."""
         strategy: Any = trainer.strategy  # one of this package's, which adds this callback
         device = strategy.root_device
-        length = run_length(trainer)
         everyone = strategy.synchronizer.exchange.everyone
         alone, dense = strategy.when_alone, dense_setting(strategy)
-        notes = notes_at_start(strategy.given, everyone.size, length, device.type, alone, dense)
+        notes = notes_at_start(strategy.given, everyone.size, run_length(trainer), device.type, alone, dense)
         self._clock = StepClock()
         self._tell_at, self._has_warned, self._slow = 0.0, False, None
         self._link = None if everyone.size == 1 else measure_link(everyone.group, device)

@@ -117,7 +117,7 @@ class AccordionSchedule(DCTCallback):
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         """Begin with the density of this interval."""
         trainer.strategy.set_density(self.density)  # type: ignore[attr-defined]
-        self._begun = min(self._begun, self._now(trainer))
+        self._begun = self._begun if self._begun <= self._now(trainer) else -1  # in an earlier fit
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_index: int) -> None:
         """Begin the next interval when one is over."""

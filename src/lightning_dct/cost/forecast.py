@@ -226,23 +226,22 @@ def describe(forecast: Forecast, more: Sequence[str]) -> str:
 
 def _table(forecast: Forecast) -> list[list[str]]:
     names = {DENSE: "ddp, fp32", forecast.choice.name: f"{forecast.choice.name} (auto)"}
-    columns = forecast.rows
     rows = [
-        ["a step", *(names.get(row.name, row.name) for row in columns)],
-        ["bytes a step and rank", *(f"{row.most_sent:,}" for row in columns)],
-        ["compression ratio", *(f"{row.ratio:,.1f}x" for row in columns)],
-        ["ms on the link", *(f"{1e3 * row.link_seconds:,.1f}" for row in columns)],
-        ["ms compressing", *(f"{1e3 * row.compressing_seconds:,.1f}" for row in columns)],
-        ["ms together", *(f"{1e3 * row.seconds:,.1f}" for row in columns)],
-        ["residuals on a rank", *(format_bytes(int(row.step.residual_bytes.max())) for row in columns)],
+        ["a step", *(names.get(row.name, row.name) for row in forecast.rows)],
+        ["bytes a step and rank", *(f"{row.most_sent:,}" for row in forecast.rows)],
+        ["compression ratio", *(f"{row.ratio:,.1f}x" for row in forecast.rows)],
+        ["ms on the link", *(f"{1e3 * row.link_seconds:,.1f}" for row in forecast.rows)],
+        ["ms compressing", *(f"{1e3 * row.compressing_seconds:,.1f}" for row in forecast.rows)],
+        ["ms together", *(f"{1e3 * row.seconds:,.1f}" for row in forecast.rows)],
+        ["residuals on a rank", *(format_bytes(int(row.step.residual_bytes.max())) for row in forecast.rows)],
     ]
     if any(buffers := forecast.workload.buffers):
         each = all_reduce_bytes(buffers[0], len(forecast.layout.places)) + buffers[1]
         updates = forecast.config.compress == "updates"
-        most = (each // row.local_steps if updates and row.name != DENSE else sum(buffers) for row in columns)
+        most = (each // row.local_steps if updates and row.name != DENSE else sum(buffers) for row in forecast.rows)
         rows.append(["bytes of buffers, at most", *(f"{num_bytes:,}" for num_bytes in most)])
     if forecast.layout.ranks_per_node > 1:
-        between = (int(row.step.sent[:, 0].max()) // row.local_steps for row in columns)
+        between = (int(row.step.sent[:, 0].max()) // row.local_steps for row in forecast.rows)
         rows.insert(2, ["of them to other nodes", *(f"{num_bytes:,}" for num_bytes in between)])
     return rows
 

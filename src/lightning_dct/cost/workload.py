@@ -70,13 +70,12 @@ def workload_of(module: nn.Module) -> Workload:
     embeddings = (part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag))
     sparse = {part.weight for part in embeddings if part.sparse}
     tables = list(modules_of(module, ShardedEmbeddingBags).values())
-    names = parameter_names(module)
     not_counted: dict[str, int] = {}
     if tables:
         rows = sum(table.num_rows * table.embedding_dim for table in tables)
         not_counted["the batches decide which rows of ShardedEmbeddingBags are sent"] = rows
     sharded = {table.weight for table in tables}
-    parameters: dict[str, Tensor] = {name: one for one, name in names.items() if one not in sharded}
+    parameters = {name: one for one, name in parameter_names(module).items() if one not in sharded}
     for name, parameter in parameters.items():
         if is_lazy(parameter):
             raise ValueError(
