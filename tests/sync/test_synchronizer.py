@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from differences import assert_same
-from emulated_ranks import EmulatedDist, EmulatedRanks, Meeting, heavy_tailed
+from emulated_ranks import EmulatedDist, EmulatedRanks, harm, heavy_tailed
 from lightning_dct.compress.bucket_plan import WORD, plan_bucket
 from lightning_dct.wire.payload import Unpacked, unpack
 from lightning_dct.wire.positions import PayloadError
@@ -214,13 +214,6 @@ def test_state_of_another_model_is_refused_and_changes_nothing() -> None:
 
 
 def test_a_harmed_payload_names_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    intact = Meeting.everyone
-
-    def harmed(self: Meeting) -> list[Tensor]:
-        payloads = [payload.clone() for payload in intact(self)]
-        payloads[1][0] = 0
-        return payloads
-
-    monkeypatch.setattr(Meeting, "everyone", harmed)
+    harm(monkeypatch, ranks := EmulatedRanks({"a": 300}), 0)
     with pytest.raises(PayloadError, match="Gradients from rank 1 of the process group: the payload begins with 0x0"):
-        EmulatedRanks({"a": 300}).step(gradients(0))
+        ranks.step(gradients(0))
