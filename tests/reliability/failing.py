@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from distributed.training import trainer_for
 from lightning_dct import DCTStrategy
 from lightning_dct.failures import lifeline
 
@@ -100,17 +101,8 @@ def train(way: str, rank: int, folder: str, grace_s: float) -> None:
     if way == "disk full":
         callbacks.append(ModelCheckpoint(folder, every_n_train_steps=1))
     data = TensorDataset(torch.randn(200, 32, generator=torch.Generator().manual_seed(1)))
-    trainer = pl.Trainer(
-        strategy=DCTStrategy(density=0.1),
-        accelerator="cpu",
-        devices=int(os.environ["WORLD_SIZE"]),
-        max_epochs=100,
-        callbacks=callbacks,
-        logger=False,
-        enable_checkpointing=bool(callbacks),
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    settings = {"max_epochs": 100, "enable_checkpointing": bool(callbacks), "use_distributed_sampler": True}
+    trainer = trainer_for(DCTStrategy(density=0.1), callbacks=callbacks, **settings)
     workers = {"num_workers": 1, "persistent_workers": True} if "worker" in way else {}
     with _deaf_workers(bool(workers) and os.environ["RANK"] == str(rank)):
         trainer.fit(Model(rank, WAYS[way], way == "raise at setup"), DataLoader(data, 4, **workers))
