@@ -427,31 +427,21 @@ def test_weights_that_a_validation_and_its_checkpoint_are_lent_change_nothing(ra
         assert saved == 0 < saved_own
 
 
-class Timer(Callback):
-    """Keeps hashes of the weights that its hook finds."""
-
-    def __init__(self) -> None:
-        self.seen: list[str] = []
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        self.seen.append(hash_of(pl_module))
-
-
-class TimerOnly(Timer):
+class TimerOnly(Watch):
     reads_weights = False
 
 
-def watch(kind: type[Timer] | None) -> list[str]:
-    timer = (kind or Timer)()
+def watch(kind: type[Watch] | None) -> list[str]:
+    timer = (kind or Watch)()
     module = Module(None, torch.optim.SGD, lr=0.05)
     callback = timer if kind else LambdaCallback(on_train_batch_end=timer.on_train_batch_end)
     trainer_for(DCTStrategy(**SETTINGS), callbacks=[callback]).fit(module, loader(10, 40, 8))
-    return timer.seen
+    return timer.hashes
 
 
 def test_hooks_see_the_shared_weights_unless_they_need_none(ranks: Any) -> None:
     """Oracle: the shared weights are alike on all ranks, and own weights are not."""
-    for kind in (Timer, None):
+    for kind in (Watch, None):
         one, other = ranks(2).run(watch, kind)
         assert one == other
     one, other = ranks(2).run(watch, TimerOnly)
