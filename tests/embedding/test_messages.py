@@ -44,10 +44,10 @@ def remembered(universe: int, capacity: int) -> RememberedRows:
 
 
 @st.composite
-def learnt(draw: st.DrawFn, universe: int = UNIVERSE) -> RequestCode:
+def learnt(draw: st.DrawFn) -> RequestCode:
     """A code that has learnt some rows, a few of them with a count of 0."""
-    counts = draw(st.dictionaries(st.integers(0, universe - 1), st.integers(0, 70), max_size=60))
-    code, rows = RequestCode(universe), sorted(counts)
+    counts = draw(st.dictionaries(st.integers(0, UNIVERSE - 1), st.integers(0, 70), max_size=60))
+    code, rows = RequestCode(UNIVERSE), sorted(counts)
     code.learn(places_of(rows), places_of([counts[row] for row in rows]))
     return code
 
