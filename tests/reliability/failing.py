@@ -67,22 +67,10 @@ def fill_disk() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
-def break_hook() -> None:
-    """The communication hook of this rank raises an error from now on."""
-    from lightning_dct.compress import codec
-
-    def pack(*_: Any) -> Any:
-        raise RuntimeError("I have had enough")
-
-    codec.pack = pack
-
-
 WAYS: dict[str, Callable[[], None]] = {
     "kill": kill,
     "kill, with a worker that lives on": kill,
     "exit": exit_at_once,
-    "raise": raise_error,
-    "raise in the hook": break_hook,
     "raise at setup": raise_error,
     "raise and stay": raise_error,
     "raise, with a checkpoint to save": raise_error,
