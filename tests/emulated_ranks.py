@@ -185,10 +185,6 @@ class EmulatedRanks:
         self.meetings_before = len(self.meetings)
         return in_threads(lambda rank: self._run(rank, gradients[rank], buckets), range(self.world_size))
 
-    def together(self, function: Callable[[GradientSynchronizer], Any]) -> list[Any]:
-        """What a function that communicates gives for each rank's synchronizer."""
-        return in_threads(function, self.synchronizers)
-
     def payloads(self, bucket: int = 0) -> list[Tensor]:
         """What each rank sent for a bucket in the last step, without the tag of that step."""
         sent = [payload.clone() for payload in self.meetings[self.meetings_before + bucket].everyone()]
