@@ -197,8 +197,13 @@ SCRIPT = """
     from distributed.training import Noise
     from torch.utils.data import DataLoader
 
+    class Module(SplitModule):
+        def on_train_batch_start(self, batch, batch_idx):
+            if "fails" in sys.argv and self.global_rank == 1 and batch_idx == 1:
+                raise RuntimeError("rank 1 has had enough")
+
     if __name__ == "__main__":
-        module = SplitModule()
+        module = Module()
         trainer = Trainer(
             accelerator="cpu", devices=2, strategy=sys.argv[1], max_epochs=1, logger=False,
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
@@ -209,12 +214,25 @@ SCRIPT = """
     """
 
 
+def run_script(folder: Path, *arguments: str) -> tuple[int, str]:
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    return Script(folder, SCRIPT, *arguments, PYTHONPATH=path).end()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_python")
+def test_a_failing_rank_ends_the_job(tmp_path: Path) -> None:
+    """Oracle: the launcher of `strategy="dct_pipeline"` ends with a failing exit status and the error."""
+    status, output = run_script(tmp_path, "dct_pipeline", "fails")
+    assert status != 0
+    assert "rank 1 has had enough" in output
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_python")
 def test_spawned_processes_give_the_whole_model_back(tmp_path: Path) -> None:
     """Oracle: the process that spawns has the weights that two stages have trained: those of one process."""
-    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    status, output = Script(tmp_path, SCRIPT, "dct_pipeline_spawn", PYTHONPATH=path).end()
+    status, output = run_script(tmp_path, "dct_pipeline_spawn")
     assert status == 0, output
     _, weights = train_alone(2, count=3)
     total = float(sum(weight.double().sum() for weight in weights.values()))
