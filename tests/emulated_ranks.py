@@ -130,6 +130,12 @@ def fake_bucket(index: int, buffer: Tensor, parameters: list[nn.Parameter], is_l
     return SimpleNamespace(**{name: lambda answer=answer: answer for name, answer in answers.items()})
 
 
+def in_threads(function: Callable[[Any], Any], each: Sequence[Any]) -> list[Any]:
+    """What a function that communicates gives for each rank's argument."""
+    with mock.patch.object(collectives, "dist", EmulatedDist), ThreadPoolExecutor(len(each)) as threads:
+        return list(threads.map(function, each))
+
+
 class EmulatedRanks:
     """``world_size`` synchronisers of the same parameters, with so many entries each by name; settings of DCTConfig."""
 
@@ -177,14 +183,7 @@ class EmulatedRanks:
         """One synchronisation; each rank's averaged gradients."""
         buckets = buckets or [list(self.sizes)]
         self.meetings_before = len(self.meetings)
-        with mock.patch.object(collectives, "dist", EmulatedDist), ThreadPoolExecutor(self.world_size) as threads:
-            ranks = [threads.submit(self._run, rank, gradients[rank], buckets) for rank in range(self.world_size)]
-            return [rank.result() for rank in ranks]
-
-    def together(self, function: Callable[[GradientSynchronizer], Any]) -> list[Any]:
-        """What a function that communicates gives for each rank's synchronizer."""
-        with mock.patch.object(collectives, "dist", EmulatedDist), ThreadPoolExecutor(self.world_size) as threads:
-            return list(threads.map(function, self.synchronizers))
+        return in_threads(lambda rank: self._run(rank, gradients[rank], buckets), range(self.world_size))
 
     def payloads(self, bucket: int = 0) -> list[Tensor]:
         """What each rank sent for a bucket in the last step, without the tag of that step."""
@@ -248,3 +247,16 @@ class EmulatedRanks:
             parts = [mean] if mean.is_sparse else list(mean.split([self.sizes[name] for name in names]))
             means.update(zip(names, parts, strict=True))
         return means
+
+
+def harm(monkeypatch: Any, ranks: EmulatedRanks, number: int, middle: bool = False) -> None:
+    """Everybody reads zeros at the beginning, and in the middle, of what rank 1 brings to one of the meetings."""
+    intact = Meeting.everyone
+
+    def harmed(self: Meeting) -> list[Tensor]:
+        payloads = [payload.clone() for payload in intact(self)]
+        if self in ranks.meetings[number : number + 1]:
+            payloads[1][[0, payloads[1].numel() // 2] if middle else 0] = 0
+        return payloads
+
+    monkeypatch.setattr(Meeting, "everyone", harmed)

@@ -93,7 +93,7 @@ LIMITS = {"gloo": 300.0, "nccl": 180.0}
 Row = tuple[str, str]
 
 
-def timed(device: torch.device, action: Callable[[], object], times: int = 3) -> float:
+def timed(device: torch.device, action: Callable[[], object]) -> float:
     """Median seconds of ten calls in a row, by each call."""
     calls = 10 if device.type == "cuda" else 1
 
@@ -105,7 +105,7 @@ def timed(device: torch.device, action: Callable[[], object], times: int = 3) ->
         wait_for(device)
         return (perf_counter() - start) / calls
 
-    return median(once() for _ in range(times if device.type == "cuda" else 1))
+    return median(once() for _ in range(3 if device.type == "cuda" else 1))
 
 
 def milliseconds(seconds: float) -> str:

@@ -21,12 +21,12 @@ def examples(count: int) -> settings:
 
 
 @st.composite
-def layouts(draw: st.DrawFn, value_format: str | None = None) -> PayloadLayout:
+def layouts(draw: st.DrawFn) -> PayloadLayout:
     """Up to five small tensors, some of them whole (capacity 0)."""
     sizes = draw(st.lists(st.integers(1, 40), max_size=5))
     capacities = [draw(st.integers(0, size)) for size in sizes]
     dense_bytes = draw(st.sampled_from([2, 4, 8])) * sum(n for n, k in zip(sizes, capacities, strict=True) if not k)
-    return PayloadLayout(tuple(sizes), tuple(capacities), value_format or draw(st.sampled_from(FORMATS)), dense_bytes)
+    return PayloadLayout(tuple(sizes), tuple(capacities), draw(st.sampled_from(FORMATS)), dense_bytes)
 
 
 @st.composite

@@ -6,7 +6,12 @@ import pytest
 
 import lightning_dct
 
-MODULES = ["lightning_dct", *(m.name for m in pkgutil.walk_packages(lightning_dct.__path__, "lightning_dct."))]
+COMPARISON = ["comparison.table", "comparison.runs", "comparison.sweep"]
+MODULES = [
+    *COMPARISON,
+    "lightning_dct",
+    *(m.name for m in pkgutil.walk_packages(lightning_dct.__path__, "lightning_dct.")),
+]
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -15,6 +20,6 @@ def test_docstrings_say_what_happens(module: str) -> None:
 
 
 def test_there_are_examples() -> None:
-    assert {"lightning_dct.traffic", "lightning_dct.callbacks.compression_monitor"} <= set(MODULES)
-    for module in ("lightning_dct.traffic", "lightning_dct.callbacks.compression_monitor"):
+    for module in (*COMPARISON, "lightning_dct.traffic", "lightning_dct.callbacks.compression_monitor"):
+        assert module in MODULES
         assert doctest.testmod(importlib.import_module(module)).attempted > 0

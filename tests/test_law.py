@@ -58,16 +58,12 @@ LOSING += ((4, 8, 0.1, 10_000), (8, 1, 0.3, 1000), (8, 1, 0.1, 1000), (8, 16, 0.
 LOSING += ((4, 8, 0.1, 25_000), (4, 8, 0.3, 25_000), (4, 16, 0.1, 25_000), (8, 8, 0.3, 25_000), (16, 8, 0.1, 25_000))
 
 
-@pytest.mark.parametrize("run", LEVEL)
-def test_what_has_been_level_is_allowed(run: tuple[int, int, float, int]) -> None:
+@pytest.mark.parametrize("run", LEVEL + LOSING)
+def test_what_has_been_level_is_allowed_and_what_has_lost_more_than_the_bound_is_not(
+    run: tuple[int, int, float, int],
+) -> None:
     ranks, local_steps, density, steps = run
-    assert steps_needed(DCTConfig(local_steps=local_steps, density=density), ranks) <= steps
-
-
-@pytest.mark.parametrize("run", LOSING)
-def test_what_has_lost_more_than_the_bound_is_not(run: tuple[int, int, float, int]) -> None:
-    ranks, local_steps, density, steps = run
-    assert steps_needed(DCTConfig(local_steps=local_steps, density=density), ranks) > steps
+    assert (steps_needed(DCTConfig(local_steps=local_steps, density=density), ranks) <= steps) == (run in LEVEL)
 
 
 @given(RUNGS, RANKS, STEPS)

@@ -60,13 +60,6 @@ def test_goes_whole_when_an_all_reduce_is_cheaper(
     assert made.targets == (0 if gathered >= reduced else target,)
 
 
-def test_both_decisions_occur() -> None:
-    assert plan([10_000], 0.1, link_traversals=2).targets == (1000,)
-    assert plan([10_000], 0.1, link_traversals=64).targets == (0,)
-    assert plan([10_000], 0.1, link_traversals=16).targets == (1000,)
-    assert plan([10_000], 0.1, link_traversals=16, dtype=torch.float16).targets == (0,)
-
-
 @given(data=st.data(), world_size=st.integers(1, 9), value_format=st.sampled_from(FORMATS))
 @examples(60)
 def test_a_tensors_neighbours_do_not_matter(data: st.DataObject, world_size: int, value_format: str) -> None:

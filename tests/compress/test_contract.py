@@ -38,10 +38,10 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 class Rank:
     """One rank that packs bucket after bucket one of the ways, and adds the payload beside the one before."""
 
-    def __init__(
-        self, way: str, plan: BucketPlan, of_updates: bool, adapt_threshold: bool = True, tag: int = 7
-    ) -> None:
-        self.way, self.plan, self.of_updates, self.tag = way, plan, of_updates, tag
+    tag = 7
+
+    def __init__(self, way: str, plan: BucketPlan, of_updates: bool, adapt_threshold: bool = True) -> None:
+        self.way, self.plan, self.of_updates = way, plan, of_updates
         self.device = device_of(way)
         with way_of(way) as kernel:
             self.feedback = ErrorFeedback({}, adapt_threshold, undoable=False, kernel=kernel)
@@ -73,11 +73,11 @@ class Rank:
 
 
 def assert_same_ways(
-    plan: BucketPlan, steps: list[tuple[Tensor, set[int]]], of_updates: bool = False, ways: Any = WAYS, **given: Any
+    plan: BucketPlan, steps: list[tuple[Tensor, set[int]]], of_updates: bool = False, **given: Any
 ) -> None:
     """All bits the same, and thresholds to the last but one."""
     adapt_threshold = given.pop("adapt_threshold", True)
-    expected, *others = (Rank(way, plan, of_updates, adapt_threshold) for way in ways)
+    expected, *others = (Rank(way, plan, of_updates, adapt_threshold) for way in WAYS)
     for news, deferred in steps:
         wanted = expected.step(news, deferred, **given)
         for other in others:
@@ -102,16 +102,16 @@ def assert_same(numbers: Tensor, others: Tensor) -> bool:
     return torch.equal(numbers, others)
 
 
-def unpack_without_tag(plan: BucketPlan, payload: Tensor, tag: int = 7) -> Any:
+def unpack_without_tag(plan: BucketPlan, payload: Tensor) -> Any:
     plain = payload.clone()
-    plain[8] ^= tag
+    plain[8] ^= Rank.tag
     return unpack(plan.layout, plain)
 
 
-def noise(plan: BucketPlan, steps: int, seed: int = 1, dtype: torch.dtype | None = None) -> Iterator[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+def noise(plan: BucketPlan, steps: int) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
-        yield torch.randn(plan.bounds[-1][1] + 2, generator=generator).pow(3).to(dtype or plan.dtype)
+        yield torch.randn(plan.bounds[-1][1] + 2, generator=generator).pow(3).to(plan.dtype)
 
 
 @pytest.mark.parametrize(

@@ -2,20 +2,17 @@
 
 import math
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from differences import assert_same
-from emulated_ranks import EmulatedDist, EmulatedRanks, Meeting
+from emulated_ranks import EmulatedRanks, harm, in_threads
 from interpreted import CPU, WAYS, bits, device_of, on, way_of
 from lightning_dct import DCTConfig
 from lightning_dct.compress.on_cpu import name_broken_sender
-from lightning_dct.exchange import collectives
 from lightning_dct.sync import rounds
 from lightning_dct.sync.buffers import Buffers
 from lightning_dct.sync.updates import UpdateSynchronizer
@@ -103,13 +100,11 @@ class UpdatingRanks:
         ]
         if broken is not None:
             changes[1][0][[3, 5, 9]] = broken
-        with mock.patch.object(collectives, "dist", EmulatedDist), ThreadPoolExecutor(len(changes)) as threads:
-            done = [threads.submit(self._step, rank, own) for rank, own in enumerate(changes)]
-            for rank in done:
-                rank.result()
+        in_threads(self._step, list(zip(self.optimizers, self.synchronizers, changes, strict=True)))
 
-    def _step(self, rank: int, changes: list[Tensor]) -> None:
-        optimizer, synchronizer = self.optimizers[rank], self.synchronizers[rank]
+    @staticmethod
+    def _step(given: tuple[torch.optim.Optimizer, UpdateSynchronizer, list[Tensor]]) -> None:
+        optimizer, synchronizer, changes = given
         synchronizer.before_step(optimizer)
         for parameter, change in zip(optimizer.param_groups[0]["params"], changes, strict=True):
             parameter.data.add_(change.to(parameter.device))
@@ -176,16 +171,8 @@ def test_a_rank_that_sends_nan_is_named_once_its_numbers_are_known() -> None:
 def test_harm_is_reported_once_it_is_known_and_before_anything_is_saved(
     saved: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    intact, ranks = Meeting.everyone, EmulatedRanks({"a": 1400}, 2, "two_phase", density=0.2)
+    harm(monkeypatch, ranks := EmulatedRanks({"a": 1400}, 2, "two_phase", density=0.2), 1, middle=True)
     local = [{"a": torch.randn(1400, device=DEVICE)} for _ in range(2)]
-
-    def harmed(self: Meeting) -> list[Tensor]:
-        payloads = [payload.clone() for payload in intact(self)]
-        if self in ranks.meetings[1:2]:
-            payloads[1][0] = payloads[1][payloads[1].numel() // 2] = 0
-        return payloads
-
-    monkeypatch.setattr(Meeting, "everyone", harmed)
     with way_of("triton"):
         ranks.step(local)
         with pytest.raises(PayloadError, match=r"^Sums from rank 1 of the process group: the payload is corrupt"):

@@ -70,7 +70,7 @@ def test_nudge_is_gentler_at_lower_densities() -> None:
     assert nudged[-1] > 1.0
 
 
-def counts_under_drift(target: int, drift: float, adapt_threshold: bool) -> tuple[float, float]:
+def counts_under_drift(target: int, drift: float) -> tuple[float, float]:
     """Entries above the threshold and entries sent, over the target: means over the last 150 of 300 steps.
 
     Laplace gradients grow or shrink by the factor ``drift`` a step; what is not sent waits in a residual.
@@ -84,29 +84,22 @@ def counts_under_drift(target: int, drift: float, adapt_threshold: bool) -> tupl
         count = int((magnitudes >= threshold).sum())
         counts.append(count)
         residual[np.argsort(magnitudes)[size - min(count, target) :]] = 0.0
-        if adapt_threshold:
-            threshold = nudge(threshold, count, target, size)
+        threshold = nudge(threshold, count, target, size)
     shares = np.array(counts[150:]) / target
     return float(shares.mean()), float(np.minimum(shares, 1.0).mean())
 
 
 @pytest.mark.parametrize(("target", "drift"), [(10, 1.0), (100, 0.99), (1000, 1.0), (1000, 1.01)])
 def test_guard_holds_the_count_under_drift(target: int, drift: float) -> None:
-    above, went = counts_under_drift(target, drift, adapt_threshold=True)
+    above, went = counts_under_drift(target, drift)
     assert 2 / 3 <= above <= 5 / 4
     assert went >= 2 / 3
 
 
 def test_guard_under_fast_growth_fills_every_payload() -> None:
-    above, went = counts_under_drift(100, 1.01, adapt_threshold=True)
+    above, went = counts_under_drift(100, 1.01)
     assert above <= 2  # no selection is forced
     assert went > 0.99
-
-
-@pytest.mark.parametrize(("target", "drift"), [(100, 0.99), (1000, 1.01)])
-def test_without_the_guard_the_count_leaves(target: int, drift: float) -> None:
-    above, _ = counts_under_drift(target, drift, adapt_threshold=False)
-    assert not 2 / 3 <= above <= 5 / 4
 
 
 def test_a_threshold_belongs_to_its_target() -> None:

@@ -11,9 +11,9 @@ from lightning_dct.exchange.factory import NodeLayout, choose
 SIZES = {"a": 40_000, "b": 30, "c": 9_000}
 
 
-def planner(density: float, sizes: dict[str, int] = SIZES) -> Callable[[float], BucketPlan]:
+def planner(density: float) -> Callable[[float], BucketPlan]:
     return lambda link_traversals: plan_bucket(
-        list(sizes), list(sizes.values()), [density] * len(sizes), torch.float32, "bf16", 400, link_traversals
+        list(SIZES), list(SIZES.values()), [density] * len(SIZES), torch.float32, "bf16", 400, link_traversals
     )
 
 

@@ -1,6 +1,5 @@
 """What is taken from a module: its buckets are DistributedDataParallel's, and what travels otherwise is left out."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,13 +12,6 @@ from lightning_dct import DCTConfig, ShardedEmbeddingBags
 from lightning_dct.cost.forecast import Forecast, describe, layout_of
 from lightning_dct.cost.timing import Speed
 from lightning_dct.cost.workload import load_module, one_tensor, workload_of
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 class Deep(nn.Module):
@@ -36,7 +28,7 @@ class Deep(nn.Module):
         return self.last(self.layers(inputs).double())
 
 
-def test_buckets_are_those_of_the_second_step(alone: None) -> None:
+def test_buckets_are_those_of_the_second_step(group: dist.ProcessGroup) -> None:
     model = Deep()
     names = {parameter: name for name, parameter in model.named_parameters()}
     wrapped, seen = DistributedDataParallel(model), []

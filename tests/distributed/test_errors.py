@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 from torch import nn
 
 import lightning_dct.fabric
-from distributed.harness import TIMEOUT_S
 from distributed.training import Module, fit, launched, message_of, perceptron, rank, trainer_for
 from embedding.hybrid import Hybrid
 from embedding.hybrid import batches as hybrid_batches
@@ -19,7 +17,6 @@ from lightning_dct.failures.lifeline import lifeline_of_process
 from one_card import DEVICE
 from pipeline.split_models import SplitModule
 from pipeline.split_models import batches as stage_batches
-from reliability.processes import run_to_the_end
 
 
 @pytest.mark.parametrize(
@@ -168,16 +165,6 @@ def test_disagreement_is_an_error_on_every_rank(ranks: Any, name: str) -> None:
     for message in ranks(2).run(disagree, name):
         for words in DISAGREEMENTS[name][1]:
             assert words in message
-
-
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="the processes would take NCCL, which wants a card for each")
-def test_processes_that_disagree_end(tmp_path: Path) -> None:
-    """Oracle: two real processes, both with a failing exit status and the setting with both values in their output."""
-    for status, _, output in run_to_the_end(
-        disagree_on_density, world_size=2, failing=-1, folder=tmp_path, timeout_s=TIMEOUT_S
-    ):
-        assert status == 1
-        assert "The ranks disagree on `density` (rank 0: 0.01, rank 1: 0.02)" in output
 
 
 def refuse_corrupt_payload() -> str:

@@ -67,14 +67,6 @@ def test_dense_fabric_equals_ddp(ranks: Any) -> None:
     assert torch.equal(dense[1]["weights"], ddp[0]["weights"])
 
 
-def test_compressed_fabric_counts_and_refreshes(ranks: Any) -> None:
-    one, other = ranks(2).run(train_with_fabric, {"density": 0.05, "refresh_every": 5, "adapt_threshold": False})
-    assert torch.equal(one["weights"], other["weights"])
-    assert one["totals"].steps == STEPS
-    assert one["totals"].refreshes == 3  # steps 0, 5 and 10
-    assert one["totals"].compression_ratio > 5
-
-
 def train_without_fabrics_backward(compress: str) -> int:
     strategy = FabricDCTStrategy(compress=compress, local_steps=1, density=0.05, refresh_every=5, adapt_threshold=False)
     fabric = launched(strategy)
@@ -96,7 +88,8 @@ def test_fabric_checkpoints_hold_the_compression_state(ranks: Any, tmp_path: Pat
     settings = {"density": 0.2, "value_format": "2bit", "exchange": "two_phase"}
     straight = ranks(2).run(train_with_fabric, settings)
     resumed = ranks(2).run(train_with_fabric, settings, tmp_path / "fabric.ckpt")
-    assert torch.equal(straight[0]["weights"], resumed[0]["weights"])
+    for run in (straight[1], *resumed):
+        assert torch.equal(straight[0]["weights"], run["weights"])
     assert len(list((tmp_path / "fabric.ckpt.module-0.dct").iterdir())) == 2
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
     EarlyStopping,
     EMAWeightAveraging,
     GradientAccumulationScheduler,
@@ -18,7 +17,6 @@ from lightning.pytorch.callbacks import (
     LearningRateMonitor,
     ModelCheckpoint,
     ModelPruning,
-    ModelSummary,
     StochasticWeightAveraging,
     Timer,
     WeightAveraging,
@@ -39,7 +37,6 @@ from distributed.training import (
     assert_weights_equal,
     fit,
     loader,
-    message_of,
     rank,
     summary,
     trainer_for,
@@ -73,15 +70,6 @@ class Epochs(Callback):
         self.weights.append(weights_of(pl_module))
 
 
-class Summary(ModelSummary):
-    """Keeps the table instead of printing it."""
-
-    table: Any = None
-
-    def summarize(self, summary_data: list[tuple[str, list[str]]], *_: Any, **__: Any) -> None:  # type: ignore[override]
-        self.table = summary_data
-
-
 class Feature(NamedTuple):
     """Callbacks and settings of a Trainer, and what they shall leave, for a look at it after fit."""
 
@@ -110,7 +98,6 @@ FEATURES = {
         {"enable_checkpointing": True},
         look=checkpoints,
     ),
-    "ModelSummary": Feature(lambda _: [Summary(max_depth=2)], look=lambda callbacks: str(callbacks[0].table)),
     "ModelPruning": Feature(lambda _: [ModelPruning("l1_unstructured", amount=0.2, use_global_unstructured=True)]),
     "monitors": Feature(lambda _: [LearningRateMonitor(), Timer()], {"logger": CSVLogger, "log_every_n_steps": 4}),
     "detect_anomaly": Feature(lambda _: [], {"detect_anomaly": True}),
@@ -169,8 +156,6 @@ def assert_feature(name: str, run: Run, left: Any, epochs: list[State], folder: 
         case "ModelCheckpoint":
             # Of a checkpoint that was bettered, the folder is gone too.
             assert {entry.name for entry in (folder / "2").iterdir()} == {left[0], f"{left[0]}.dct"}
-        case "ModelSummary":
-            assert "model.first" in left
         case "ModelPruning":
             zeros = sum(int((weight == 0).sum()) for weight in run.weights.values())
             assert zeros > 0.5 * sum(weight.numel() for weight in run.weights.values())
@@ -229,18 +214,6 @@ def test_a_checkpoint_of_averages_has_the_thresholds_of_training(ranks: Any, tmp
     for saved, current in ranks(1).run(train_an_averaged_split, tmp_path):
         assert saved == current
         assert saved["threshold"] is not None
-
-
-def refusals_of_batch_sizes() -> list[str]:
-    strategies = DDPStrategy(), DCTStrategy(compress="gradients")
-    return [message_of(fit, strategy, Module(), 2, callbacks=[BatchSizeFinder()]) for strategy in strategies]
-
-
-def test_search_for_a_batch_size_is_refused_as_under_ddp(ranks: Any) -> None:
-    """Lightning's own refusal: out of memory on one rank alone would leave the others waiting."""
-    theirs, ours = ranks(2).run(refusals_of_batch_sizes)[0]
-    assert ours == theirs
-    assert "not supported with distributed" in ours
 
 
 def wrapped_backwards() -> list[int]:

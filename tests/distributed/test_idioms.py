@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from distributed.training import (
     Applied,
+    Manual,
     Module,
     Run,
     Watch,
@@ -34,20 +35,6 @@ from lightning_dct import DCTStrategy
 from one_card import DEVICE
 
 BATCHES = 24
-
-
-class Manual(Module):
-    """One optimizer, stepped by hand."""
-
-    automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
-        optimizer = self.optimizers()
-        loss = self.loss(batch)
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
-        return {"loss": loss.detach()}
 
 
 class Adversaries(LightningModule):
@@ -112,15 +99,6 @@ class Lookup(nn.Module):
 
 class TwoOptimizers(Manual):
     """SparseAdam for the embedding, SGD for the rest."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
-        loss = self.loss(batch)
-        for optimizer in self.optimizers():
-            optimizer.zero_grad()
-        self.manual_backward(loss)
-        for optimizer in self.optimizers():
-            optimizer.step()
-        return {"loss": loss.detach()}
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
         return [

@@ -14,7 +14,6 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from distributed.resuming import AtStart, state_of, twice_ten_batches
 from distributed.training import (
-    Applied,
     Module,
     Run,
     Watch,
@@ -22,8 +21,8 @@ from distributed.training import (
     assert_replicas_equal,
     assert_weights_equal,
     fit,
+    fit_recorded,
     held_back,
-    local_gradients,
     perceptron,
     trainer_for,
 )
@@ -65,8 +64,8 @@ def names_in(folder: Path) -> dict[str, list[str]]:
     }
 
 
-def files_of(step: int, world_size: int = 2) -> list[str]:
-    return [f"{step:012d}-rank-{rank}-of-{world_size}.pt" for rank in range(world_size)]
+def files_of(step: int) -> list[str]:
+    return [f"{step:012d}-rank-{rank}-of-2.pt" for rank in range(2)]
 
 
 def test_every_checkpoint_has_one_file_a_rank_beside_it(ranks: Any, trained: Path, tmp_path: Path) -> None:
@@ -191,17 +190,8 @@ def test_what_owners_hold_back_survives_other_numbers_of_ranks(ranks: Any, tmp_p
 
 
 def resume_densely(path: Path) -> Any:
-    applied = Applied()
-    with local_gradients() as given:
-        run = fit(
-            DCTStrategy(compress="gradients", density=1.0),
-            Module(None, torch.optim.SGD, lr=0.01),
-            1,
-            ckpt_path=str(path),
-            max_epochs=2,
-            callbacks=[applied],
-        )
-    return given, applied.sums, run.residuals
+    strategy = DCTStrategy(compress="gradients", density=1.0)
+    return fit_recorded(strategy, Module(None, torch.optim.SGD, lr=0.01), 1, ckpt_path=str(path), max_epochs=2)[1]
 
 
 def test_residuals_go_out_when_resumed_at_density_one(ranks: Any, trained: Path) -> None:

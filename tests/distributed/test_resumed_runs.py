@@ -17,6 +17,7 @@ from fsdp import test_checkpoints as fsdp
 from lightning_dct import DCTStrategy
 from one_card import DEVICE
 from pipeline import test_checkpoints as pipeline
+from sync import test_buffers as buffers
 from sync import test_plain_loop as plain_loop
 from sync import test_resume_updates as updates
 from sync import test_run_length as run_length
@@ -48,6 +49,8 @@ CASES: dict[str, tuple[Any, ...]] = {
     "updates on their way": of_updates(overlap_steps=4, exchange="two_phase", local_steps=5),
     "updates, accumulation": of_updates({"accumulate_grad_batches": 3}, value_format="2bit"),
     "updates, bf16-true": of_updates({"precision": "bf16-true"}, local_steps=64),
+    "updates, 64-true": of_updates({"precision": "64-true"}),
+    "buffers of all kinds": (2, buffers.train_with_buffers),
     "updates, loss scales of their own": (2, loss_scaling.train_updates),
     "a validation": (2, updates.train_normalised),
     "a layer that is frozen by then": (2, updates.train_freezing),
@@ -83,6 +86,7 @@ CASES: dict[str, tuple[Any, ...]] = {
 # One of each kind.
 QUICK = {"1bit", "owners", "updates on their way", "updates, loss scales of their own", "a validation", "tables"}
 QUICK |= {"a run of unknown length", "Accordion, updates", "growing tables", "pruned tables", "a pipeline"}
+QUICK |= {"updates, 64-true", "buffers of all kinds"}
 QUICK |= {f"a loop, {plain_loop.SETTINGS[-1]}", "a loop of unknown length", "a loop of two optimizers"}
 MARKS = {name: [slow] for name in CASES.keys() - QUICK}
 MARKS["tables, momentum"].append(not_on_gpu)

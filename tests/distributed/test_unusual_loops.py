@@ -13,7 +13,18 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from distributed.harness import RankFailure
-from distributed.training import Module, Watch, fit, launched, loader, perceptron, rank, trainer_for, warnings_of
+from distributed.training import (
+    Manual,
+    Module,
+    Watch,
+    fit,
+    launched,
+    loader,
+    perceptron,
+    rank,
+    trainer_for,
+    warnings_of,
+)
 from lightning_dct import DCTStrategy
 from lightning_dct.fabric import DCTStrategy as FabricStrategy
 
@@ -54,16 +65,11 @@ def stream(settings: dict[str, Any]) -> list[str]:
     return train(Module(), DataLoader(Stream(), batch_size=None), settings=settings, max_epochs=2)
 
 
-class Raw(Module):
+class Raw(Manual):
     """Steps the bare optimizer, as Lightning allows."""
 
-    automatic_optimization = False
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        optimizer: Any = self.optimizers(use_pl_optimizer=False)
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
-        optimizer.step()
+    def stepped(self, batch_idx: int) -> list[Any]:
+        return [self.optimizers(use_pl_optimizer=False)]
 
 
 class OwnOptimizer(Module):
@@ -148,24 +154,18 @@ class Constants(Module):
         self.register_buffer("frequencies", 10_000 ** -torch.linspace(0, 1, 32))
 
 
-class Normalised(Module):
+class Normalised(Manual):
     """Running statistics, and a first optimizer that has nothing to train."""
-
-    automatic_optimization = False
 
     def __init__(self) -> None:
         super().__init__(nn.Sequential(nn.Linear(40, 8), nn.BatchNorm1d(8)))
         self.model[0].requires_grad_(False)
         self.apart: list[int] = []
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
         if any("running_mean" in name for name in apart(self.model)):
             self.apart.append(batch_idx)
-        optimizers: Any = self.optimizers()
-        self.manual_backward(self.loss(batch))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        return super().training_step(batch, batch_idx)
 
     def configure_optimizers(self) -> Any:
         return [torch.optim.SGD(part.parameters(), 0.1) for part in self.model]
@@ -233,20 +233,11 @@ def remember(folder: str) -> None:
     train(Remembering(), settings=settings, callbacks=[saving], enable_checkpointing=True)
 
 
-class TwoPhases(Module):
+class TwoPhases(Manual):
     """SGD first, and then Adam with the same parameters."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        optimizer = self.optimizers()[int(batch_idx >= 4)]  # type: ignore[index]
-        loss = self.loss(batch)
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
-        return loss
+    def stepped(self, batch_idx: int) -> list[Any]:
+        return [super().stepped(batch_idx)[batch_idx >= 4]]
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:  # type: ignore[override]
         return [torch.optim.SGD(self.parameters(), 0.1), torch.optim.Adam(self.parameters(), 0.01)]

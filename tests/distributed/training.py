@@ -112,6 +112,26 @@ class Module(LightningModule):
         )
 
 
+class Manual(Module):
+    """Steps its optimizers by hand, all of them after one backward."""
+
+    automatic_optimization = False
+
+    def stepped(self, batch_idx: int) -> list[Any]:
+        """The optimizers that are at turn."""
+        optimizers: Any = self.optimizers()
+        return optimizers if isinstance(optimizers, list) else [optimizers]
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        loss, optimizers = self.loss(batch), self.stepped(batch_idx)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in optimizers:
+            optimizer.step()
+        return {"loss": loss.detach()}
+
+
 @dataclass
 class Run:
     """What a rank remembers of a run."""
@@ -300,12 +320,21 @@ def held_back(state: dict[str, Any], given: State) -> State:
     return held
 
 
-def assert_conserved(ranks: list[tuple[State, State, State]], relative: float = 1e-5) -> None:
+def fit_recorded(*arguments: Any, callbacks: Any = (), **settings: Any) -> tuple[Run, tuple[State, State, State]]:
+    """As :func:`fit`; and the sums of local gradients, those that were applied, and what this rank holds back."""
+    applied = Applied()
+    with local_gradients() as given:
+        run = fit(*arguments, callbacks=[applied, *callbacks], **settings)
+    return run, (given, applied.sums, held_back(run.state, given) if run.state else {})
+
+
+def assert_conserved(ranks: list[tuple[State, State, State]]) -> None:
     """``W * applied + residuals of all ranks == local gradients of all ranks``, for every tensor.
+
+    Up to 1e-5 of the largest entry of the tensor's gradient sum.
 
     Args:
         ranks: For each rank the sums of its local gradients, the sums applied, and what it holds back.
-        relative: Allowed difference, relative to the largest entry of the tensor's gradient sum.
     """
     names = {name for given, _, _ in ranks for name in given}
     assert names
@@ -315,7 +344,7 @@ def assert_conserved(ranks: list[tuple[State, State, State]], relative: float = 
         held = sum((mine[name].double() for _, _, mine in ranks if name in mine), torch.zeros_like(given))
         difference = (len(ranks) * applied + held - given).abs().max()
         scale = max(float(max(mine[name].abs().max() for mine, _, _ in ranks)), 1e-12)
-        assert float(difference) <= relative * scale, f"{name}: {float(difference):.3g} of {scale:.3g} went missing"
+        assert float(difference) <= 1e-5 * scale, f"{name}: {float(difference):.3g} of {scale:.3g} went missing"
 
 
 def assert_replicas_equal(runs: list[Run]) -> None:

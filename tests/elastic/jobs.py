@@ -24,7 +24,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, TensorDataset
 
-from distributed.harness import started
+from distributed.harness import free_port, started
 from lightning_dct import DCTElasticStrategy
 from lightning_dct.elastic.present import LIGHTHOUSE
 
@@ -126,8 +126,7 @@ class Job:
     """Ranks that are started, killed, stopped and started again."""
 
     def __init__(self, ranks: int, folder: Path, steps: int, patience_s: float = 60.0, **more: Any) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.address = f"http://127.0.0.1:{free.getsockname()[1]}"
+        self.address = f"http://127.0.0.1:{free_port()}"
         self.patience_s = patience_s
         self.light()
         self.ranks, self.folder, self.steps, self.more = ranks, folder, steps, more
@@ -169,8 +168,8 @@ class Job:
         everyone = str(self.ranks)
         self._wait_until(rank, lambda: sum(r[3] == everyone and int(r[0]) > after for r in self.rows(rank)) >= count)
 
-    def _wait_until(self, rank: int, condition: Callable[[], bool], timeout_s: float = 300.0) -> None:
-        deadline = time.monotonic() + timeout_s
+    def _wait_until(self, rank: int, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 300.0
         while not condition():
             assert time.monotonic() < deadline, self.log(rank)
             assert self.processes[rank].is_alive(), self.log(rank)

@@ -21,6 +21,11 @@ from lightning_dct.elastic.present import import_torchft
 from lightning_dct.law import RunLength
 
 
+@pytest.fixture(autouse=True)
+def _without_torchft(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_dct.elastic.elastic_strategy.import_torchft", lambda: None)
+
+
 @pytest.mark.parametrize(
     "setting",
     [
@@ -32,15 +37,13 @@ from lightning_dct.law import RunLength
     ],
     ids=str,
 )
-def test_settings_that_take_all_ranks(setting: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_dct.elastic.elastic_strategy.import_torchft", lambda: None)
+def test_settings_that_take_all_ranks(setting: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(setting))):
         DCTElasticStrategy(**setting)
 
 
 def test_ranks_that_lightning_would_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would end all of them if one dies. Those with a number are there already."""
-    monkeypatch.setattr("lightning_dct.elastic.elastic_strategy.import_torchft", lambda: None)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     with pytest.raises(ValueError, match=r"`devices=3`.*`python examples/elastic/start.py 3 train.py`"):
         Trainer(strategy="dct_elastic", accelerator="cpu", devices=3, logger=False)
@@ -59,9 +62,8 @@ def test_parameters_that_cannot_be_read_in_place() -> None:
         refuse_not_in_place({parameter.requires_grad_(False): name})
 
 
-def test_settings_on_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_on_the_command_line() -> None:
     """LightningCLI reads from the source of ``__init__`` which settings it passes on, and some code it cannot read."""
-    monkeypatch.setattr("lightning_dct.elastic.elastic_strategy.import_torchft", lambda: None)
     given = {"": "lightning_dct.DCTElasticStrategy", ".local_steps": "4", ".density": "0.5", ".bucket_cap_mb": "7"}
     words = [f"--trainer.strategy{setting}={value}" for setting, value in given.items()]
     cli = LightningCLI(BoringModel, run=False, seed_everything_default=None, args=["--trainer.accelerator=cpu", *words])
@@ -77,8 +79,7 @@ def test_another_version_of_torchft(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def strategy(monkeypatch: pytest.MonkeyPatch) -> DCTElasticStrategy:
-    monkeypatch.setattr("lightning_dct.elastic.elastic_strategy.import_torchft", lambda: None)
+def strategy() -> DCTElasticStrategy:
     return DCTElasticStrategy()
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from differences import assert_same
-from emulated_ranks import EmulatedRanks, Meeting, heavy_tailed
+from emulated_ranks import EmulatedRanks, harm, heavy_tailed
 from lightning_dct import reference
 from lightning_dct.checkpoint.reading import merge_states
 from lightning_dct.wire.positions import PayloadError
@@ -71,24 +71,6 @@ def test_equals_the_reference(
             plain = reference.Settings(exchange=exchange, ranks_per_node=ranks_per_node, **settings)
             expected, *_ = reference.exchange([rank[name] for rank in local], states, plain)
             assert all(torch.equal(mean[name], expected) for mean in means)
-
-
-@EVERY_EXCHANGE
-def test_nothing_is_lost_and_replicas_are_equal(world_size: int, exchange: str, ranks_per_node: int) -> None:
-    ranks = ranks_of(world_size, exchange, ranks_per_node, value_format="1bit")
-    held = ranks.held_back()
-    for step in range(6):
-        local = gradients(step, world_size)
-        if step == 4:
-            ranks.request_refresh()
-        means = ranks.step(local, BUCKETS[step // 2])
-        due, now = total(local), ranks.held_back()
-        for name in SIZES:
-            assert all(torch.equal(mean[name], means[0][name]) for mean in means)
-            sent = world_size * means[0][name].double()
-            torch.testing.assert_close(sent + now[name], due[name] + held[name], rtol=1e-5, atol=1e-4)
-        assert any(bool(held_back.any()) for held_back in now.values())
-        held = now
 
 
 @EVERY_EXCHANGE
@@ -266,14 +248,6 @@ def test_bytes_between_nodes_and_inside() -> None:
 
 
 def test_a_harmed_sum_names_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
-    intact, ranks = Meeting.everyone, EmulatedRanks({"a": 1400}, 2, "two_phase", density=0.2)
-
-    def harmed(self: Meeting) -> list[Tensor]:
-        payloads = [payload.clone() for payload in intact(self)]
-        if ranks.meetings[1:] and self is ranks.meetings[1]:
-            payloads[1][0] = payloads[1][payloads[1].numel() // 2] = 0
-        return payloads
-
-    monkeypatch.setattr(Meeting, "everyone", harmed)
+    harm(monkeypatch, ranks := EmulatedRanks({"a": 1400}, 2, "two_phase", density=0.2), 1, middle=True)
     with pytest.raises(PayloadError, match="Sums from rank 1 of the process group: the payload begins with 0x0"):
         ranks.step(gradients(0, 2))

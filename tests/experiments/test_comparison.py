@@ -1,8 +1,6 @@
 """Figures, tables and the picture of a comparison, out of made-up results."""
 
 import csv
-import doctest
-import importlib
 from pathlib import Path
 
 import pytest
@@ -109,10 +107,3 @@ def test_figures() -> None:
     assert Figure.of([1.0, None, 3.0]) == Figure(2.0, pytest.approx(2**0.5))
     assert Figure.of([4.0]) == Figure(4.0, None)
     assert Figure.of([None]) is None
-
-
-@pytest.mark.parametrize("name", ["table", "runs", "sweep"])
-def test_examples_in_docstrings(name: str) -> None:
-    found = doctest.testmod(importlib.import_module(f"comparison.{name}"))
-    assert found.attempted > 0
-    assert found.failed == 0

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 
@@ -13,15 +13,13 @@ from distributed.random_runs import Case, draw, run_case, train_gradients
 from distributed.resuming import fit_half
 from distributed.test_loss_scaling import Overflowing
 from distributed.training import (
-    Applied,
     Module,
     Run,
+    Watch,
     assert_conserved,
     assert_replicas_equal,
     assert_weights_equal,
-    fit,
-    held_back,
-    local_gradients,
+    fit_recorded,
 )
 from lightning_dct import DCTStrategy
 from lightning_dct.reference import States
@@ -58,27 +56,20 @@ def test_matches_the_reference(ranks: Any, world_size: int, exchange: str, accum
             torch.testing.assert_close(run.weights[f"weights.{number}"].flatten(), weights, rtol=1e-11, atol=1e-12)
 
 
-class HeldBack(Callback):
-    """Residuals and bytes before and after an averaging: put before and behind it."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[int, int, dict[str, Tensor]]] = []
-
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        synchronizer = trainer.strategy.synchronizer
-        self.seen.append(
-            (synchronizer.synchronisations, synchronizer.traffic.totals.bytes_sent, synchronizer.residuals.state_dict())
-        )
+def look(trainer: Trainer) -> tuple[int, int, dict[str, Tensor]]:
+    """Steps, bytes and residuals."""
+    synchronizer = trainer.strategy.synchronizer
+    return synchronizer.synchronisations, synchronizer.traffic.totals.bytes_sent, synchronizer.residuals.state_dict()
 
 
 def train_scaled() -> Any:
-    applied, before, after = Applied(), HeldBack(), HeldBack()
-    module = Overflowing(True)
+    """With what is held back before each averaging and after it."""
+    before, after = Watch(look=look), Watch(look=look)
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**12))
-    callbacks = [applied, before, ErrorAveraging(every_n_steps=5), after]
-    with local_gradients() as given:
-        run = fit(DCTStrategy(compress="gradients", density=0.1), module, 16, callbacks=callbacks, plugins=[plugin])
-    return run, (given, applied.sums, held_back(run.state, given)), before.seen, after.seen
+    callbacks = [before, ErrorAveraging(every_n_steps=5), after]
+    strategy = DCTStrategy(compress="gradients", density=0.1)
+    run, sums = fit_recorded(strategy, Overflowing(True), 16, callbacks=callbacks, plugins=[plugin])
+    return run, sums, before.seen, after.seen
 
 
 def test_the_mean_is_what_all_hold_and_is_counted(ranks: Any) -> None:

@@ -30,10 +30,10 @@ def write_catalog(file: Path, messages: dict[str, str], encoding: str = "utf-8")
     return file
 
 
-def write_lines(folder: Path, count: int = 400) -> dict[str, str]:
+def write_lines(folder: Path) -> dict[str, str]:
     """Two aligned files: numbers in digits and in words."""
     words = ["null", "eins", "zwei", "drei", "vier", "fünf", "sechs", "sieben", "acht", "neun"]
-    numbers = [str(number) for number in range(100, 100 + count)]
+    numbers = [str(number) for number in range(100, 500)]
     texts = {"source": numbers, "target": [" ".join(words[int(digit)] for digit in number) for number in numbers]}
     for setting, lines in texts.items():
         (folder / setting).write_text("\n".join(lines) + "\n")

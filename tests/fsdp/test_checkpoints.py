@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 
-from distributed.resuming import twice_ten_batches, without_times
+from distributed.resuming import AtStart, twice_ten_batches, without_times
 from distributed.training import assert_weights_close, assert_weights_equal
 from fsdp.training import Plain, fsdp, train
 from lightning_dct import DCTStrategy
@@ -81,30 +81,22 @@ def test_a_damaged_piece_of_a_folder_is_named_on_every_rank(ranks: Any, tmp_path
         assert pieces[1] in said
 
 
-class Held(Callback):
-    """Remembers what a rank starts from: its own weights, and what else it holds back."""
-
-    def __init__(self, strategy: Strategy) -> None:
-        self.strategy = strategy
-        self.seen: list[Any] = []
-
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        synchronizer = getattr(self.strategy, "synchronizer", None)
-        names = {name: parameter for parameter, name in parameter_names(pl_module).items()}
-        shapes = {name: list(local_of(parameter).shape) for name, parameter in names.items()}
-        weights = {name: local_of(parameter).clone() for name, parameter in names.items()}
-        residuals = {} if synchronizer is None else dict(synchronizer.feedback.residuals.state_dict())
-        self.seen.append({"weights": weights, "residuals": residuals, "owned": {}, "shards": shapes})
+def held(trainer: Trainer) -> dict[str, Any]:
+    """What a rank starts from: its own weights, and what else it holds back."""
+    synchronizer = getattr(trainer.strategy, "synchronizer", None)
+    names = {name: parameter for parameter, name in parameter_names(trainer.lightning_module).items()}
+    shapes = {name: list(local_of(parameter).shape) for name, parameter in names.items()}
+    weights = {name: local_of(parameter).clone() for name, parameter in names.items()}
+    residuals = {} if synchronizer is None else dict(synchronizer.feedback.residuals.state_dict())
+    return {"weights": weights, "residuals": residuals, "owned": {}, "shards": shapes}
 
 
 def start(kind: str, replicas: int, path: Path) -> dict[str, Any]:
     plain: dict[str, Strategy] = {"ddp": DDPStrategy(), "dct": DCTStrategy(lifelines=False)}
     strategy = plain[kind] if kind in plain else fsdp(replicas=replicas)
-    held = Held(strategy)
-    train(
-        strategy, Plain(torch.optim.AdamW, lr=0.01), callbacks=[held], ckpt_path=path, max_steps=11, limit_val_batches=0
-    )
-    return held.seen[0]
+    settings = {"callbacks": [begun := AtStart(held)], "ckpt_path": path, "max_steps": 11, "limit_val_batches": 0}
+    train(strategy, Plain(torch.optim.AdamW, lr=0.01), **settings)
+    return begun.seen
 
 
 def mean_of(states: list[dict[str, Any]], shards: int, part: str) -> dict[str, torch.Tensor]:

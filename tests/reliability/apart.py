@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_dct.fabric  # noqa: F401
+from distributed.training import trainer_for
 from lightning_dct import (
     DCTFSDPStrategy,
     DCTPipelineStrategy,
@@ -181,17 +182,11 @@ def train(way: str, folder: str) -> None:
         strategy = DCTPipelineStrategy(stages=2, micro_batches=2)
     if way.startswith("shard"):
         strategy = DCTFSDPStrategy(replicas=1, unit=8)
-    trainer = pl.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=int(os.environ["WORLD_SIZE"]),
+    trainer = trainer_for(
+        strategy,
         max_epochs=2 if "two epochs" in way else 1,
         default_root_dir=folder,
-        use_distributed_sampler=False,
-        logger=False,
         enable_checkpointing="checkpoint" in way,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         num_sanity_val_steps=0,
         limit_val_batches=1.0 if "valid" in way else 0,
     )

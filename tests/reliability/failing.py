@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from distributed.training import trainer_for
 from lightning_dct import DCTStrategy
 from lightning_dct.failures import lifeline
 
@@ -66,22 +67,10 @@ def fill_disk() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
-def break_hook() -> None:
-    """The communication hook of this rank raises an error from now on."""
-    from lightning_dct.compress import codec
-
-    def pack(*_: Any) -> Any:
-        raise RuntimeError("I have had enough")
-
-    codec.pack = pack
-
-
 WAYS: dict[str, Callable[[], None]] = {
     "kill": kill,
     "kill, with a worker that lives on": kill,
     "exit": exit_at_once,
-    "raise": raise_error,
-    "raise in the hook": break_hook,
     "raise at setup": raise_error,
     "raise and stay": raise_error,
     "raise, with a checkpoint to save": raise_error,
@@ -100,17 +89,8 @@ def train(way: str, rank: int, folder: str, grace_s: float) -> None:
     if way == "disk full":
         callbacks.append(ModelCheckpoint(folder, every_n_train_steps=1))
     data = TensorDataset(torch.randn(200, 32, generator=torch.Generator().manual_seed(1)))
-    trainer = pl.Trainer(
-        strategy=DCTStrategy(density=0.1),
-        accelerator="cpu",
-        devices=int(os.environ["WORLD_SIZE"]),
-        max_epochs=100,
-        callbacks=callbacks,
-        logger=False,
-        enable_checkpointing=bool(callbacks),
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    settings = {"max_epochs": 100, "enable_checkpointing": bool(callbacks), "use_distributed_sampler": True}
+    trainer = trainer_for(DCTStrategy(density=0.1), callbacks=callbacks, **settings)
     workers = {"num_workers": 1, "persistent_workers": True} if "worker" in way else {}
     with _deaf_workers(bool(workers) and os.environ["RANK"] == str(rank)):
         trainer.fit(Model(rank, WAYS[way], way == "raise at setup"), DataLoader(data, 4, **workers))

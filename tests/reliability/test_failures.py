@@ -18,8 +18,7 @@ def job(way: str, rank: int, world_size: int, folder: Path) -> list[Ended]:
     )
 
 
-# Each takes two starts of a process; these are the ways that differ for the others.
-@pytest.mark.parametrize("way", [way for way in WAYS if way not in ("raise", "raise in the hook")])
+@pytest.mark.parametrize("way", WAYS)
 def test_the_others_end_and_name_the_rank(way: str, tmp_path: Path) -> None:
     """Oracle: exit statuses, and the failing rank's number and reason in the output of all other ranks."""
     rank, world_size = (0, 2) if way in ("exit", "raise at setup") else (1, 3 if way == "kill" else 2)

@@ -58,24 +58,19 @@ def write(trainer: Trainer, module: LightningModule, *_: Any) -> None:
     module.model.second.bias.data.fill_(float(rank()))
 
 
+SCHEDULE_FREE = {
+    "schedule-free, validated": ("on_validation_epoch_start", "on_validation_epoch_end"),
+    "schedule-free, at the end": ("on_train_epoch_end", "on_train_epoch_start"),
+}
+
+
 def train_apart(way: str, folder: Path) -> str:
     """What is said of a run on whose ranks something differs."""
-    module, callbacks, data = Validated(), [], loader(12, 40, 8)
-    settings: dict[str, Any] = {"val_check_interval": 4}
-    if way == "schedule-free, validated":
-        module = Validated("on_validation_epoch_start", "on_validation_epoch_end")
-    elif way == "schedule-free, at the end":
-        module, settings = Validated("on_train_epoch_end", "on_train_epoch_start"), {"limit_val_batches": 0}
-    elif way == "save":
-        settings["limit_val_batches"] = 0
-        callbacks = [Saves(folder)]
-    elif way == "last":
-        settings["limit_val_batches"] = 0
-        callbacks = [LambdaCallback(on_train_end=write)]
-    elif way == "sanity check":
-        callbacks = [LambdaCallback(on_sanity_check_end=write)]
-    else:
-        callbacks = [LambdaCallback(**{way: write})]
+    hooks = SCHEDULE_FREE.get(way, ())
+    module, data = Validated(*hooks), loader(12, 40, 8)
+    callbacks = [Saves(folder)] if way == "save" else [] if hooks else [LambdaCallback(**{way: write})]
+    is_validated = way not in ("save", "on_train_end", "schedule-free, at the end")
+    settings: dict[str, Any] = {"val_check_interval": 4} if is_validated else {"limit_val_batches": 0}
     trainer = trainer_for(DCTStrategy(local_steps=2, density=0.3), callbacks=callbacks, **settings)
     with pytest.raises(RuntimeError, match="shared weights of") as caught:
         trainer.fit(module, data, loader(2, 40, 8))
@@ -99,11 +94,11 @@ class Saves(Callback):
         ("on_fit_start", 2, 0),
         ("on_fit_start", 4, 0),
         ("on_train_start", 2, 0),
-        ("sanity check", 2, 0),
+        ("on_sanity_check_end", 2, 0),
         ("on_validation_start", 2, 0),
         ("on_train_epoch_end", 4, 12),
         ("save", 2, 6),
-        ("last", 2, 12),
+        ("on_train_end", 2, 12),
         ("schedule-free, validated", 2, 4),
         ("schedule-free, at the end", 2, 12),
     ],

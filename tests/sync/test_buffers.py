@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
 from differences import assert_same
-from distributed.training import Module, Noise, Run, fit, loader, perceptron, rank, trainer_for, weights_of
+from distributed.resuming import fit_half
+from distributed.training import Module, Noise, Run, fit, loader, perceptron, rank, trainer_for
 from lightning_dct import DCTStrategy
 from lightning_dct.callbacks.compression_monitor import summary_rows
 from lightning_dct.sync.buffers import PresentBuffers
@@ -51,11 +52,9 @@ def train_counting(name: str, batches: int) -> tuple[dict[str, Tensor], Any]:
 
 def test_buffers_are_those_of_the_first_rank(ranks: Any) -> None:
     """Oracle: DDP, which gives all ranks those of the first before each forward; after the last each has its own."""
-    expected, (buffers, _) = (ranks(2).run(train_counting, name, 12)[0] for name in ("ddp", "dct"))
+    expected, _ = ranks(2).run(train_counting, "ddp", 12)
     for found, _ in ranks(2).run(train_counting, "dct", 12):
-        assert found.keys() == buffers.keys()
-        for name, one in expected[0].items():
-            assert torch.equal(found[name], one), name
+        assert_same(found, expected[0])
 
 
 class Instances(nn.Module):
@@ -163,22 +162,11 @@ def test_every_rank_keeps_its_own_without_broadcast_buffers(ranks: Any) -> None:
     assert found == [str([0.0] * 4), str([0.0] * 5)]
 
 
-def resume_counting(folder: Path) -> list[dict[str, Tensor]]:
-    """Weights and buffers after 15 steps; and after 10 from a checkpoint of 5, which is between two exchanges."""
-    found = []
-    for path in (None, folder / "step=5.ckpt"):
-        module = Module(Counting(), torch.optim.SGD, lr=0.1)
-        saver = ModelCheckpoint(folder, "{step}", every_n_train_steps=5, save_top_k=-1)
-        strategy = DCTStrategy(density=0.3, local_steps=3, warmup_steps=0)
-        trainer = trainer_for(strategy, callbacks=[saver], enable_checkpointing=True, max_epochs=3)
-        trainer.fit(module, loader(5, 40, 8), ckpt_path=path)
-        found.append({**weights_of(module), **dict(module.named_buffers())})
-    return found
-
-
-def test_a_run_resumes_bit_for_bit_with_buffers_of_all_kinds(ranks: Any, tmp_path: Path) -> None:
-    for straight, resumed in ranks(2).run(resume_counting, tmp_path):
-        assert_same(straight, resumed)
+def train_with_buffers(save: Path | None, load: Path | None) -> Any:
+    """Saved between two exchanges."""
+    module = Module(Counting(), torch.optim.SGD, lr=0.1)
+    shown, state = fit_half(save, load, DCTStrategy(density=0.3, local_steps=3, warmup_steps=0), module)
+    return shown, {**state, "buffers": dict(module.named_buffers())}
 
 
 def write_in_evaluation(taken_back: bool) -> dict[str, Tensor]:

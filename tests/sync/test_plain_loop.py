@@ -133,23 +133,6 @@ def test_gradients_have_the_same_bits_as_under_the_trainer(ranks: Any) -> None:
             assert all(torch.equal(loop[0][name], weights) for name, weights in trainer[0].items())
 
 
-def shared_weights_of(settings: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    loop = Loop(settings)
-    loop.train(0, 10)
-    own = sums(loop.model.state_dict())
-    with loop.updates.shared_weights():
-        shared = sums(loop.model.state_dict())
-    assert all(torch.equal(one, loop.model.state_dict()[name]) for name, one in own.items())
-    loop.updates.close()
-    return own, shared
-
-
-def test_ranks_share_the_same_weights_and_train_their_own(ranks: Any) -> None:
-    first, second = ranks(2).run(shared_weights_of, SETTINGS[0])
-    assert all(torch.equal(first[1][name], second[1][name]) for name in first[1])
-    assert not torch.equal(first[0]["first.weight"], second[0]["first.weight"])
-
-
 def evaluate_everywhere() -> list[dict[str, Tensor]]:
     """The weights within evaluations that must all see the shared ones, and then this rank's own, twice."""
     loop = Loop(SETTINGS[0])

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from differences import assert_same
-from emulated_ranks import EmulatedDist, EmulatedRanks, Meeting, heavy_tailed
-from lightning_dct.compress.bucket_plan import WORD, plan_bucket
+from emulated_ranks import EmulatedDist, EmulatedRanks, harm, heavy_tailed
+from lightning_dct.compress.bucket_plan import plan_bucket
 from lightning_dct.wire.payload import Unpacked, unpack
 from lightning_dct.wire.positions import PayloadError
 from strategies_for_hypothesis import FORMATS, examples
@@ -21,33 +21,24 @@ Gradients = list[dict[str, Tensor]]
 gradients = partial(heavy_tailed, sizes=SIZES)
 
 
-def sent(ranks: EmulatedRanks, names: list[str], bucket: int = 0, dtype: torch.dtype = torch.float32) -> list[Unpacked]:
-    """What each rank's payload of the last step says."""
+def sent(ranks: EmulatedRanks, names: list[str]) -> list[Unpacked]:
+    """What each rank's payload of the last step says, which has one bucket."""
     config = ranks.synchronizers[0].config
     plan = plan_bucket(
         names,
         [ranks.sizes[name] for name in names],
         [config.density_of(name) for name in names],
-        dtype,
+        torch.float32,
         config.value_format,
         config.min_tensor_size,
         ranks.world_size,
     )
-    return [unpack(plan.layout, payload) for payload in ranks.payloads(bucket)]
+    return [unpack(plan.layout, payload) for payload in ranks.payloads()]
 
 
-def sent_by_name(ranks: EmulatedRanks, buckets: list[list[str]], dtype: torch.dtype = torch.float32) -> Gradients:
-    """What each rank sent in the last step as dense tensors (all of them compressed)."""
-    everyone: Gradients = [{} for _ in range(ranks.world_size)]
-    for number, names in enumerate(buckets):
-        for rank, one in enumerate(sent(ranks, names, number, dtype)):
-            sizes = [ranks.sizes[name] for name in names]
-            room = [size + -size % WORD for size in sizes]  # each tensor begins at a word of flags
-            dense = torch.zeros(sum(room))
-            dense[one.positions] = one.values
-            parts = (part[:size] for part, size in zip(dense.split(room), sizes, strict=True))
-            everyone[rank].update(zip(names, parts, strict=True))
-    return everyone
+def dense(ranks: EmulatedRanks) -> list[Tensor]:
+    """What each rank sent of the only tensor in the last step."""
+    return [torch.zeros(ranks.sizes["a"]).index_copy_(0, one.positions, one.values) for one in sent(ranks, ["a"])]
 
 
 # Conservation
@@ -62,8 +53,8 @@ def test_conservation_whatever_the_numbers(data: st.DataObject, value_format: st
         before = ranks.residuals()
         local = [{"a": torch.tensor(data.draw(st.lists(numbers, min_size=40, max_size=40)))} for _ in range(2)]
         ranks.step(local)
-        for rank, (went, after) in enumerate(zip(sent_by_name(ranks, [["a"]]), ranks.residuals(), strict=True)):
-            assert torch.equal(went["a"] + after["a"], local[rank]["a"] + before[rank]["a"])
+        for rank, (went, after) in enumerate(zip(dense(ranks), ranks.residuals(), strict=True)):
+            assert torch.equal(went + after["a"], local[rank]["a"] + before[rank]["a"])
 
 
 # Which entries go
@@ -214,13 +205,6 @@ def test_state_of_another_model_is_refused_and_changes_nothing() -> None:
 
 
 def test_a_harmed_payload_names_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    intact = Meeting.everyone
-
-    def harmed(self: Meeting) -> list[Tensor]:
-        payloads = [payload.clone() for payload in intact(self)]
-        payloads[1][0] = 0
-        return payloads
-
-    monkeypatch.setattr(Meeting, "everyone", harmed)
+    harm(monkeypatch, ranks := EmulatedRanks({"a": 300}), 0)
     with pytest.raises(PayloadError, match="Gradients from rank 1 of the process group: the payload begins with 0x0"):
-        EmulatedRanks({"a": 300}).step(gradients(0))
+        ranks.step(gradients(0))

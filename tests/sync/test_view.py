@@ -427,50 +427,21 @@ def test_weights_that_a_validation_and_its_checkpoint_are_lent_change_nothing(ra
         assert saved == 0 < saved_own
 
 
-def resume_in_double(folder: Path) -> list[float]:
-    """The norm of what this rank has not sent, after the first fit and when the second one resumes it."""
-    strategy, norms = DCTStrategy(**SETTINGS), []
-    saver = ModelCheckpoint(folder, save_last=True)
-    trainer = trainer_for(strategy, callbacks=[saver], enable_checkpointing=True, precision="64-true")
-    trainer.fit(Module(), loader(20, 40, 8))
-    norms.append(sum(strategy.updates.norms().values()))
-    strategy = DCTStrategy(**SETTINGS)
-    seen = LambdaCallback(on_train_start=lambda *_: norms.append(sum(strategy.updates.norms().values())))
-    trainer = trainer_for(strategy, callbacks=[seen], precision="64-true", max_epochs=2)
-    trainer.fit(Module(), loader(20, 40, 8), ckpt_path=saver.last_model_path)
-    return norms
-
-
-def test_a_run_in_double_precision_resumes_with_what_it_has_not_sent(ranks: Any, tmp_path: Path) -> None:
-    for before, after in ranks(2).run(resume_in_double, tmp_path):
-        assert before == after > 0
-
-
-class Timer(Callback):
-    """Keeps hashes of the weights that its hook finds."""
-
-    def __init__(self) -> None:
-        self.seen: list[str] = []
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        self.seen.append(hash_of(pl_module))
-
-
-class TimerOnly(Timer):
+class TimerOnly(Watch):
     reads_weights = False
 
 
-def watch(kind: type[Timer] | None) -> list[str]:
-    timer = (kind or Timer)()
+def watch(kind: type[Watch] | None) -> list[str]:
+    timer = (kind or Watch)()
     module = Module(None, torch.optim.SGD, lr=0.05)
     callback = timer if kind else LambdaCallback(on_train_batch_end=timer.on_train_batch_end)
     trainer_for(DCTStrategy(**SETTINGS), callbacks=[callback]).fit(module, loader(10, 40, 8))
-    return timer.seen
+    return timer.hashes
 
 
 def test_hooks_see_the_shared_weights_unless_they_need_none(ranks: Any) -> None:
     """Oracle: the shared weights are alike on all ranks, and own weights are not."""
-    for kind in (Timer, None):
+    for kind in (Watch, None):
         one, other = ranks(2).run(watch, kind)
         assert one == other
     one, other = ranks(2).run(watch, TimerOnly)
@@ -498,33 +469,3 @@ def cut_short() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
 def test_a_fit_that_is_cut_short_leaves_the_shared_weights(ranks: Any) -> None:
     for shared, left in ranks(2).run(cut_short):
         assert_weights_equal(shared, left)
-
-
-class Straight(nn.Module):
-    """Its gradient is always one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(64))
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.weight.sum().expand(len(inputs))
-
-
-class Downhill(Module):
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return self.model(batch[0]).mean()
-
-
-def go_down(overlap_steps: int) -> torch.Tensor:
-    strategy = DCTStrategy(density=1.0, local_steps=4, overlap_steps=overlap_steps, warmup_steps=0)
-    module = Downhill(Straight(), torch.optim.SGD, lr=1.0)
-    trainer_for(strategy).fit(module, loader(8, 3, 1))
-    return module.model.weight.detach().clone()
-
-
-@pytest.mark.parametrize("overlap_steps", [0, 1, 4])
-def test_updates_in_flight_at_the_end_are_in_the_final_weights(ranks: Any, overlap_steps: int) -> None:
-    """Oracle: eight steps of one each, whether or not the last exchange has arrived."""
-    for weights in ranks(2).run(go_down, overlap_steps):
-        assert weights.tolist() == [-8.0] * 64

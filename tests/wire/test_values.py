@@ -41,12 +41,6 @@ def as_tensors(case: list[tuple[int, float]]) -> tuple[Tensor, Tensor]:
     return torch.tensor([value for _, value in case], dtype=torch.float32), index
 
 
-@pytest.mark.parametrize(("value_format", "num_bytes"), [("fp32", 52), ("bf16", 26), ("2bit", 4), ("1bit", 2)])
-def test_size(value_format: str, num_bytes: int) -> None:
-    values = torch.linspace(-1.0, 1.0, 13)
-    assert encode_values(values, [13], value_format)[0].numel() == num_bytes
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("value_format", FORMATS)
 def test_values_of_any_dtype_whatever_the_default(value_format: str, dtype: torch.dtype) -> None:
