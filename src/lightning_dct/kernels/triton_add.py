@@ -68,7 +68,7 @@ def decode(
             spot, is_coded = num_flags + plane * capacity + at, plane < low_bits
             low = tb.apart(tb.get_bits(code, spot, tl.where(is_coded, coded, 0)), m)
             spot -= 1
-            bit = tl.load(code + (spot >> 5), mask=is_coded & ((follows & 1) != 0), other=0)
+            bit = tl.load(code + (spot >> 5), mask=tl.where(is_coded, follows & 1, 0) != 0, other=0)
             low_before = (low << 1) | ((bit >> (spot & 31).to(tl.uint32)) & 1)
             ascends = (ascends & ((low ^ low_before) ^ tb.ALL)) | (low & (low_before ^ tb.ALL))
             planes += (low,)
