@@ -298,7 +298,7 @@ class CheckpointedStrategy(ParallelStrategy):
 
     def _load_optimizer_states(self, checkpoint: Mapping[str, Any], own: Sequence[Mapping[str, Any]]) -> None:
         """Load this rank's own states of the optimizers if there are any, and otherwise those of the checkpoint."""
-        if own:
+        if own and {} not in checkpoint["optimizer_states"]:  # of a folder, which nobody edits
             own = reading.with_edited_groups(own, checkpoint["optimizer_states"], checkpoint[STATE_KEY].get("groups"))
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": list(own)} if own else checkpoint)
 

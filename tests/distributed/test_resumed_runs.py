@@ -82,6 +82,7 @@ CASES: dict[str, tuple[Any, ...]] = {
         *(4, fsdp.train_resumable, {**fsdp.UPDATES, "exchange": "two_phase", "refresh_every": 4}),
         {},
     ),
+    "shards, a layer without gradients so far": (2, fsdp.train_resumable, {**fsdp.UPDATES, "unit": 300}, {}, fsdp.Late),
 }
 # One of each kind.
 QUICK = {"1bit", "owners", "updates on their way", "updates, loss scales of their own", "a validation", "tables"}

@@ -292,3 +292,15 @@ def test_after_every_step_the_mean_is_lengthened_as_by_dct(gradient: torch.Tenso
     assert rounds.cosine.value == 512  # the mean of 1024, which is taken at first, and of none
     assert rounds.cosine.lengthening(2) == pytest.approx((2 / 1.5) ** 0.5)
     assert float(rank.shared.min()) == pytest.approx(-0.5)
+
+
+def test_both_sets_of_weights_stay_within_bounds(gradient: torch.Tensor) -> None:
+    """A rank's own after each step, the shared ones after each exchange, which also others may have taken out."""
+    rank = Rank(density=1.0, value_format="fp32")
+    rank.updates.project = lambda: rank.parameter.data.clamp_(-0.5, 0.5)
+    rank.step(gradient)
+    assert torch.equal(rank.parameter.data, (-gradient).clamp(-0.5, 0.5))
+    rank.present.others = [lambda sent: sent if is_header(sent) else rank.present.sent[-1]] * 2
+    for _ in range(3):
+        rank.train_and_meet(gradient)
+        assert float(rank.shared.abs().max()) == float(rank.parameter.data.abs().max()) == 0.5

@@ -186,3 +186,41 @@ def test_searches_are_refused_before_anything_is_set_up(strategy: DCTElasticStra
     trainer: Any = SimpleNamespace(state=SimpleNamespace(fn=TrainerFn.FITTING), callbacks=[search()])
     with pytest.raises(ValueError, match=f"cannot run `{search.__name__}`.* Run the search first"):
         strategy.setup(trainer)
+
+
+def test_a_save_after_fit_comes_from_the_first_rank_that_was_present(
+    strategy: DCTElasticStrategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 may be gone, and then nobody else would save."""
+    saved: list[Any] = []
+    monkeypatch.setattr(DCTStrategy, "save_checkpoint", lambda self, *_: saved.append(self.present.rank()))
+    monkeypatch.setattr(DCTElasticStrategy, "global_rank", 1)
+    strategy.save_checkpoint({}, "before-fit.ckpt")
+    strategy.synchronizer = SimpleNamespace()  # type: ignore[assignment]
+    for place in (1, 0):
+        strategy.present = SimpleNamespace(rank=lambda place=place: place)  # type: ignore[assignment]
+        strategy.save_checkpoint({}, "after-fit.ckpt")
+    assert saved == [0]
+
+
+def test_settings_that_are_not_of_the_config_reach_the_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`project`, and `broadcast_buffers=False`, which leaves each rank its own buffers."""
+    monkeypatch.setattr("lightning_dct.elastic.elastic_strategy.import_torchft", lambda: None)
+    monkeypatch.setattr(elastic_strategy, "PresentRanks", lambda *_: SimpleNamespace(size=lambda: 1, rank=lambda: 0))
+    monkeypatch.setattr(DCTElasticStrategy, "global_rank", 0)
+    monkeypatch.setenv("TORCHFT_LIGHTHOUSE", "http://127.0.0.1:1")
+    module: Any = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    for settings, buffers, bound in (({}, 3, 9.0), ({"broadcast_buffers": False, "project": clamp}, 0, 0.5)):
+        strategy = DCTElasticStrategy(**settings)
+        strategy._lightning_module = module
+        torch.nn.init.constant_(module[0].weight, 9.0)
+        updates = strategy._make_updates()
+        assert len(updates.buffers.named()) == buffers
+        if updates.project is not None:
+            updates.project()
+        assert float(module[0].weight.max()) == bound
+
+
+def clamp(module: torch.nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.data.clamp_(-0.5, 0.5)

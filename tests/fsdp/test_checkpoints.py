@@ -8,10 +8,11 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, Strategy
+from torch import Tensor, nn
 
 from distributed.resuming import AtStart, twice_ten_batches, without_times
-from distributed.training import assert_weights_close, assert_weights_equal
-from fsdp.training import Plain, fsdp, train
+from distributed.training import assert_weights_close, assert_weights_equal, loader, trainer_for
+from fsdp.training import Plain, fsdp, train, whole
 from lightning_dct import DCTStrategy
 from lightning_dct.checkpoint.reading import put_together
 from lightning_dct.checksums import CheckpointError
@@ -32,20 +33,42 @@ class Saving(Plain):
             self.trainer.should_stop = True
 
 
+class Late(Saving):
+    """A layer has its first gradient after the save: until then the optimizer has no state of it."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.late = nn.Linear(8, 8)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs = super().forward(inputs)
+        return self.late(outputs) if self.trainer.global_step >= 12 else outputs
+
+
 def run(
-    strategy: dict[str, Any], trainer: dict[str, Any], save: Path | None = None, load: Path | None = None
+    strategy: dict[str, Any],
+    trainer: dict[str, Any],
+    save: Path | None = None,
+    load: Path | None = None,
+    kind: type[Saving] = Saving,
 ) -> dict[str, Any]:
-    module = Saving(torch.optim.AdamW, lr=0.01)
+    module = kind(torch.optim.AdamW, lr=0.01)
     module.path = save
     return train(fsdp(**strategy), module, twice_ten_batches(), ckpt_path=load, **trainer)
 
 
-def train_resumable(save: Path | None, load: Path | None, strategy: dict[str, Any], trainer: dict[str, Any]) -> Any:
+def train_resumable(
+    save: Path | None,
+    load: Path | None,
+    strategy: dict[str, Any],
+    trainer: dict[str, Any],
+    kind: type[Saving] = Saving,
+) -> Any:
     """With accumulation the run is saved in the middle of a step."""
     if load is not None:
         # A save that was killed leaves this beside the checkpoint.
         (load.parent / ".half.ckpt.part").mkdir(exist_ok=True)
-    found = run(strategy, trainer, save, load)
+    found = run(strategy, trainer, save, load, kind)
     return found["losses"], [found["weights"], without_times(found["state"]), found["totals"].bytes_sent]
 
 
@@ -128,6 +151,68 @@ def test_another_mesh_starts_with_the_mean_of_what_was_held_back(
     expected = {name: tensor for name, tensor in expected.items() if name in states[0]["shards"]}
     assert any(float(tensor.abs().max()) > 0 for tensor in expected.values())
     assert_weights_close(expected, mean_of(started, world_size // replicas, "weights"))
+
+
+class Backwards(Saving):
+    """Its optimizer has its parameters in another order than the model, without the first layer's, which is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model[0].requires_grad_(False)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(list(self.model[2:].parameters())[::-1], lr=0.01)
+
+
+class Known(Callback):
+    """Remembers what the optimizer knows of each parameter when training starts and when it ends."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        states, names = trainer.optimizers[0].state, dict(pl_module.named_parameters())
+        known = {name: states[one] for name, one in names.items() if states.get(one)}
+        self.at_end = {f"{name} {key}": whole(one) for name in known for key, one in known[name].items()}
+        self.at_start = getattr(self, "at_start", self.at_end)
+
+    on_train_end = on_train_start
+
+
+def known_of(kind: str, save: Path | None, load: Path | None) -> dict[str, Tensor]:
+    strategy = DDPStrategy() if kind == "ddp" else fsdp(replicas=1, save_distributed_checkpoint=False)
+    module, known = Backwards(), Known()
+    module.path = save
+    train(strategy, module, twice_ten_batches(), callbacks=[known], ckpt_path=load)
+    return known.at_end if load is None else known.at_start
+
+
+@pytest.mark.parametrize(("first", "then"), [("ddp", "fsdp"), ("fsdp", "ddp")])
+def test_an_optimizer_in_a_file_knows_the_same_parameters(ranks: Any, tmp_path: Path, first: str, then: str) -> None:
+    path = tmp_path / "half.ckpt"
+    saved = ranks(2).run(known_of, first, path, None)[0]
+    assert len(saved) > 20
+    for loaded in ranks(2).run(known_of, then, None, path):
+        assert_weights_equal(saved, loaded)
+
+
+def weights_alone(path: Path, in_one_file: bool) -> tuple[float, float, str]:
+    strategy, module = fsdp(replicas=1, save_distributed_checkpoint=not in_one_file), Plain(torch.optim.Adam, lr=0.01)
+    trainer, data = trainer_for(strategy), loader(2, 40, 8)
+    trainer.fit(module, loader(6, 40, 8))
+    trainer.save_checkpoint(path, weights_only=True)
+    scores = []
+    for ckpt_path in (None, path):
+        scores.append(trainer.validate(module, data, ckpt_path=ckpt_path, verbose=False)[0]["val_loss"])
+        for parameter in module.parameters():
+            torch.nn.init.zeros_(local_of(parameter.detach()))
+    with pytest.raises(KeyError) as raised:
+        trainer_for(fsdp(replicas=1)).fit(Plain(torch.optim.Adam, lr=0.01), loader(6, 40, 8), ckpt_path=path)
+    return scores[0], scores[1], str(raised.value)
+
+
+@pytest.mark.parametrize("in_one_file", [False, True])
+def test_weights_alone_are_evaluated_and_not_trained_on(ranks: Any, tmp_path: Path, in_one_file: bool) -> None:
+    for before, loaded, said in ranks(2).run(weights_alone, tmp_path / "x.ckpt", in_one_file):
+        assert before == loaded
+        assert "save_weights_only" in said
 
 
 SAVED: list[Path] = []

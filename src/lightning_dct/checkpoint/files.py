@@ -1,8 +1,4 @@
-"""Writes the files of a checkpoint so that each is complete or absent, whenever the process is killed.
-
-Lightning writes into the folder for temporary files and moves the result. If that folder is on another disk, the move
-is a copy, and a process that is killed meanwhile leaves half a checkpoint under the checkpoint's own name.
-"""
+"""Writes the files of a checkpoint so that each is complete or absent, whenever the process is killed."""
 
 import contextlib
 import fcntl
@@ -26,11 +22,7 @@ _locks: dict[str, IO[str]] = {}  # those that this process holds, by checkpoint
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Lightning's ``TorchCheckpointIO``, which on local disks writes beside the checkpoint and renames.
-
-    A process that is killed while it writes leaves a file whose name begins with a dot and ends in ``.part``. Nothing
-    reads it, and the next save of the same name overwrites it.
-    """
+    """Lightning's ``TorchCheckpointIO``, which on local disks writes beside the checkpoint and renames."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         """Write a checkpoint, and replace an existing file atomically; an OSError leaves the old file unchanged."""

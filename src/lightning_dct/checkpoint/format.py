@@ -1,14 +1,8 @@
 """The format of a checkpoint: its files, the note that names them, and the valid contents of each.
 
-    epoch=3.ckpt                                Lightning's file, with a note that names the files below
-    epoch=3.ckpt.dct/
-        000000001200-5f0c93ab-rank-0-of-2.pt    residuals, thresholds and counters of rank 0 after 1200 synchronisations
-        000000001200-5f0c93ab-rank-1-of-2.pt
-        000000001200-5f0c93ab-rows/             rows of sharded tables, where there are any
-
-Every rank writes its own file before Lightning's is written, under a name that no other save has. So a job that is
-killed while it overwrites a checkpoint finds the old file with the old state. After Lightning's file, rank 0 removes
-the files that were there before.
+``docs/reliability.md`` shows the files. Every rank writes its own before Lightning's is written, under a name that no
+other save has. So a job that is killed while it overwrites a checkpoint finds the old file with the old state. After
+Lightning's file, rank 0 removes the files that were there before.
 """
 
 import hashlib

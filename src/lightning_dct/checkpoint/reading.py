@@ -195,8 +195,7 @@ def read_state(
     """Read the state a rank starts from: its own, or the merged states of all ranks if the layout has changed.
 
     :func:`check_note` has accepted ``note``; ``world_size``, ``stages`` and ``holds_shards`` (of every parameter, and
-    not whole stages) describe the layout now. A corrupt file, or that of another rank, save or step, is a
-    CheckpointError, a missing one a FileNotFoundError.
+    not whole stages) describe the layout now. A file that is not what was saved is a CheckpointError.
     """
     saved_stages = note["stages"]
     same_layout = (world_size, stages) == (note["world_size"], saved_stages)
@@ -370,9 +369,6 @@ def with_edited_groups(
         "The checkpoint's optimizers have other hyperparameters, such as the learning rate, than were saved. Every rank"
         " continues with those of the checkpoint."
     )
-    states = []
-    for their, mine in zip(theirs, own, strict=True):
-        pairs = zip(their["param_groups"], mine["param_groups"], strict=True)
-        groups = [{**group, "params": my_group["params"]} for group, my_group in pairs]
-        states.append({**mine, "param_groups": groups})
-    return states
+    pairs = [zip(*(one["param_groups"] for one in both), strict=True) for both in zip(theirs, own, strict=True)]
+    groups = [[{**group, "params": mine["params"]} for group, mine in pair] for pair in pairs]
+    return [{**mine, "param_groups": one} for mine, one in zip(own, groups, strict=True)]

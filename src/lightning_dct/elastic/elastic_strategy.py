@@ -2,9 +2,6 @@
 
 A rank joins when its fit begins: it takes a checkpoint from a peer, over the network, and resumes from that. It leaves
 when it dies or its fit ends. In between it meets the others in exchanges only, at the end of a batch.
-
-What else Lightning does with all ranks, this rank does by itself, in a process group of its own: a barrier, a broadcast
-and a reduction of logged values wait for no other rank. So every rank evaluates all the data.
 """
 
 import json
@@ -46,7 +43,7 @@ from lightning_dct.lightning_private import checkpoint_of, restore_from
 from lightning_dct.saving import STATE_KEY
 from lightning_dct.strategy import DCTStrategy
 from lightning_dct.sync.buffers import PresentBuffers
-from lightning_dct.sync.setup import buffers_of, parameter_names, statistics_of
+from lightning_dct.sync.setup import buffers_of, exchanges_buffers, parameter_names, statistics_of
 from lightning_dct.traffic import plain_table
 
 # How long a rank waits at the start of a run for the others that were asked for.
@@ -59,8 +56,7 @@ class DCTElasticStrategy(DCTStrategy):
     :mod:`lightning_dct.elastic.elastic_updates` has the equations. Something outside starts each rank by itself, with
     its ``NODE_RANK`` and ``LOCAL_RANK``, starts it again if it dies, and gives all the address of a lighthouse in
     ``TORCHFT_LIGHTHOUSE``; ``examples/elastic/start.py`` does. ``trainer.world_size`` and samplers mean the ranks that
-    were asked for. An exchange waits for a rank that is alive and has not come for as long as the lighthouse says, and
-    goes on without it; that rank takes part in a later one.
+    were asked for.
 
     Args:
         accelerator: As for DDPStrategy.
@@ -184,9 +180,12 @@ class DCTElasticStrategy(DCTStrategy):
         exchange = AllGather(Link(self.present, self.traffic))  # type: ignore[arg-type]
         # Planned for as many ranks as were asked for, so that all that are present send alike.
         exchange.link_traversals = float(self.world_size)
-        buffers = PresentBuffers(partial(buffers_of, self._module), partial(statistics_of, self._module))
+        named = partial(buffers_of, self._module) if exchanges_buffers(self._ddp_kwargs) else dict
+        buffers = PresentBuffers(named, partial(statistics_of, self._module))
         every = (lambda: self.optimizers), (lambda: list(self._module.parameters()))
-        return ElasticUpdates(self.config, names, exchange, buffers, *every, rank=self.global_rank)
+        made = ElasticUpdates(self.config, names, exchange, buffers, *every, rank=self.global_rank)
+        made.project = None if self.project is None else partial(self.project, self._module)
+        return made
 
     @property
     def _elastic(self) -> ElasticUpdates:
@@ -354,7 +353,7 @@ class DCTElasticStrategy(DCTStrategy):
                 super().remove_checkpoint(filepath)
 
     def _writes(self) -> bool:
-        return self.present.rank() == 0 if self.is_fitting else self.global_rank == 0
+        return (self.global_rank if self.synchronizer is None else self.present.rank()) == 0
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a checkpoint, or what a peer has given to this rank.

@@ -130,6 +130,8 @@ class ElasticUpdates(UpdateSynchronizer):
     def after_step(self, optimizer: Optimizer) -> None:
         """Count a step; the exchange comes when the batch ends, where a checkpoint can be made for a joiner."""
         rounds = self._count_step(optimizer)
+        if self.project is not None:
+            self.project()  # this rank's own; the shared ones do not change here
         is_due = bool(rounds.due(self.config.length_at(rounds.steps), takes_turns=False))
         self.due = rounds.steps > self.resume_at and is_due
 
@@ -186,6 +188,7 @@ class ElasticUpdates(UpdateSynchronizer):
                 # As the mean of all ranks, of which only this one has moved.
                 mean = row.nan_to_num_(0.0, 0.0, 0.0).div_(len(headers))
                 self.weights.move(names, mean, nothing)
+            self._project_both()
         return rows is not None or ready < 2
 
     def _exchange(self) -> None:
@@ -272,12 +275,17 @@ class ElasticUpdates(UpdateSynchronizer):
                 apply(self.feedback, received, bucket)
                 if own is not None and decay < 1.0:
                     torch._foreach_lerp_(list(bucket.news), list(bucket.bases), 1.0 - decay)
+            self._project_both()
             rest = self.buffers.take(rows[:, start:], changed)
             if rest.numel() and len(rows) > 1:
                 measured = cosine_of_all(rest.view(torch.float32))
                 rounds.cosine.value = (rounds.cosine.value + measured) // 2 if measured >= 0 else rounds.cosine.value
         self.feedback.awaited.poll()
         self.exchanges += 1
+
+    def _project_both(self) -> None:
+        if self.project is not None:
+            self.weights.project(self.project)
 
     def commit(self) -> None:
         """Note that this rank has taken the round that has ended."""

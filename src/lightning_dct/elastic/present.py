@@ -4,8 +4,7 @@
     gather    every rank's bytes, in the group of this quorum
     agree     whether this rank takes what was gathered; a rank that does not is behind at the next meeting
 
-Each rank is a replica group of its own, with a ``Manager`` and a store. Ranks that are not heard of for
-``HEARTBEAT_S`` are gone. The *lighthouse* forms the quorums.
+Each rank is a replica group of its own, with a ``Manager`` and a store. The *lighthouse* forms the quorums.
 """
 
 import logging

@@ -12,8 +12,6 @@ A rank that stays at a place for ``LATE_S`` asks as well, without waiting: it ma
 does not come to, such as one more of what all have done before. Another rank may be in a collective of the user's own
 instead. It says so after as long a time. If all ranks that are missing at a place say so, none of them will come.
 
-The hub passes the questions and the answers on. There is a time limit at the end of training only.
-
 If any rank receives a signal, all ranks act on it at the same *stop point*, such as the end of a step. The hub asks
 each rank how many stop points it has passed, and answers with the largest count plus one. Until then a rank waits at
 its next stop point:

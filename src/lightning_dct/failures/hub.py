@@ -1,8 +1,7 @@
 """The hub in the process of rank 0: sends the names of dead and failed ranks, and what ranks ask each other.
 
 A rank reports how it ends: it has left, or it has failed and why. If a connection ends without a report, its process
-has died: the kernel closes the connections of any dead process. There is no time limit, so a rank may compute, load
-data or stop in a debugger.
+has died: the kernel closes the connections of any dead process. A living rank may take any time.
 
 Anyone on the network can connect until all ranks have. The hub closes connections without the token or with the number
 of a connected rank, and the oldest silent ones if there are many. It sends nothing from such callers to the ranks. A

@@ -5,11 +5,8 @@ r"""One rank's connection to the hub: reports how this rank ends, and ends it wh
         \                  |                  /
          +------ hub, in the process of rank 0
 
-Without it a rank may wait for a dead one until the process group's timeout, half an hour, if sockets stay open: forked
-DataLoader workers keep those of a dead rank, a host without power sends nothing, and a rank that has raised an
-exception may itself wait in another collective.
-
-It also carries signals, on which all ranks act together (:mod:`lightning_dct.failures.collective_order`).
+``docs/reliability.md`` says what gloo alone does not notice. A lifeline also carries signals, on which all ranks act
+together (:mod:`lightning_dct.failures.collective_order`).
 """
 
 from __future__ import annotations

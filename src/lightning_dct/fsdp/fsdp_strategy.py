@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -23,7 +22,7 @@ from lightning_dct.compress.bucket_plan import local_of
 from lightning_dct.config import DCTConfig, check_integer, check_keywords
 from lightning_dct.exchange.collectives import Link
 from lightning_dct.failures.collective_order import EXCHANGE, IN_FORWARD
-from lightning_dct.fsdp.mesh_strategy import UNIT, MeshStrategy, Unit, check_sharded, shard_of, sharded_modules
+from lightning_dct.fsdp.mesh_strategy import UNIT, MeshStrategy, Unit, check_sharded, shard_of, sharded, sharded_modules
 from lightning_dct.law import Given
 from lightning_dct.sync.setup import check_settings, make_update_synchronizer
 from lightning_dct.sync.shared_weights import SharedWeights
@@ -174,23 +173,6 @@ class DCTFSDPStrategy(DCTStrategyBase, MeshStrategy):
         # Copies, because FSDP's tensors change with the weights.
         return state if self.updates is None else apply_to_collection(state, Tensor, Tensor.clone)
 
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load this rank's own state, for which Lightning has no call after this one."""
-        super().load_model_state_dict(checkpoint, strict)
-        self.load_optimizer_state_dict(checkpoint)
-
-    def _load_optimizer_states(self, checkpoint: Mapping[str, Any], own: Sequence[Mapping[str, Any]]) -> None:
-        # `load_checkpoint` has loaded those of the checkpoint.
-        for optimizer, saved in zip(self.optimizers, own, strict=False):
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            for number, values in saved["state"].items():
-                state = optimizer.state[parameters[number]]
-                for key, value in values.items():
-                    if isinstance(state.get(key), Tensor):
-                        local_of(state[key]).copy_(value)
-                    else:
-                        state[key] = value
-
     def _own_state_of(self, optimizer: Optimizer) -> dict[str, Any]:
         state = Strategy.optimizer_state(self, optimizer)
         return dict(apply_to_collection(state, Tensor, lambda tensor: local_of(tensor).detach().to("cpu", copy=True)))
@@ -199,10 +181,7 @@ class DCTFSDPStrategy(DCTStrategyBase, MeshStrategy):
         return {name: local_of(gradient) for name, gradient in super()._accumulated_gradients().items()}
 
     def _take_up(self, parameter: Tensor, gradient: Tensor) -> None:
-        if isinstance(parameter, DTensor):
-            local, mesh, placements = gradient.to(parameter.device), parameter.device_mesh, parameter.placements
-            gradient = DTensor.from_local(local, mesh, placements, shape=parameter.shape, stride=parameter.stride())
-        super()._take_up(parameter, gradient)
+        super()._take_up(parameter, sharded(gradient, parameter))
 
     def _state(self) -> dict[str, Any]:
         shapes = {name: list(local_of(parameter).shape) for parameter, name in self._parameter_names().items()}
@@ -210,12 +189,9 @@ class DCTFSDPStrategy(DCTStrategyBase, MeshStrategy):
 
     def _restore(self, synchronizer: Synchronizer, state: dict[str, Any]) -> None:
         if "shards" not in state:
-            parameters = {name: parameter for parameter, name in self._parameter_names().items()}
+            like = {name: parameter for parameter, name in self._parameter_names().items()}
             for part in ("weights", "residuals", "accumulated"):
-                state[part] = {
-                    name: shard_of(whole, parameters[name]) if name in parameters else whole
-                    for name, whole in state.get(part, {}).items()
-                }
+                state[part] = {name: shard_of(one, like.get(name)) for name, one in state.get(part, {}).items()}
         super()._restore(synchronizer, state)
 
 

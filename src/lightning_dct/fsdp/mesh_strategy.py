@@ -6,23 +6,29 @@ A plain LightningModule is sharded with ``fully_shard``, by size or by class.
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
 
+from lightning_dct.activations.module import plain_name
 from lightning_dct.agreement import gather_objects
 from lightning_dct.checkpoint.reading import on_all_ranks
 from lightning_dct.checksums import SUMS, check_sums, checksum_of_file, with_checksum
+from lightning_dct.compress.bucket_plan import local_of
 from lightning_dct.lightning_private import METADATA_FILENAME
 
 AXES = ("replicate", "data_parallel", "tensor_parallel")
@@ -47,11 +53,10 @@ class MeshStrategy(ModelParallelStrategy):
         wrap_unit: The unit of :func:`wrap`.
         shard_settings: For ``fully_shard``.
         **kwargs: As for ModelParallelStrategy.
-
-    Attributes:
-        replicas: Their number, once the processes have started.
-        stages: The ranks per replica.
     """
+
+    # After the model's, and none are an error in fit, as with plain strategies.
+    lightning_restore_optimizer = True
 
     def __init__(self, replicas: int | None, wrap_unit: Unit, shard_settings: dict[str, Any], **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -98,6 +103,15 @@ class MeshStrategy(ModelParallelStrategy):
         super().teardown()
         vars(self.lightning_module).pop("configure_model", None)
 
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state for a folder; or for a file, on the first rank, as plain strategies save it."""
+        if self._save_distributed_checkpoint:
+            return super().optimizer_state(optimizer)
+        # Lightning would number parameters in the model's order, and plain strategies take the optimizer's.
+        state, is_first = Strategy.optimizer_state(self, optimizer), self.is_global_zero
+        whole = apply_to_collection(state, DTensor, lambda one: (None, one.full_tensor().cpu())[is_first])
+        return dict(whole) if is_first else {}
+
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Save the first replica, in a folder ``.<name>.part`` that is renamed when it is complete."""
         path = Path(filepath)
@@ -126,7 +140,7 @@ class MeshStrategy(ModelParallelStrategy):
         self.barrier()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a checkpoint. The ranks of each node first share its files, and compare them with their checksums.
+        """Load a model, and in fit optimizers of a folder, whose files the ranks of a node first share and compare.
 
         Raises:
             FileNotFoundError: A file is missing. Raised on every rank, like the following.
@@ -134,7 +148,33 @@ class MeshStrategy(ModelParallelStrategy):
         """
         path = Path(self.broadcast(checkpoint_path))
         on_all_ranks(lambda: check_sums(path, self.local_rank, self.num_processes), str(path))
-        return super().load_checkpoint(path, weights_only)
+        module: Any = self.lightning_module
+        keys = FileSystemReader(path).read_metadata().state_dict_metadata if path.is_dir() else {}
+        saved = [key.partition(".state.") for key in keys if not key.startswith("state_dict.")]
+        number = len({key.partition(".")[0] for key, _, _ in saved})
+        # torch refuses a parameter that could have a state and has none, as before its first gradient.
+        known = {name.rpartition(".")[0] for _, _, name in saved}
+        trained = {plain_name(name): one for name, one in module.named_parameters() if one.requires_grad}
+        unknown = nn.ParameterList(one for name, one in trained.items() if name not in known)
+        optimizers = self._optimizers
+        try:
+            self._optimizers = optimizers[:number] if module.trainer.state.fn == TrainerFn.FITTING else []
+            unknown.requires_grad_(False)
+            checkpoint = super().load_checkpoint(path, weights_only)
+        finally:
+            self._optimizers = optimizers
+            unknown.requires_grad_(True)
+        return {**checkpoint, "optimizer_states": [{}] * number} if number else checkpoint
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load states of whole tensors or of this rank's shards; those of a folder are empty and loaded already."""
+        for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            if saved:
+                numbers = [number for group in saved["param_groups"] for number in group["params"]]
+                parameters = [one for group in optimizer.param_groups for one in group["params"]]
+                like, states = dict(zip(numbers, parameters, strict=False)), saved["state"]
+                states = {n: apply_to_collection(one, Tensor, sharded, like.get(n)) for n, one in states.items()}
+                optimizer.load_state_dict({**saved, "state": states})
 
 
 def replace(new: Path, path: Path) -> None:
@@ -150,15 +190,10 @@ def replace(new: Path, path: Path) -> None:
 
 
 def wrap(model: pl.LightningModule, mesh: DeviceMesh, unit: Unit, **settings: Any) -> None:
-    """Shard all parameters of a module that has not sharded itself.
+    """Shard all parameters of a module that has not sharded itself, over a one-dimensional mesh, by ``fully_shard``.
 
-    Args:
-        model: The module. Its steps gather the parameters outside units. With manual optimisation backward runs in a
-            step, so each child is a unit.
-        mesh: The ranks, one-dimensional.
-        unit: Modules to gather and free together: those of these classes, or the smallest ones with at least this many
-            entries. Parameters that several modules share are not in units.
-        **settings: As for ``fully_shard``.
+    Its steps gather the parameters outside units, such as those that several modules share. With manual optimisation
+    backward runs in a step, so each child is a unit.
     """
     if isinstance(model, FSDPModule) or any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         return
@@ -222,14 +257,20 @@ def sharded_modules(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def shard_of(whole: Tensor, like: Tensor) -> Tensor:
-    """This rank's shard, along dimension 0, of a whole tensor for the parameter ``like``; flat if the whole is flat."""
+def shard_of(whole: Tensor, like: Tensor | None) -> Tensor:
+    """This rank's shard of a whole tensor for the parameter ``like``; flat if the whole is flat."""
     if not isinstance(like, DTensor):
         return whole
-    rows = -(-like.shape[0] // like.device_mesh.size())
-    first = rows * like.device_mesh.get_local_rank()
-    part = whole.reshape(like.shape)[first : first + rows]
-    return part if whole.shape == like.shape else part.reshape(-1)
+    part = distribute_tensor(whole.reshape(like.shape), like.device_mesh, like.placements, src_data_rank=None)
+    return part.to_local() if whole.shape == like.shape else part.to_local().reshape(-1)
+
+
+def sharded(tensor: Tensor, like: Tensor | None) -> Tensor:
+    """What belongs to the parameter ``like``, of which this is the whole or this rank's shard, sharded like it."""
+    if not isinstance(like, DTensor) or not tensor.ndim:
+        return tensor
+    local = (tensor if tensor.shape == local_of(like).shape else shard_of(tensor, like)).to(like.device, copy=True)
+    return DTensor.from_local(local, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
 
 
 def _inside_out(module: nn.Module) -> Iterator[nn.Module]:
