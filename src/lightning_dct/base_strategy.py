@@ -151,8 +151,7 @@ class DCTStrategyBase(CheckpointedStrategy):
         super().on_train_start()
         if (updates := self.updates) is not None:
             self.length = self._agreed_length()
-            ranks, (steps, unknown, _) = self.world_size // self.stages, self.length
-            updates.follow(RunSettings(self.given, ranks, steps, unknown))
+            updates.follow(RunSettings(self.given, self.world_size // self.stages, *self.length[:2]))
             for optimizer in self.optimizers:
                 updates.register(optimizer)  # a forward's writes before the first step are sent, too
             updates.check_alike()

@@ -359,8 +359,7 @@ class ExactReader:
 def exact_round(module: ShardedEmbeddingBags, wanted: list[Int64Array] | None) -> Tensor | None:
     """Request rows of a module, None if this rank has no more batches, and answer the others.
 
-    Returns:
-        The rows of all owners, ``[k, dim]``; None if all ranks have finished.
+    The result has the rows of all owners, ``[k, dim]``; it is None if all ranks have finished.
     """
     modules = module.evaluated_with or (module,)  # in the same order on every rank
     exchange, placement, traffic = modules[0].exchange_group, module.placement, module.evaluation_traffic

@@ -85,8 +85,7 @@ class KeptPieces:
 def prune(module: ShardedEmbeddingBags, keep: float, optimizers: Iterable[Optimizer]) -> float:
     """Keep the pieces of this rank's rows with the largest scores, and their optimizer states.
 
-    Returns:
-        The share of the rows' bytes that this rank has left, with the index of kept pieces.
+    The result is the share of the rows' bytes that this rank has left, with the index of kept pieces.
     """
     rows, width = module.weight.shape
     row_bytes = width * module.weight.element_size()

@@ -55,11 +55,7 @@ def sums_of(plan: BucketPlan) -> BucketPlan:
 
 
 def share_out(model: BucketPlan, owners: int) -> dict[str, tuple[OwnedPiece, ...]]:
-    """Divide a model's tensors among owners, so that about the same number of bytes is sent for each.
-
-    Returns:
-        Each tensor's pieces in ascending order, by name.
-    """
+    """Each tensor's pieces in ascending order, by name: about the same number of bytes is sent for each owner."""
     weights = [_bits(size, target, model) for size, target in zip(model.sizes, model.targets, strict=True)]
     loads = [0] * owners
     pieces: dict[str, tuple[OwnedPiece, ...]] = {}

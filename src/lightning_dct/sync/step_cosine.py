@@ -99,14 +99,10 @@ def sample_of(weights: Sequence[Tensor], step: int) -> Tensor:
 
 
 def cosine_of(step: Tensor, everyone: Link) -> Tensor:
-    """The mean cosine between the ranks' steps, in parts of ``WHOLE``; a collective call.
+    """The mean cosine between the ranks' steps, in parts of ``WHOLE``: shape ``[1]``, int64; a collective call.
 
-    Args:
-        step: Shape ``[k]``, fp32: a sample of this rank's step, of the same entries on every rank.
-        everyone: The ranks.
-
-    Returns:
-        Shape ``[1]``, int64; -1 if no rank has moved, or one to infinity.
+    ``step``, shape ``[k]``, fp32, has the same entries of the step of each rank. The result is -1 if no rank has moved,
+    or one to infinity.
     """
     means = torch.cat([step, step.square().sum().view(1)])
     all_reduce_mean(means, everyone).wait()
