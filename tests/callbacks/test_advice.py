@@ -18,6 +18,7 @@ from lightning_dct.callbacks.run_advice import (
     dense_setting,
     notes_at_start,
     notes_on_link,
+    run_length,
     slowest_rank,
     time_of_step,
     verdict,
@@ -46,6 +47,16 @@ def notes(
 ) -> list[str]:
     asked, length = config if isinstance(config, Given) else Given(config), RunLength(steps, unknown)
     return notes_at_start(asked, ranks, length, device_type, "nobody to send to", "strategy='ddp'")
+
+
+@pytest.mark.parametrize(("made", "counted"), [(511, 5), (5, 0), (4, 4)])
+def test_steps_of_an_earlier_fit_are_no_part_of_the_length(made: int, counted: int) -> None:
+    """By hand: of 1,000 steps Lightning has made some. To the step, because a resumed run chooses by them again."""
+    limits = {"estimated_stepping_batches": 1000, "max_epochs": 1, "max_steps": -1, "num_training_batches": 1000}
+    strategy = SimpleNamespace(synchronizer=SimpleNamespace(synchronisations=counted))
+    module, loop = SimpleNamespace(automatic_optimization=True), {"callbacks": [], "optimizers": [None]}
+    trainer = SimpleNamespace(**limits, **loop, lightning_module=module, strategy=strategy, global_step=made)
+    assert run_length(trainer).steps == 1000 - made + counted  # type: ignore[arg-type]
 
 
 def test_a_run_that_may_end_early_is_told_what_it_gets() -> None:

@@ -46,14 +46,14 @@ def run_length(trainer: pl.Trainer) -> RunLength:
             unknown = f"`{type(callback).__name__}` may end it"
     if epochs == LIGHTNINGS_EPOCHS and most < 0 and unknown in ("", COUNTED):
         unknown = f"max_epochs={epochs} is what Lightning takes for a run without any limit"
-    made_elsewhere = (1.0 - _share_counted(trainer)) * trainer.global_step / max(1, len(trainer.optimizers))
+    made_elsewhere = (trainer.global_step - _counted(trainer)) / max(1, len(trainer.optimizers))
     return RunLength(max(1.0, steps - made_elsewhere), unknown, batches)
 
 
-def _share_counted(trainer: pl.Trainer) -> float:
-    """The share of Lightning's steps that the strategy has counted: not those of an earlier fit or another strategy."""
+def _counted(trainer: pl.Trainer) -> int:
+    """Those of Lightning's steps that the strategy has counted: not those of an earlier fit or another strategy."""
     strategy: Any = trainer.strategy
-    return min(1.0, strategy.synchronizer.synchronisations / max(1, trainer.global_step))
+    return min(trainer.global_step, int(strategy.synchronizer.synchronisations))
 
 
 def share_done(trainer: pl.Trainer, batches: float) -> float:
@@ -63,7 +63,7 @@ def share_done(trainer: pl.Trainer, batches: float) -> float:
         return 0.0
     limits = ((trainer.global_step, trainer.max_steps), (trainer.current_epoch, trainer.max_epochs or 0))
     share = min(1.0, max([done / batches, *(reached / most for reached, most in limits if most > 0)]))
-    counted = share * _share_counted(trainer)
+    counted = share * (_counted(trainer) / max(1, trainer.global_step))
     return counted and counted / (1.0 - share + counted)
 
 
