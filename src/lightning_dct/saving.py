@@ -194,8 +194,9 @@ class CheckpointedStrategy(ParallelStrategy):
             # Lightning's file comes last and points at files that all ranks have completed.
             checkpoint[saved.CHECKPOINT_KEY] = saved.seal(note, gather_objects(written))
         # Of averages Lightning saves a copy of the module, whose thresholds are those before training.
+        compressed = self.compressed_modules()
         for name, value in checkpoint.get("current_model_state", {}).items():
-            if plain_name(name.removesuffix("._extra_state")) in self.compressed_modules():
+            if plain_name(name.removesuffix("._extra_state")) in compressed:
                 checkpoint["state_dict"][name] = value
         super().save_checkpoint(checkpoint, path, storage_options)
         if self.is_global_zero:
