@@ -283,10 +283,6 @@ class ElasticUpdates(UpdateSynchronizer):
         self.feedback.awaited.poll()
         self.exchanges += 1
 
-    def _project_both(self) -> None:
-        if self.project is not None:
-            self.weights.project(self.project)
-
     def commit(self) -> None:
         """Note that this rank has taken the round that has ended."""
         latest = self.present.round - 1, self.present.quorum
