@@ -43,11 +43,9 @@ def expected_loss(config: DCTConfig, ranks: int, steps: float) -> float:
     """Expected excess of the loss over that of plain DDP, in percent, with updates."""
     growth = max(1.0, min(ranks, 8) / 4) ** 2 * max(1.0, ranks / 8) ** 0.45
     waiting = 35 * min(ranks - 1, 3) * growth / config.density / steps
-    least = 0.25 * math.log2(min(ranks, 4))
-    if config.lengthens:
-        return max(waiting, least)
     apart = 0.65 * (ranks - 1) ** 0.65 * (1000 * (config.local_steps - 1) / steps) ** 0.8
-    return max(2 * waiting + max(apart, 0.2 * math.log2(config.local_steps)), least)
+    loss = (1 if config.lengthens else 2) * waiting + max(apart, 0.2 * math.log2(config.local_steps))
+    return max(loss, 0.25 * math.log2(min(ranks, 4)))
 
 
 def steps_needed(config: DCTConfig, ranks: int) -> float:

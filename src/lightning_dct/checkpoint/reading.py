@@ -369,6 +369,8 @@ def with_edited_groups(
         "The checkpoint's optimizers have other hyperparameters, such as the learning rate, than were saved. Every rank"
         " continues with those of the checkpoint."
     )
-    pairs = [zip(*(one["param_groups"] for one in both), strict=True) for both in zip(theirs, own, strict=True)]
-    groups = [[{**group, "params": mine["params"]} for group, mine in pair] for pair in pairs]
-    return [{**mine, "param_groups": one} for mine, one in zip(own, groups, strict=True)]
+    states = []
+    for their, mine in zip(theirs, own, strict=True):
+        pairs = zip(their["param_groups"], mine["param_groups"], strict=True)
+        states.append({**mine, "param_groups": [{**edited, "params": kept["params"]} for edited, kept in pairs]})
+    return states
