@@ -168,7 +168,7 @@ class Exchanges:
 
     def before_step(self) -> None:
         """Sample the weights before an optimizer step in which the cosine is measured."""
-        if self.config.lengthens and not self._is_plain(self._step + 1) and is_measured(self._step + 1):
+        if self.config.lengthens and self._lengthens(self._step + 1) and is_measured(self._step + 1):
             self._before = [sample_of(list(own.values()), self._step + 1) for own in self._models]
 
     def let_decay(self, rank: Rank, optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
@@ -193,14 +193,13 @@ class Exchanges:
         if refreshes:
             self._since_refresh, self._wants_refresh = 1, False
         lost = 1.0 - self.config.residual_decay if self._step <= self.config.warmup_steps else 0.0
-        if self._is_plain(self._step):
-            lengthening: float | None = 1.0
-        else:
+        lengthening: float | None = 1.0
+        if self._lengthens(self._step):
             lengthening = self._cosine.lengthening(ranks) if self.config.lengthens else None
         self.start(length, Sending(tag_of("replicas", self._step, 0), lost=lost, lengthening=lengthening), refreshes)
 
-    def _is_plain(self, step: int) -> bool:
-        return self._run.is_ending(step) or not self._trial.chooses_length
+    def _lengthens(self, step: int) -> bool:
+        return self._trial.chooses_length and not self._run.is_ending(step)
 
     def _measure(self) -> None:
         steps = [sample_of(list(own.values()), self._step) for own in self._models]
