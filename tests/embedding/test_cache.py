@@ -1,7 +1,6 @@
 """Which rows are remembered, and what of them: against dicts."""
 
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from torch import Tensor
 from distributed.harness import RankFailure
 from embedding.plain_directory import PlainCache
 from lightning_dct import ShardedEmbeddingBags
-from lightning_dct.embedding import cache as cache_module
 from lightning_dct.embedding.cache import RememberedRows, RowCache, add_entries
 from strategies_for_hypothesis import examples
 
@@ -73,17 +71,6 @@ def test_a_resumed_cache_goes_on_as_the_other_end_does(capacity: int, history: l
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     if cut < len(history):
         assert all(torch.equal(saved[name], value) for name, value in frozen.items()), "a saved state must not change"
-
-
-@given(capacity=capacities, history=requests)
-@examples(40)
-def test_with_and_without_numba_slots_are_the_same(capacity: int, history: list[list[int]]) -> None:
-    caches = RowCache(capacity), RowCache(capacity)
-    for wanted in history:
-        ours = caches[0].admit(asked(wanted))
-        with mock.patch.object(cache_module, "rows_kernel", return_value=None):
-            theirs = caches[1].admit(asked(wanted))
-        assert [part.tolist() for part in ours] == [part.tolist() for part in theirs]
 
 
 @pytest.mark.parametrize("last_used", [2**31, 2**31 + 5])

@@ -19,7 +19,6 @@ from torch import Tensor
 from lightning_dct.checksums import CheckpointError
 from lightning_dct.embedding.messages import HALVE_EVERY, REGROUP_EVERY, RequestCode
 from lightning_dct.embedding.owners import GOLDEN, Int64Array, RowOwners
-from lightning_dct.kernels import rows_kernel
 
 
 class Admission(NamedTuple):
@@ -91,17 +90,12 @@ class RowCache:
         slots = np.full(rows.size, -1, dtype=np.int64)
         if not self.num_slots:
             return slots
-        places = self._homes(rows)
-        if (kernel := rows_kernel("cpu")) is not None:
-            kernel.find_slots(self._table, places, rows, self.row_at, slots)
-            return slots
-        sought = np.arange(rows.size)
+        places, sought = self._homes(rows), np.arange(rows.size)
         while sought.size:
             found = self._table[places]
-            used = found >= 0
-            right = used & (self.row_at[found] == rows[sought])
-            slots[sought[right]] = found[right]
-            on = used & ~right
+            slots[sought] = found  # -1 at a free entry: the row is missing
+            # Slots with other rows are overwritten in the next round.
+            on = np.flatnonzero((found >= 0) & (self.row_at[found] != rows[sought]))
             places, sought = (places[on] + 1) & (self._table.size - 1), sought[on]
         return slots
 
@@ -174,14 +168,11 @@ class RowCache:
         """Insert the slots of new rows, ``[k]``, into the hash table."""
         self._entries += rows.size
         places = self._homes(rows)
-        if (kernel := rows_kernel("cpu")) is not None:
-            kernel.put_slots(self._table, places, slots)
-            return
         while slots.size:
             free = self._table[places] < 0
             self._table[places[free]] = slots[free]
             # If several rows have the same place, one of them gets it.
-            on = self._table[places] != slots
+            on = np.flatnonzero(self._table[places] != slots)
             places, slots = (places[on] + 1) & (self._table.size - 1), slots[on]
 
     def _homes(self, rows: Int64Array) -> Int64Array:

@@ -1,4 +1,4 @@
-"""Codes rows in 8 or 4 bits, draws initial ones and finds cached ones, compiled for this CPU by numba (extra ``fast``).
+"""Codes rows in 8 or 4 bits and draws initial ones, compiled for this CPU by numba (extra ``fast``).
 
 :mod:`lightning_dct.wire.rows` describes the bytes and :mod:`lightning_dct.activations.codec` the random numbers. The
 results are the same as in torch to the last bit, so ranks may use either. All arithmetic is fp32, with one rounding for
@@ -48,29 +48,6 @@ def decode(written: Tensor, count: int, num_rows: int, levels: int, shares: NDAr
     values = np.empty(count, np.float32)
     _decode(values.reshape(num_rows, -1), written.numpy(), levels > 7, shares)
     return torch.from_numpy(values)
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def find_slots(table: Any, homes: Any, rows: Any, row_at: Any, slots: Any) -> None:
-    """Write the slots of rows to ``slots``, -1 for missing rows; see :class:`lightning_dct.embedding.cache.RowCache`.
-
-    ``table``, of a power of two of entries, has slots, or -1 where it is free. The search begins at a row's home.
-    """
-    for i in range(rows.size):
-        place = homes[i]
-        while table[place] >= 0 and row_at[table[place]] != rows[i]:
-            place = (place + 1) & (table.size - 1)
-        slots[i] = table[place]
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def put_slots(table: Any, homes: Any, slots: Any) -> None:
-    """Insert the slots of new rows."""
-    for i in range(slots.size):
-        place = homes[i]
-        while table[place] >= 0:
-            place = (place + 1) & (table.size - 1)
-        table[place] = slots[i]
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
