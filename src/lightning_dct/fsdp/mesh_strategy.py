@@ -140,7 +140,9 @@ class MeshStrategy(ModelParallelStrategy):
         self.barrier()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a model, and in fit optimizers of a folder, whose files the ranks of a node first share and compare.
+        """Load the model and, in fit, the optimizers of a folder. Those of a file are loaded later, as elsewhere.
+
+        First the ranks of a node compare the folder's files with their checksums, each rank a part of them.
 
         Raises:
             FileNotFoundError: A file is missing. Raised on every rank, like the following.
@@ -152,10 +154,11 @@ class MeshStrategy(ModelParallelStrategy):
         keys = FileSystemReader(path).read_metadata().state_dict_metadata if path.is_dir() else {}
         saved = [key.partition(".state.") for key in keys if not key.startswith("state_dict.")]
         number = len({key.partition(".")[0] for key, _, _ in saved})
-        # torch refuses a parameter that could have a state and has none, as before its first gradient.
+        # torch loads a state for every parameter that requires a gradient. Those that have had none until the save have
+        # no state in the folder, so they are frozen meanwhile.
         known = {name.rpartition(".")[0] for _, _, name in saved}
-        trained = {plain_name(name): one for name, one in module.named_parameters() if one.requires_grad}
-        unknown = nn.ParameterList(one for name, one in trained.items() if name not in known)
+        trained = [(name, one) for name, one in module.named_parameters() if one.requires_grad]
+        unknown = nn.ParameterList(one for name, one in trained if plain_name(name) not in known)
         optimizers = self._optimizers
         try:
             self._optimizers = optimizers[:number] if module.trainer.state.fn == TrainerFn.FITTING else []

@@ -43,6 +43,7 @@ class Placement:
         self.network = find_pipeline(model)
         self.pieces = cut(self.network)
         check_pieces(self.pieces, mesh.stages, interleaved)
+        self.splits = [piece.split for piece in self.pieces if piece.split is not None]
         self.own = self.pieces[mesh.stage :: mesh.stages]
         self.foreign = [piece for piece in self.pieces if piece.index % mesh.stages != mesh.stage]
         # Whether other ranks' pieces are on the meta device.
@@ -123,10 +124,8 @@ class Placement:
         tensors = dict(chain(self.model.named_parameters(), self.model.named_buffers()))
         for stage in range(self.mesh.stages):
             start_alike(self.part_of(stage, tensors).values(), self.mesh.control, source=stage)
-        for piece in self.pieces:
-            if piece.split is not None:
-                owner = piece.index % self.mesh.stages
-                piece.split.load_state_dict(self.mesh.share(piece.split.state_dict(), owner))
+        for number, split in enumerate(self.splits):
+            split.load_state_dict(self.mesh.share(split.state_dict(), number % self.mesh.stages))
         self.spread = False
 
     def copy_from_rank_zero(self) -> None:
@@ -134,10 +133,9 @@ class Placement:
         # After a failed fit each rank has only its own pieces.
         if any(tensor.is_meta for tensor in chain(self.model.parameters(), self.model.buffers())):
             return
-        splits = [piece.split for piece in self.pieces if piece.split is not None]
-        states = [split.state_dict() for split in splits]
+        states = [split.state_dict() for split in self.splits]
         dist.broadcast_object_list(states, src=0, group=self.mesh.everyone)
-        for split, state in zip(splits, states, strict=True):
+        for split, state in zip(self.splits, states, strict=True):
             split.load_state_dict(state)
         start_alike(chain(self.model.parameters(), self.model.buffers()), self.mesh.everyone)
 
