@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_dct.compress.awaited import clock_of
 from lightning_dct.compress.bucket_plan import Bucket, Received, plan_bucket
 from lightning_dct.compress.codec import compress, decompress
 from lightning_dct.compress.error_feedback import ErrorFeedback
@@ -137,14 +138,7 @@ def measure_link(group: dist.ProcessGroup, device: torch.device) -> MeasuredLink
 
 
 def _timed(action: Callable[[], object], device: torch.device) -> float:
-    wait_for(device)
-    started = perf_counter()
+    clock = clock_of(device)
+    started = clock.mark()
     action()
-    wait_for(device)
-    return perf_counter() - started
-
-
-def wait_for(device: torch.device) -> None:
-    """Wait until a GPU has done its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    return clock.seconds(started, clock.mark())
