@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from lightning_dct import DCTStrategy
 from lightning_dct.checkpoint.reading import put_together
 from lightning_dct.checksums import CheckpointError
 from lightning_dct.compress.bucket_plan import local_of
+from lightning_dct.fsdp import mesh_strategy
 from lightning_dct.sync.setup import parameter_names
 
 UPDATES = {"local_steps": 4, "density": 0.1, "warmup_steps": 0}
@@ -74,6 +76,18 @@ def train_resumable(
 
 def saved_folder(path: Path) -> None:
     run(UPDATES, {}, path)
+
+
+def killed_save(path: Path) -> Any:
+    """The checkpoint from which SLURM would have Lightning resume, after a save that has not come to its last step."""
+    with patch.object(mesh_strategy, "replace"):
+        saved_folder(path)
+    return Trainer(accelerator="cpu", default_root_dir=path.parent, logger=False)._checkpoint_connector._hpc_resume_path
+
+
+def test_lightning_does_not_resume_from_what_a_killed_save_leaves(ranks: Any, tmp_path: Path) -> None:
+    assert ranks(4).run(killed_save, tmp_path / "hpc_ckpt_1.ckpt") == [None] * 4
+    assert any(name.suffix == ".part" for name in tmp_path.iterdir())
 
 
 def load_damaged(path: Path) -> str:

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from lightning_dct.activations.module import plain_name
 from lightning_dct.agreement import gather_objects
+from lightning_dct.checkpoint.files import beside
 from lightning_dct.checkpoint.reading import on_all_ranks
 from lightning_dct.checksums import SUMS, check_sums, checksum_of_file, with_checksum
 from lightning_dct.compress.bucket_plan import local_of
@@ -113,19 +114,18 @@ class MeshStrategy(ModelParallelStrategy):
         return dict(whole) if is_first else {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Save the first replica, in a folder ``.<name>.part`` that is renamed when it is complete."""
+        """Save the first replica, in a hidden folder that is renamed when it is complete."""
         path = Path(filepath)
         if not self._save_distributed_checkpoint or storage_options is not None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        part = path.with_name(f".{path.name}.part")
+        part = Path(beside(str(path), "part"))
         if self.is_global_zero:
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)
         self.barrier()
-        tensors = {"state_dict": checkpoint.pop("state_dict")}
-        states = checkpoint.pop("optimizer_states", [])
-        tensors |= {f"optimizer_{number}": state for number, state in enumerate(states)}
+        tensors = {f"optimizer_{number}": one for number, one in enumerate(checkpoint.pop("optimizer_states", []))}
+        tensors["state_dict"] = checkpoint.pop("state_dict")
         sums = {}
         if self.global_rank < self.stages:
             save(tensors, checkpoint_id=part, process_group=self.device_mesh[AXES[1]].get_group())
@@ -182,7 +182,7 @@ class MeshStrategy(ModelParallelStrategy):
 
 def replace(new: Path, path: Path) -> None:
     """Move a folder to a path, in place of a folder or a file."""
-    old = path.with_name(f".{path.name}.old")
+    old = Path(beside(str(path), "old"))
     shutil.rmtree(old, ignore_errors=True)
     if path.exists():
         path.rename(old)
