@@ -358,7 +358,7 @@ class CheckpointedStrategy(ParallelStrategy):
 def warn_of_uploads(loggers: Iterable[Logger]) -> None:
     """Warn of loggers that upload checkpoints as single files; those of W&B, MLflow and Lightning AI can."""
     for logger in loggers:
-        if getattr(logger, "_log_model", False):
+        if getattr(logger, "_log_model", False) in (True, "all"):
             # The folder cannot be uploaded here either: with several nodes each disk has a part of it.
             rank_zero_warn(
                 f"`{type(logger).__name__}(log_model=...)` uploads each checkpoint `x.ckpt` as one file, without the"
