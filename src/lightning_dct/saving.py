@@ -124,8 +124,8 @@ class CheckpointedStrategy(ParallelStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The model's state with the shared weights, which ``on_save_checkpoint`` sees, too, until the save ends."""
-        if self.updates is not None and not self.updates.weights.shown:
-            self._is_shown_to_save = True
+        if self.updates is not None:  # an earlier save may have failed in a hook
+            self._is_shown_to_save = not self.updates.weights.shown
             self.updates.weights.show()
         with saved_in_shards(self.sharded_tables()):
             return super().lightning_module_state_dict()

@@ -469,3 +469,36 @@ def cut_short() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
 def test_a_fit_that_is_cut_short_leaves_the_shared_weights(ranks: Any) -> None:
     for shared, left in ranks(2).run(cut_short):
         assert_weights_equal(shared, left)
+
+
+class Unsaved(Validated):
+    """Fails a save before its sixth optimizer step, and goes on."""
+
+    def __init__(self, fails: bool) -> None:
+        super().__init__()
+        self.fails, self.is_failing = fails, False
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.is_failing:
+            raise OSError
+
+    def optimizer_step(self, *arguments: Any) -> None:
+        if self.fails and self.trainer.global_step == 5:
+            self.is_failing = True
+            with pytest.raises(OSError):
+                self.trainer.save_checkpoint("never")
+            self.is_failing = False
+        super().optimizer_step(*arguments)
+
+
+def fail_to_save(fails: bool, folder: Path) -> tuple[dict[str, list[str]], str]:
+    saver = ModelCheckpoint(folder, save_on_train_epoch_end=False)
+    settings = {"callbacks": [saver], "enable_checkpointing": True, "val_check_interval": 8, "num_sanity_val_steps": 0}
+    module, trainer = Unsaved(fails), trainer_for(DCTStrategy(**SETTINGS), **settings)
+    trainer.fit(module, loader(20, 40, 8), loader(1, 40, 8))
+    return module.seen, hash_of(module)
+
+
+def test_a_save_that_fails_in_a_hook_changes_nothing(ranks: Any, tmp_path: Path) -> None:
+    """Oracle: the same fit without it, bitwise, also what later validations see after they have saved."""
+    assert ranks(2).run(fail_to_save, True, tmp_path / "1") == ranks(2).run(fail_to_save, False, tmp_path / "2")
