@@ -53,7 +53,7 @@ def notes(
 def test_steps_of_an_earlier_fit_are_no_part_of_the_length(made: int, counted: int) -> None:
     """By hand: of 1,000 steps Lightning has made some. To the step, because a resumed run chooses by them again."""
     limits = {"estimated_stepping_batches": 1000, "max_epochs": 1, "max_steps": -1, "num_training_batches": 1000}
-    strategy = SimpleNamespace(synchronizer=SimpleNamespace(synchronisations=counted))
+    strategy = SimpleNamespace(synchronizer=SimpleNamespace(synchronisations=counted, unclocked=0))
     module, loop = SimpleNamespace(automatic_optimization=True), {"callbacks": [], "optimizers": [None]}
     trainer = SimpleNamespace(**limits, **loop, lightning_module=module, strategy=strategy, global_step=made)
     assert run_length(trainer).steps == 1000 - made + counted  # type: ignore[arg-type]

@@ -238,3 +238,19 @@ def two_nets(save: Path | None, load: Path | None) -> Any:
         )  # fmt: skip
     assert save is not None or run.state["exchange_clocks"]["counted steps"] == 32
     return run.hashes, without_times(run.state)
+
+
+def expected_after_a_reset(path: Path, saved_with: dict[str, Any]) -> tuple[float, float, float]:
+    """Steps that a run of 64 expects at its start and end, from a checkpoint after 24 without clocks of optimizers."""
+    trainer_for(DCTStrategy(**saved_with), callbacks=[SaveAndStop(path, 24)]).fit(Module(), loader(64, 40, 8))
+    resumed = DCTStrategy(missing_state="reset")
+    seen = Watch(look=lambda trainer: trainer.strategy.updates.run_settings.steps)
+    run = fit(resumed, Module(), loader(40, 40, 8), ckpt_path=str(path), max_steps=64, max_epochs=-1, watch=seen)
+    return run.seen[0], run.seen[-1], run.synchronisations
+
+
+@pytest.mark.parametrize("density", [0.5, 1.0])  # which is refused without a reset, and which has held nothing back
+def test_a_run_without_clocks_expects_what_is_left_of_it(ranks: Any, tmp_path: Path, density: float) -> None:
+    """By hand: 40 of 64 steps, which the optimizers' clocks count from 0 on; and so when steps are counted after 32."""
+    saved_with = {"compress": "gradients", "density": density}
+    assert ranks(2).run(expected_after_a_reset, tmp_path / "x.ckpt", saved_with) == [(40, 40, 64)] * 2

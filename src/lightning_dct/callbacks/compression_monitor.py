@@ -277,10 +277,7 @@ def summary_rows(totals: TrafficTotals, not_sent: float | None = None) -> list[t
 
 
 def _not_sent(trainer: pl.Trainer) -> float | None:
-    """The norm of what this rank has not sent over that of its weights.
-
-    None where residuals are not of weights, where all weights are zero, and where one of the two is not finite.
-    """
+    """The norm of what this rank has not sent over that of its weights; None if not finite, or of gradients."""
     updates = getattr(trainer.strategy, "updates", None)
     if updates is None:
         return None

@@ -51,9 +51,9 @@ def run_length(trainer: pl.Trainer) -> RunLength:
 
 
 def _counted(trainer: pl.Trainer) -> int:
-    """Those of Lightning's steps that the strategy has counted: not those of an earlier fit or another strategy."""
-    strategy: Any = trainer.strategy
-    return min(trainer.global_step, int(strategy.synchronizer.synchronisations))
+    """Those of Lightning's steps that the optimizers' clocks have: not those of an earlier fit or another strategy."""
+    synchronizer: Any = trainer.strategy.synchronizer  # type: ignore[attr-defined]
+    return min(trainer.global_step, int(synchronizer.synchronisations - synchronizer.unclocked))
 
 
 def share_done(trainer: pl.Trainer, batches: float) -> float:

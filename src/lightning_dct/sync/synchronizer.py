@@ -53,6 +53,7 @@ class Synchronizer:
 
     Attributes:
         synchronisations: Optimizer steps that count, of all optimizers together.
+        unclocked: Those of them from before a state without the optimizers' clocks, which began anew.
         steps_since_refresh: Synchronisations since the thresholds were last selected.
         refresh_every: The number of those steps after which the synchronizer requests a refresh itself; infinite if a
             callback requests it.
@@ -75,7 +76,7 @@ class Synchronizer:
         self.traffic = exchange.everyone.traffic
         self.feedback = ErrorFeedback(exchange.pieces, config.adapt_threshold, undoable, config.kernel, of_updates)
         self.thresholds, self.residuals = self.feedback.thresholds, self.feedback.residuals
-        self.synchronisations = 0
+        self.synchronisations = self.unclocked = 0
         self.steps_since_refresh = 0
         self.parameter_names = parameter_names
         self.refresh_requested = False

@@ -128,6 +128,7 @@ class UpdateState(Synchronizer):
         clocks = dict(state.get("exchange_clocks", {}))
         self._counted = clocks.pop(COUNTED_STEPS, 0)
         self._load_rounds(clocks, state.get("in_flight", {}))
+        self.unclocked = self.synchronisations - sum(rounds.steps for rounds in self._rounds.values())
         for item in (item for rounds in self._rounds.values() for item in rounds.in_flight):
             if item.names[0] in edited:  # saved ones have one parameter each
                 # It is subtracted when the mean has arrived.
