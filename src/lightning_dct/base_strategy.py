@@ -2,7 +2,7 @@
 
 import gc
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar
@@ -38,6 +38,7 @@ from lightning_dct.failures.process_group import group_is_made
 from lightning_dct.law import Given, RunLength, RunSettings
 from lightning_dct.saving import CheckpointedStrategy
 from lightning_dct.sync.unseen_steps import UnseenStepCheck
+from lightning_dct.sync.updates import UpdateSynchronizer
 from lightning_dct.traffic import Traffic
 
 OUTSIDE_FIT = [(fn, TrainerStatus.RUNNING) for fn in TrainerFn if fn != TrainerFn.FITTING]
@@ -150,12 +151,21 @@ class DCTStrategyBase(CheckpointedStrategy):
         """Tell updates the length of the run, which is known now and chooses the settings that were left out."""
         super().on_train_start()
         if (updates := self.updates) is not None:
-            self.length = self._agreed_length()
-            updates.follow(RunSettings(self.given, self.world_size // self.stages, *self.length[:2]))
+            self._expect_rest(updates)
             for optimizer in self.optimizers:
                 updates.register(optimizer)  # a forward's writes before the first step are sent, too
             updates.check_alike()
             self._unseen_steps.watch(lambda: (updates,))
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the states; in mid-run, after a search for a learning rate, expect the rest of the run again."""
+        super().load_optimizer_state_dict(checkpoint)
+        if (updates := self.updates) is not None and updates.run_settings is not None:
+            self._expect_rest(updates)
+
+    def _expect_rest(self, updates: UpdateSynchronizer) -> None:
+        self.length = self._agreed_length()
+        updates.follow(RunSettings(self.given, self.world_size // self.stages, *self.length[:2]))
 
     def set_density(self, density: float) -> None:
         """Send this share of each tensor's entries from the next exchange on; all ranks call this together.

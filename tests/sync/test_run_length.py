@@ -10,7 +10,7 @@ from unittest.mock import PropertyMock, patch
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler
+from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, LearningRateFinder
 from lightning.pytorch.core.saving import load_hparams_from_yaml
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import ConcatDataset, DataLoader
@@ -195,6 +195,34 @@ def test_a_second_fit_is_as_long_as_what_is_left_of_the_run(ranks: Any) -> None:
     assert len({chosen_for(steps) for steps in (24, 72, 96)}) == 3
     for seen in ranks(2).run(settings_of_the_second_fit):
         assert seen == [chosen_for(72)] * 72
+
+
+class SearchLater(LearningRateFinder):
+    """Searches at the start of the second epoch, as Lightning's documentation of the finder shows."""
+
+    def on_fit_start(self, *_: Any) -> None:
+        pass
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.current_epoch == 1:
+            self.lr_find(trainer, pl_module)
+
+
+def search_in_mid_run(folder: Path, searches: bool) -> tuple[list[tuple[int, float]], list[str]]:
+    finder = SearchLater(num_training_steps=20, max_lr=0.1, early_stop_threshold=None, update_attr=False)
+    with patch.object(law, "steps_needed", needed):
+        watch, callbacks = Watch(look=settings_in), [finder] * searches
+        settings = {"callbacks": callbacks, "max_epochs": 3, "default_root_dir": folder}
+        fit(DCTStrategy(), Module(), loader(24, 40, 8), watch=watch, **settings)
+        return watch.seen, watch.hashes
+
+
+def test_a_search_in_mid_run_has_a_length_of_its_own(ranks: Any, tmp_path: Path) -> None:
+    """Oracle: the run without a search, bitwise; that makes 72 steps and the search 20 after 24."""
+    assert chosen_for(72) != chosen_for(44)
+    runs = ranks(2).run(search_in_mid_run, tmp_path, True)
+    assert runs == ranks(2).run(search_in_mid_run, tmp_path, False)
+    assert set(runs[0][0]) == {chosen_for(72)}
 
 
 def lines_at_start(trainer: dict[str, Any]) -> str:

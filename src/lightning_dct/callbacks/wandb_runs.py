@@ -70,10 +70,8 @@ def tensor_media(figures: Sequence[TensorFigures], thresholds_inside: Iterable[f
         if logarithms := [math.log10(value) for value in values if value]:
             media[key] = wandb.Histogram(logarithms)
     if figures:
-        media["dct/dp/tensors"] = wandb.Table(
-            columns=["tensor", "entries", "density", "threshold", "residual_norm"],
-            data=[list(figure) for figure in figures],
-        )
+        columns: list[str | int] = ["tensor", "entries", "density", "threshold", "residual_norm"]
+        media[TENSORS] = wandb.Table(columns=columns, data=[list(figure) for figure in figures])
     return media
 
 
@@ -157,15 +155,14 @@ def make_workspace(entity: str, project: str, name: str, quality: Sequence[str] 
             panel._id = f"lightningdct{row}{column}"
         layout = workspaces.SectionLayoutSettings(columns=3, rows=-(-len(shown) // 3))
         made.append(workspaces.Section(name=title, panels=shown, is_open=True, layout_settings=layout))
+    groups: list[Any] = [workspaces.Config(f"{CONFIG_KEY}.{setting}") for setting in GROUPS]
     return workspaces.Workspace(
         entity=entity,
         project=project,
         name=name,
         sections=made,
         settings=workspaces.WorkspaceSettings(x_axis=STEP),
-        runset_settings=workspaces.RunsetSettings(
-            groupby=[workspaces.Config(f"{CONFIG_KEY}.{setting}") for setting in GROUPS]
-        ),
+        runset_settings=workspaces.RunsetSettings(groupby=groups),
     )
 
 
