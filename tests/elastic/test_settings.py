@@ -173,11 +173,13 @@ def test_ranks_meet_again_if_one_goes_while_it_reads_its_checkpoint(
     read, answers = {"state_dict": {"w": torch.ones(3)}, "global_step": 5}, [False, True]
     strategy._lightning_module = SimpleNamespace(trainer=SimpleNamespace(state=SimpleNamespace(fn=TrainerFn.FITTING)))  # type: ignore[assignment]
     strategy.present = OneOther(lambda sent: sent if answers.pop(0) else None)  # type: ignore[assignment]
+    strategy.length = RunLength(20.0)  # as expected before the checkpoint, in which is nothing of this strategy
     monkeypatch.setattr(DCTElasticStrategy, "global_rank", 0)
     monkeypatch.setattr(DCTStrategy, "load_checkpoint", lambda *_: read)
     monkeypatch.setattr(strategy, "_join", lambda: setattr(strategy, "_given", given))
     assert strategy.load_checkpoint("x.ckpt") == (given["checkpoint"] if given else read)
     assert answers == ([True] if given else [])
+    assert strategy._agreed_length().steps == (20.0 if given else 15.0)
 
 
 @pytest.mark.parametrize("search", [LearningRateFinder, BatchSizeFinder])

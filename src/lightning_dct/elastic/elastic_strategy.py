@@ -104,10 +104,8 @@ class DCTElasticStrategy(DCTStrategy):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """This rank's part of the training data; all of the data to evaluate."""
-        trainer: Any = self._module.trainer
-        if trainer.training:
-            return super().distributed_sampler_kwargs
-        return {"num_replicas": 1, "rank": 0}
+        is_training = self._module.trainer.training
+        return super().distributed_sampler_kwargs if is_training else {"num_replicas": 1, "rank": 0}
 
     @contextmanager
     def _by_itself(self) -> Iterator[None]:
@@ -144,8 +142,7 @@ class DCTElasticStrategy(DCTStrategy):
         trainer: Any = getattr(model, "_trainer", None)
         if trainer is not None:
             others = RunAdvice | EvaluationJoin | ExchangeAfterBatch
-            rest = [one for one in trainer.callbacks if not isinstance(one, others)]
-            trainer.callbacks[:] = [ExchangeAfterBatch(), *rest]
+            trainer.callbacks[:] = [ExchangeAfterBatch(), *(x for x in trainer.callbacks if not isinstance(x, others))]
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Set up the model, then join the others or start with them."""
@@ -370,6 +367,8 @@ class DCTElasticStrategy(DCTStrategy):
                 self._join()  # with a rank that is started again; the others may have begun meanwhile
                 if self._given is not None:
                     return dict(self._given["checkpoint"])
+            if not checkpoint.get(STATE_KEY, {}).get("exchange_clocks"):  # clocks begin anew, as after plain DDP
+                self.length = self.length._replace(steps=max(1.0, self.length.steps - checkpoint["global_step"]))
         return checkpoint
 
 
