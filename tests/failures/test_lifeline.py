@@ -207,13 +207,18 @@ def test_a_rank_that_ends_because_of_another_one_ends_in_time() -> None:
     exited.assert_called_once_with(1)
 
 
-def test_an_exception_without_words_is_reported_by_its_name() -> None:
+@pytest.mark.parametrize(
+    ("exception", "reported"),
+    [(AssertionError(), "AssertionError"), (ValueError("It is so.\nWhy?"), "ValueError: It is so")],
+)
+def test_an_exception_is_reported_by_its_name_and_its_first_line(exception: Exception, reported: str) -> None:
+    """Without its full stop, because a sentence goes on or ends after it."""
     ours, theirs = sockets.pair()
     with patch("lightning_dct.failures.lifeline.ANSWER_S", 0.0), contextlib.redirect_stderr(io.StringIO()):
         lifeline = Lifeline(1, ours, "Rank 0")
-        lifeline.report(AssertionError())
+        lifeline.report(exception)
         with theirs:
-            assert theirs.makefile().readline() == '{"failed": "AssertionError"}\n'
+            assert theirs.makefile().readline() == f'{{"failed": "{reported}"}}\n'
         lifeline._thread.join()
 
 

@@ -100,7 +100,7 @@ class Lifeline:
         """
         if not self._ends_with:  # else a GPU may wait for the lost rank for ever while this one tears down
             self._over.set()
-        first_line = str(exception).strip().split("\n")[0]
+        first_line = str(exception).strip().split("\n")[0].removesuffix(".")
         self._send({"failed": f"{type(exception).__name__}: {first_line}".removesuffix(": ")[:1000]})
         self._decided.wait(ANSWER_S)
         return self.failure
