@@ -25,7 +25,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, TensorDataset
 
 from distributed.harness import free_port, started
-from lightning_dct import DCTElasticStrategy
+from lightning_dct import DCTElasticStrategy, SplitPoint
 from lightning_dct.elastic.present import LIGHTHOUSE
 
 HURRY = "hurry"
@@ -102,6 +102,8 @@ def train(rank: int, ranks: int, lighthouse: str, folder: Path, steps: int, more
     more = dict(more)
     torch.manual_seed(rank)  # the first rank's weights are spread
     net, path = Net(more.pop("slow", 0.0), folder / HURRY), more.pop("ckpt_path", None)
+    if more.pop("splits", False):
+        net.net.insert(3, SplitPoint(0.5))
     accumulate, DCTElasticStrategy.fits = more.pop("accumulate", 1), more.pop("fits_before", 0)
     # Each rank finds a folder of its own, as with the versions of Lightning's default logger.
     logger = CSVLogger(folder, version=f"of-{rank}") if more.pop("finds_folder", False) else None

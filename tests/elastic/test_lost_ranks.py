@@ -157,7 +157,8 @@ def test_batches_without_an_optimizer_step_are_not_steps_passed_over(job: Callab
 
 
 def test_all_ranks_write_where_the_first_one_does(job: Callable[..., Job], tmp_path: Path) -> None:
-    run = job(2, 200, slow=0.02, finds_folder=True)
+    """Also with a split point, of which a joiner takes the state of a peer."""
+    run = job(2, 200, slow=0.02, finds_folder=True, splits=True)
     run.wait_for(1, 20)
     run.kill(1)
     reached = int(run.rows(1)[-1][2])

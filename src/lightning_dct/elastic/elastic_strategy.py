@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from lightning_dct.callbacks.internal import EvaluationJoin, InternalCallback
 from lightning_dct.callbacks.run_advice import RunAdvice, run_length
+from lightning_dct.checkpoint.reading import merge_states
 from lightning_dct.elastic import joining
 from lightning_dct.elastic.elastic_updates import (
     HANDS_OVER,
@@ -248,7 +249,7 @@ class DCTElasticStrategy(DCTStrategy):
         shared = {name: weights.shared(name) for name in weights.parameters}
         with weights.in_model():
             checkpoint = checkpoint_of(self._module.trainer)
-        checkpoint[STATE_KEY] = {**self._state(), "weights": {}, "shared": {}}
+        checkpoint[STATE_KEY] = {**merge_states([self._state()]), "weights": {}, "shared": {}}
         situation = joining.situation_of(self._module, self.length[:2])
         given = {"settings": self._settings(), "situation": situation, "checkpoint": checkpoint, "shared": shared}
         return {**self._elastic.give(), **given}
