@@ -155,7 +155,7 @@ class CompressionMonitor(pl.Callback):
         thresholds = [] if synchronizer is None else [*synchronizer.thresholds.by_label().values()]
         norm = None if synchronizer is None else synchronizer.norm()
         metrics |= part_metrics("dp", totals["dp"], dp, thresholds, norm)
-        modules: list[CompressedModule] = getattr(trainer.strategy, "activation_modules", [])
+        modules = _modules_of(trainer)
         if mp.steps:
             norm = math.hypot(*(module.residual_norm() for module in modules))
             thresholds = [threshold for module in modules for threshold in module.thresholds_in_use()]
@@ -190,7 +190,7 @@ class CompressionMonitor(pl.Callback):
         # Without a batch, as in a resumed run that was finished already, training never starts.
         since = {part: now - self._at_fit_start.get(part, now) for part, now in totals.items()}
         ratio = math.nan
-        if getattr(trainer.strategy, "activation_modules", []):  # the same on every rank, unlike its traffic
+        if _modules_of(trainer):  # the same on every rank, unlike its traffic
             inside = CompressionRatio().to(trainer.strategy.root_device)
             inside.update(since["mp"])
             ratio = float(inside.compute())  # of all ranks
@@ -234,8 +234,7 @@ class CompressionMonitor(pl.Callback):
             return {}
         synchronizer = getattr(trainer.strategy, "synchronizer", None)
         figures = [] if synchronizer is None else synchronizer.figures_by_tensor()
-        modules = getattr(trainer.strategy, "activation_modules", [])
-        inside = [threshold for module in modules for threshold in module.thresholds_in_use()]
+        inside = [threshold for module in _modules_of(trainer) for threshold in module.thresholds_in_use()]
         return wandb_runs.tensor_media(figures, inside)
 
 
@@ -278,10 +277,17 @@ def summary_rows(totals: TrafficTotals, not_sent: float | None = None) -> list[t
 
 
 def _not_sent(trainer: pl.Trainer) -> float | None:
-    """The norm of what this rank has not sent over that of its weights; None if not finite, or of gradients."""
+    """The norm of what this rank has not sent over that of its weights.
+
+    None where residuals are not of weights, where all weights are zero, and where one of the two is not finite.
+    """
     updates = getattr(trainer.strategy, "updates", None)
     if updates is None:
         return None
     weights = math.hypot(*(float(local_of(p.detach()).norm()) for p in updates.parameter_names if p.requires_grad))
     share = float(updates.norm()) / weights if 0 < weights < math.inf else math.nan
     return share if math.isfinite(share) else None
+
+
+def _modules_of(trainer: pl.Trainer) -> list[CompressedModule]:
+    return getattr(trainer.strategy, "activation_modules", [])

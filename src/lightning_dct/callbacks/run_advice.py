@@ -164,7 +164,8 @@ class RunAdvice(InternalCallback):
         everyone = strategy.synchronizer.exchange.everyone
         alone, dense = strategy.when_alone, dense_setting(strategy)
         notes = notes_at_start(strategy.given, everyone.size, run_length(trainer), device.type, alone, dense)
-        self._clock, self._tell_at, self._has_warned, self._slow = StepClock(), 0.0, False, None
+        self._clock = StepClock()
+        self._tell_at, self._has_warned, self._slow = 0.0, False, None
         self._link = None if everyone.size == 1 else measure_link(everyone.group, device)
         if self._link is not None and trainer.is_global_zero:
             config, entries = strategy.synchronizer.config, strategy.synchronizer.entries_under_ddp()

@@ -143,7 +143,8 @@ class DCTElasticStrategy(DCTStrategy):
         trainer: Any = getattr(model, "_trainer", None)
         if trainer is not None:
             others = RunAdvice | EvaluationJoin | ExchangeAfterBatch
-            trainer.callbacks[:] = [ExchangeAfterBatch(), *(x for x in trainer.callbacks if not isinstance(x, others))]
+            rest = [one for one in trainer.callbacks if not isinstance(one, others)]
+            trainer.callbacks[:] = [ExchangeAfterBatch(), *rest]
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Set up the model, then join the others or start with them."""
