@@ -96,6 +96,19 @@ def load_damaged(path: Path) -> str:
     return f"{type(raised.value).__name__}: {raised.value}"
 
 
+@pytest.mark.parametrize("is_file", [True, False])
+def test_a_save_after_one_that_was_killed_at_its_end(tmp_path: Path, is_file: bool) -> None:
+    new, path, old = tmp_path / "new", tmp_path / "x.ckpt", tmp_path / ".x.old"
+    with patch.object(mesh_strategy, "beside", lambda *_: str(old)):
+        for one in (new, path):
+            one.mkdir()
+        old.write_text("left") if is_file else old.mkdir()
+        (new / "piece").write_text("of now")
+        mesh_strategy.replace(new, path)
+    assert [one.name for one in tmp_path.iterdir()] == ["x.ckpt"]
+    assert (path / "piece").read_text() == "of now"
+
+
 def test_a_damaged_piece_of_a_folder_is_named_on_every_rank(ranks: Any, tmp_path: Path) -> None:
     """One bit of one rank's tensors, of the list of pieces, of the checksums; and a piece that is missing."""
     path = tmp_path / "half.ckpt"

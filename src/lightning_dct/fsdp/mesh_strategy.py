@@ -183,13 +183,18 @@ class MeshStrategy(ModelParallelStrategy):
 def replace(new: Path, path: Path) -> None:
     """Move a folder to a path, in place of a folder or a file."""
     old = Path(beside(str(path), "old"))
-    shutil.rmtree(old, ignore_errors=True)
+    _remove(old)  # a killed save may have left it
     if path.exists():
         path.rename(old)
     new.rename(path)
-    if old.is_file():
-        old.unlink()
-    shutil.rmtree(old, ignore_errors=True)
+    _remove(old)
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder or a file, if there is one."""
+    if path.is_file():
+        path.unlink()
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def wrap(model: pl.LightningModule, mesh: DeviceMesh, unit: Unit, **settings: Any) -> None:
