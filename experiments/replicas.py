@@ -50,23 +50,23 @@ _POLL_S = 0.2
 
 @dataclass(frozen=True)
 class Row:
-    """Trainings that differ in their seed only; ``results`` are by seed."""
+    """Trainings that differ in their seed and start only; ``results`` are by these."""
 
     ranks: int
     steps: int
     strategy: str
     rate: float | None
-    results: dict[int, dict[str, Any]]
+    results: dict[str, dict[str, Any]]
 
     @property
     def loss(self) -> float:
-        """The mean over the seeds."""
+        """The mean over seeds and starts."""
         return statistics.fmean(result["loss"] for result in self.results.values())
 
     def against(self, other: "Row") -> Figure | None:
-        """How much more this loses than another with the same seeds, as a share of that."""
-        seeds = self.results.keys() & other.results.keys()
-        return Figure.of(self.results[seed]["loss"] / other.results[seed]["loss"] - 1 for seed in seeds)
+        """How much more this loses than another with the same seeds and starts, as a share of that."""
+        both = self.results.keys() & other.results.keys()
+        return Figure.of(self.results[one]["loss"] / other.results[one]["loss"] - 1 for one in both)
 
 
 class Runs:
@@ -156,7 +156,7 @@ def _put(steps: Any, number: int, step: int, loss: float) -> None:
 def _title(job: Job) -> str:
     own = [word.removeprefix("strategy.").removeprefix("model.") for word in job.overrides]
     # What makes a job differ from others comes last.
-    words = " ".join(word for word in own if "experiment=" not in word)
+    words = " ".join(word for word in own if "experiment=" not in word) + (f" start={job.start}" if job.start else "")
     return f"{job.ranks} ranks, {job.steps:,} steps, {words[-70:]}"
 
 
@@ -168,15 +168,17 @@ def rows_of(arguments: argparse.Namespace, runs: Runs) -> list[Row]:
     Wanted = tuple[int, Strategy, float | None]
 
     def rows(steps: int, wanted: Sequence[Wanted]) -> list[Row]:
-        by_seed = [(one, seed) for one in wanted for seed in arguments.seeds]
+        begun = [(seed, start) for seed in arguments.seeds for start in range(arguments.starts)]
+        every = [(one, *both) for one in wanted for both in begun]
         jobs = []
-        for (ranks, strategy, rate), seed in by_seed:
+        for (ranks, strategy, rate), seed, start in every:
             own = [*arguments.overrides, *strategy.overrides, f"seed={seed}"]
-            jobs.append(Job((*own, f"{RATE}={rate}") if rate is not None else tuple(own), ranks, steps, **more))
-        results: dict[tuple[int, str, float | None], dict[int, dict[str, Any]]] = {}
-        for ((ranks, strategy, rate), seed), result in zip(by_seed, runs(jobs), strict=True):
+            own += [] if rate is None else [f"{RATE}={rate}"]
+            jobs.append(Job(tuple(own), ranks, steps, **more, start=start))
+        results: dict[tuple[int, str, float | None], dict[str, dict[str, Any]]] = {}
+        for ((ranks, strategy, rate), seed, start), result in zip(every, runs(jobs), strict=True):
             if result is not None:
-                results.setdefault((ranks, strategy.label, rate), {})[seed] = result
+                results.setdefault((ranks, strategy.label, rate), {})[f"seed {seed} start {start}"] = result
         return [Row(ranks, steps, label, rate, found) for (ranks, label, rate), found in results.items()]
 
     found: list[Row] = []
@@ -255,6 +257,9 @@ def main(words: Sequence[str] | None = None) -> int:
         "--other-rates", type=float, nargs="+", help="of all but ddp, for each of --ranks (default: the best of ddp)"
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument(
+        "--starts", type=int, default=1, help="runs of a seed, from almost the same weights (default: 1)"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="trainings at a time (default: 1)")
     parser.add_argument("--threads", type=int, default=1, help="of torch in each training (default: 1)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -271,15 +276,16 @@ def main(words: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     if strategies[0].overrides[0] != DENSE:
         parser.error("the first --strategy must be ddp, which the others are compared with")
-    if min(arguments.ranks) < 2 or min(arguments.steps) < 1:
-        parser.error("--ranks takes numbers from 2 on, and --steps from 1 on")
+    if min(arguments.ranks) < 2 or min(*arguments.steps, arguments.starts) < 1:
+        parser.error("--ranks takes numbers from 2 on, --steps and --starts from 1 on")
     if arguments.other_rates and len(arguments.other_rates) != len(arguments.ranks):
         parser.error("--other-rates takes as many rates as --ranks has numbers")
     runs = Runs(arguments.output, arguments.jobs, arguments.threads)
     rows = rows_of(arguments, runs)
     if rows:
         noise = [result["noise"] / result["loss"] for row in rows for result in row.results.values() if result["noise"]]
-        notes = [f"Seeds {arguments.seeds}; ± is the standard deviation over them."]
+        starts = f", {arguments.starts} starts each" if arguments.starts > 1 else ""
+        notes = [f"Seeds {arguments.seeds}{starts}; ± is the standard deviation over them."]
         if noise:
             notes.append(
                 f"The validations of a run's last twentieth deviate by {statistics.fmean(noise):.2%} from their mean."

@@ -39,6 +39,8 @@ LAST = 20
 """The loss is the mean over the last one in so many steps."""
 CHECKS = 10
 """Validations in these last steps, and as many before."""
+NUDGE = 1e-4
+"""The standard deviation of a start's factors."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ class Job:
         steps: Optimizer steps.
         device: ``"cpu"`` or ``"cuda"``.
         val_rows: Rows of the validation part that are scored, spread evenly over it.
+        start: Of several that say how far apart runs end which begin almost alike: if it is not 0, each weight differs
+            by about ``NUDGE`` of itself, in its own way for each number.
     """
 
     overrides: tuple[str, ...]
@@ -58,6 +62,7 @@ class Job:
     steps: int
     device: str = "cpu"
     val_rows: int = 512
+    start: int = 0
 
 
 class Figures(nn.Module):
@@ -120,6 +125,8 @@ class Prepared:
         self.module.trainer = self.trainer
         self.module.configure_model()
         self.module.trainer = None
+        if job.start:
+            _nudge(self.module, job.start)
         left_out = ("gradient_clip_val", None), ("accumulate_grad_batches", 1), ("precision", "32-true")
         for name, plain in left_out:
             if config.trainer.get(name) != plain:
@@ -150,6 +157,13 @@ class Prepared:
         if not isinstance(made, torch.optim.Optimizer):
             raise ValueError("replicas take modules with one optimizer only")
         return made, scheduler
+
+
+@torch.no_grad()
+def _nudge(module: nn.Module, start: int) -> None:
+    generator = torch.Generator().manual_seed(1000 + start)
+    for weights in module.parameters():
+        weights.mul_(1 + NUDGE * torch.randn(weights.shape, generator=generator))
 
 
 @lru_cache(maxsize=4)

@@ -187,7 +187,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
         if own.get("strategy.density") == "0.01":
             raise ValueError("too few")
         rate, is_dct = float(own["model.learning_rate"]), own["strategy"] == "dct"
-        loss = (1 + abs(rate - 0.005)) * (1.01 + 0.002 * int(own["seed"]) if is_dct else 1.0)
+        loss = (1 + abs(rate - 0.005)) * (1.01 + 0.002 * (int(own["seed"]) + job.start) if is_dct else 1.0)
         report(job.steps, loss)
         settings = {"local_steps": 1, "density": 0.1, "exchange": "auto"} if is_dct else None
         figures = {"loss": loss, "noise": 0.001, "milliseconds_per_step": 1.0, "settings": settings}
@@ -220,6 +220,24 @@ def test_the_command_compares_with_the_best_dense_rate(
     assert "ValueError: too few" in capsys.readouterr().err
 
 
+def test_starts_are_runs_like_seeds(trained: list[Job], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["experiment=lm", "--rates", "0.005", "--seeds", "0", "--starts", "2", "--output", str(tmp_path)]
+    assert replicas.main([*words, "--strategy", "ddp", "--strategy", "dct"]) == 0
+    assert [job.start for job in trained] == [0, 1, 0, 1]
+    table = (tmp_path / "table.txt").read_text()
+    assert "+1.10% ± 0.14%" in table
+    assert "Seeds [0], 2 starts each" in table
+
+
+def test_starts_differ_by_a_ten_thousandth() -> None:
+    first, second, again = (Prepared(Job((*TINY, *DCT), 2, STEPS, start=start)).module for start in (0, 1, 1))
+    by_start = zip(first.parameters(), second.parameters(), again.parameters(), strict=True)
+    for one, other, same in by_start:
+        assert torch.equal(other, same)
+        assert torch.equal(one, other) == (not one.any())
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=0.0)
+
+
 def test_a_training_that_diverges_is_told_and_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,6 +260,7 @@ def test_a_training_that_diverges_is_told_and_left_out(
         (["seed=1", "--strategy", "ddp"], "--seeds sets"),
         (["trainer.max_steps=9", "--strategy", "ddp"], "--steps sets"),
         (["--ranks", "1", "--strategy", "ddp"], "--ranks takes numbers from 2 on"),
+        (["--starts", "0", "--strategy", "ddp"], "--starts from 1 on"),
     ],
 )
 def test_a_command_that_makes_no_sense_is_refused(
