@@ -46,7 +46,6 @@ from lightning_dct import DCTConfig, Gradients, Updates
 from lightning_dct.compress import codec
 from lightning_dct.compress.bucket_plan import Bucket, Received, Sending, plan_bucket
 from lightning_dct.compress.error_feedback import ErrorFeedback
-from lightning_dct.cost.timing import wait_for
 from lightning_dct.sync.setup import make_gradient_synchronizer, make_update_synchronizer
 from lightning_dct.traffic import Traffic, plain_table
 from one_card import DEVICE
@@ -91,6 +90,12 @@ BREAKS = {"cuda": (31, 64), "cpu": (4, 6)}
 # Seconds after which ranks are killed.
 LIMITS = {"gloo": 300.0, "nccl": 180.0}
 Row = tuple[str, str]
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until a GPU has done its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def timed(device: torch.device, action: Callable[[], object]) -> float:
