@@ -168,8 +168,8 @@ def rows_of(arguments: argparse.Namespace, runs: Runs) -> list[Row]:
     Wanted = tuple[int, Strategy, float | None]
 
     def rows(steps: int, wanted: Sequence[Wanted]) -> list[Row]:
-        begun = [(seed, start) for seed in arguments.seeds for start in range(arguments.starts)]
-        every = [(one, *both) for one in wanted for both in begun]
+        starts = range(arguments.starts)
+        every = [(one, seed, start) for one in wanted for seed in arguments.seeds for start in starts]
         jobs = []
         for (ranks, strategy, rate), seed, start in every:
             own = [*arguments.overrides, *strategy.overrides, f"seed={seed}"]

@@ -152,9 +152,10 @@ class SharedWeightsView(InternalCallback):
     """Show the shared weights to validation, weight averaging, the user's hooks and everything after fit.
 
     It is the first of all callbacks if updates are exchanged. It opens the view when a batch, an epoch or training ends
-    and when an epoch or a batch starts, for all hooks. The strategy closes the view just before ``training_step``: then
-    the model holds the rank's own weights to the end of the optimizer step. Around a validation the view opens before
-    Lightning's first hook, which puts the model into eval mode, and closes after the last: modules swap weights there.
+    and when an epoch or a batch starts, for the hooks of callbacks and of the LightningModule. The strategy closes the
+    view just before ``training_step``. The model holds the rank's own weights from there to the end of the optimizer
+    step. Around a validation the view opens before Lightning's first hook, which puts the model into eval mode, and
+    closes after the last: modules merge or swap weights there.
     A callback sets ``reads_weights = False`` in its class if its hooks of a batch leave weights alone.
     """
 
@@ -217,8 +218,9 @@ def _reads_weights(callback: Callback) -> bool:
 class EvaluationJoin(InternalCallback):
     """Let ranks with unequal numbers of batches validate, test and predict with sharded embedding tables.
 
-    After its last batch a rank answers the others until all are done, before Lightning reduces logged values, which
-    takes all ranks. A rank without any batch, on which Lightning runs no loop, answers when the stage is torn down.
+    After its last batch a rank answers the others until all are done. This comes before Lightning reduces logged
+    values, which takes all ranks. A rank without any batch, on which Lightning runs no loop, answers when the stage is
+    torn down.
     """
 
     def __init__(self) -> None:
