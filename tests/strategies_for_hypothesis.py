@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_dct.kernels.bits import pack_flags
+from lightning_dct.kernels.bits import flags_num_bytes, pack_bits
 from lightning_dct.wire.payload import PayloadLayout, pack, unpack_values
 from lightning_dct.wire.positions import count_flags
 from lightning_dct.wire.values import BITS_PER_VALUE
@@ -50,9 +50,14 @@ def filled_layouts(draw: st.DrawFn) -> tuple[PayloadLayout, Tensor, Tensor, Tens
     )
 
 
+def flags_at(positions: Tensor, size: int) -> Tensor:
+    """The flags of ``size`` entries, which are set at some positions."""
+    return pack_bits(torch.zeros(8 * flags_num_bytes(size), dtype=torch.uint8).index_fill_(0, positions, 1))
+
+
 def pack_entries(layout: PayloadLayout, positions: Tensor, values: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
     """A payload of the entries at some positions, and what is read of them."""
-    flags = pack_flags(torch.zeros(sum(layout.tensor_sizes), dtype=torch.uint8).index_fill_(0, positions, 1))
+    flags = flags_at(positions, sum(layout.tensor_sizes))
     counts = count_flags(flags, layout.tensor_sizes, "auto")
     payload = pack(layout, flags, values, counts, whole)
     return payload, unpack_values(layout, payload, counts)

@@ -25,10 +25,10 @@ from lightning_dct.compress.bucket_plan import Bucket, Received, Sending, plan_b
 from lightning_dct.compress.codec import apply, compress
 from lightning_dct.compress.error_feedback import ErrorFeedback
 from lightning_dct.kernels import available_kernels, cpu_kernel
-from lightning_dct.kernels.bits import flags_num_bytes
 from lightning_dct.kernels.plain import Sent
 from lightning_dct.sync.rounds import LARGEST_BUCKET
 from lightning_dct.wire.payload import unpack
+from lightning_dct.wire.positions import count_flags
 from lightning_dct.wire.values import encode_values
 
 ROOFLINE = "roofline: 24 bytes an entry"
@@ -52,12 +52,20 @@ class Timed:
 class Rank:
     """A model's own and shared weights in buckets, and what another rank has sent."""
 
-    def __init__(self, entries: int, density: float, value_format: str) -> None:
+    def __init__(self, entries: int, density: float, value_format: str, of_tensor: int) -> None:
         sizes = [min(LARGEST_BUCKET, entries - start) for start in range(0, entries, LARGEST_BUCKET)]
         noise = torch.Generator().manual_seed(0)
         self.entries, self.density = entries, density
         self.plans = [
-            plan_bucket([str(number)], [size], [density], torch.float32, value_format, 16, 2)
+            plan_bucket(
+                [f"{number} {start}" for start in range(0, size, of_tensor)],
+                [min(of_tensor, size - start) for start in range(0, size, of_tensor)],
+                [density] * -(-size // of_tensor),
+                torch.float32,
+                value_format,
+                16,
+                2,
+            )
             for number, size in enumerate(sizes)
         ]
         self.shared = [torch.randn(size, generator=noise) for size in sizes]
@@ -86,16 +94,20 @@ class Rank:
         found["  flag and gather"] = partial(self._each, self._select)
         sent = [unpack(self.plans[number].layout, self.payloads[number]) for number in numbers]
         codes = [plan.layout.position_code for plan in self.plans]
-        counts = [[one.values.numel()] for one in sent]
+        layouts = [plan.layout for plan in self.plans]
+        counts = [count_flags(one.flags, of.tensor_sizes, "auto") for one, of in zip(sent, layouts, strict=True)]
         kernel = cpu_kernel()
         found["  code signs"] = partial(self._each, lambda n: encode_values(sent[n].values, counts[n], "1bit"))
         found["  code positions"] = partial(self._each, lambda n: codes[n].encode_flags(sent[n].flags, "auto"))
         found["read one payload"] = partial(self._each, lambda n: unpack(self.plans[n].layout, self.payloads[n]))
         weights = torch.tensor([1.0, 0.7, 0.5])
         both = [Sent(one.flags.expand(2, -1).clone(), one.values.repeat(2), 2 * [one.values.numel()]) for one in sent]
-        found["add the sum of two"] = partial(
-            self._each, lambda n: kernel.add_sums([self.shared[n]], [self.own[n]], [0], both[n], weights, mine=0)
-        )
+
+        def add_sum(number: int) -> None:
+            owns, totals = self._tensors(number)
+            kernel.add_sums(totals, owns, self.plans[number].first, both[number], weights, mine=0)
+
+        found["add the sum of two"] = partial(self._each, add_sum)
         target = int(self.density * self.entries)
         magnitudes = torch.cat([own - shared for own, shared in zip(self.own, self.shared, strict=True)]).abs_()
         found[TOPK] = lambda: torch.topk(magnitudes, target, sorted=False)
@@ -107,6 +119,11 @@ class Rank:
 
     def _bucket(self, number: int) -> Bucket:
         return Bucket([self.own[number]], [self.shared[number]], None)
+
+    def _tensors(self, number: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """This rank's own and the shared weights of the tensors that are compressed."""
+        plan = self.plans[number]
+        return self._bucket(number).parts([plan.bounds[index] for index in plan.compressed])
 
     def _compress(self, number: int, kernel: str = "auto") -> torch.Tensor:
         self.feedback.kernel = kernel
@@ -122,9 +139,11 @@ class Rank:
         self._each(partial(self._exchange, kernel="auto"))
 
     def _select(self, number: int) -> None:
-        plan, flags = self.plans[number], torch.zeros(flags_num_bytes(self.own[number].numel()), dtype=torch.uint8)
-        threshold = self.feedback.thresholds.get(plan.names[0], plan.targets[0]) or 0.0
-        cpu_kernel().select([self.own[number]], [self.shared[number]], [0], [threshold], None, flags)
+        plan = self.plans[number]
+        flags = torch.zeros(sum(plan.flag_bytes), dtype=torch.uint8)
+        labels = zip(*plan.of_tensors(plan.compressed), strict=True)
+        thresholds = [self.feedback.thresholds.get(name, target) or 0.0 for name, target in labels]
+        cpu_kernel().select(*self._tensors(number), plan.first, thresholds, None, flags)
 
 
 def time_in_turn(
@@ -142,10 +161,10 @@ def time_in_turn(
     return seconds
 
 
-def profile(entries: int, density: float, threads: int, rounds: int, value_format: str) -> list[Timed]:
+def profile(entries: int, density: float, threads: int, rounds: int, value_format: str, of_tensor: int) -> list[Timed]:
     """Time the parts of an exchange on so many threads."""
     torch.set_num_threads(threads)
-    rank = Rank(entries, density, value_format)
+    rank = Rank(entries, density, value_format, of_tensor)
     found = []
     for name, seconds in time_in_turn(rank.actions(), rounds, rank.reset).items():
         touched = BYTES_TOUCHED / 8 if name == ROOFLINE else 1
@@ -173,6 +192,9 @@ def parse_options(words: Sequence[str]) -> argparse.Namespace:
     """Read the command line, less the script's name."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--entries", type=at_least(1), nargs="+", default=[10_000_000], help="of the model, fp32")
+    parser.add_argument(
+        "--tensor", type=at_least(16), default=LARGEST_BUCKET, help="entries of each tensor (default: a bucket of 1 M)"
+    )
     parser.add_argument("--density", type=float, nargs="+", default=[0.3, 0.1, 0.03, 0.01], help="share that is sent")
     parser.add_argument("--value-format", default="1bit", help="of the payloads")
     parser.add_argument("--rounds", type=at_least(1), default=10, help="how often everything is measured")
@@ -193,10 +215,11 @@ def main(words: Sequence[str]) -> None:
         for entries in options.entries
         for threads in options.threads
         for density in options.density
-        for one in profile(entries, density, threads, options.rounds, options.value_format)
+        for one in profile(entries, density, threads, options.rounds, options.value_format, options.tensor)
     ]
     note = (
-        f"Medians of {options.rounds} rounds; values in {options.value_format}; two senders; {machine['processor']},"
+        f"Medians of {options.rounds} rounds; tensors of {options.tensor:,} entries; values in {options.value_format};"
+        f" two senders; {machine['processor']},"
         f" torch {machine['torch']}."
     )
     file, found = options.output / "kernels.md", [asdict(one) for one in timed]

@@ -10,15 +10,14 @@ from lightning_dct.compress.threshold import (
     GUARD_AIM,
     GUARD_LARGEST_FACTOR,
     GUARD_RESELECT,
-    SMALLEST_THRESHOLD,
     Thresholds,
     keep_largest,
     kth_magnitude,
-    limit_of,
     nudge,
     sample_of,
     threshold_from,
 )
+from lightning_dct.kernels.plain import SMALLEST_THRESHOLD, limit_of
 from strategies_for_hypothesis import examples, floats
 
 counts = st.integers(0, 10**9)

@@ -21,7 +21,7 @@ def compile_all() -> None:
         flags = torch.zeros(flags_num_bytes(64), dtype=torch.uint8)
         for scale in (None, 1.0):
             values, counts = kernel.select(news, bases, [0], [0.5], scale, flags)
-        kernel.thin(flags.clone(), 0, 64, values.clone(), 1, 0.0)
+        kernel.fit(flags.clone(), [0], [64], values.clone(), counts, [1])
         sent = Sent(torch.full_like(flags, 255)[None], torch.ones(64), [64])
         kernel.decay(news, bases, [0], sent, 0.1)
         kernel.subtract(bases, [0], sent)

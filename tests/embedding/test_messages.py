@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from differences import assert_same
-from lightning_dct.compress.threshold import SMALLEST_THRESHOLD, nudge
+from lightning_dct.compress.threshold import nudge
 from lightning_dct.embedding import messages as changes_module
 from lightning_dct.embedding.cache import RememberedRows
 from lightning_dct.embedding.messages import (
@@ -25,6 +25,7 @@ from lightning_dct.embedding.messages import (
     whole_num_bytes,
 )
 from lightning_dct.kernels.bits import pack_bits, unpack_bits
+from lightning_dct.kernels.plain import SMALLEST_THRESHOLD
 from lightning_dct.reference import Settings, send_rows
 from lightning_dct.wire.payload import unpack
 from lightning_dct.wire.positions import PayloadError, PositionCode

@@ -196,6 +196,6 @@ def test_entry_by_entry(seed: int, wanted: list[tuple[int, int]]) -> None:
 @given(seed=seeds, wanted=rows_of_tables)
 @examples(30)
 def test_the_same_without_numba(seed: int, wanted: list[tuple[int, int]]) -> None:
-    with patch.object(owners, "rows_kernel", lambda _: None):
+    with patch.object(owners, "compiled", lambda device_type, loops: None):
         found = rows(seed, wanted)
     assert torch.equal(found, rows(seed, wanted))

@@ -18,7 +18,7 @@ from lightning_dct.activations.codec import (
     encode_backward,
     encode_forward,
 )
-from lightning_dct.kernels import numba_rows, rows_kernel
+from lightning_dct.kernels import compiled, numba_rows
 from lightning_dct.wire.rows import LEVELS
 from strategies_for_hypothesis import examples
 
@@ -43,7 +43,7 @@ def both_ways(layout: ActivationLayout, dense: Tensor, seed: int | None) -> list
 def assert_same(dense: Tensor, formats: tuple[str, str], seed: int | None) -> None:
     layout = ActivationLayout(tuple(dense.shape), dense.numel(), *formats)
     ours = both_ways(layout, dense, seed)
-    with mock.patch.object(codec, "rows_kernel", return_value=None):
+    with mock.patch.object(codec, "compiled", return_value=None):
         theirs = both_ways(layout, dense, seed)
     for one, other in zip(ours, theirs, strict=True):
         assert (one.dtype, one.shape) == (other.dtype, other.shape)
@@ -97,7 +97,7 @@ def test_any_bytes_are_read_alike(payload: bytes) -> None:
     """Negative, infinite and NaN scales, and codes that nobody writes."""
     layout, data = ActivationLayout((5, 3), 15, "int8", "int4"), torch.tensor(list(payload), dtype=torch.uint8)
     ours = decode_backward(layout, data, None)
-    with mock.patch.object(codec, "rows_kernel", return_value=None):
+    with mock.patch.object(codec, "compiled", return_value=None):
         theirs = decode_backward(layout, data, None)
     np.testing.assert_array_equal(ours.numpy(), theirs.numpy())
     assert torch.equal(ours.signbit() & ours.isfinite(), theirs.signbit() & theirs.isfinite())
@@ -113,5 +113,5 @@ def test_places_that_32_bits_do_not_hold() -> None:
 
 
 def test_only_a_cpu_has_this_kernel() -> None:
-    assert rows_kernel("cpu") is numba_rows
-    assert rows_kernel("cuda") is None
+    assert compiled("cpu", loops="numba_rows") is numba_rows
+    assert compiled("cuda", loops="numba_rows") is None

@@ -132,6 +132,8 @@ def test_select_a_sum(data: st.DataObject, sizes: list[int], gap: int, dtype: to
         for gradient in data.draw(tensors(sizes, dtype))
     ]
     residuals = [tensor.nan_to_num(nan=1.0) for tensor in data.draw(tensors(sizes, dtype))]
+    if data.draw(st.booleans()):  # as the gradient of a column
+        gradients = [torch.stack([gradient, gradient], 1)[:, 0] for gradient in gradients]
     first, flags = firsts(sizes, gap)
     marks, expected, left = np.zeros(8 * flags.numel(), np.bool_), [], []
     with np.errstate(all="ignore"):
@@ -173,30 +175,35 @@ def test_positions_of_flags(data: st.DataObject, sizes: list[int]) -> None:
     same(positions_of(sent.flags[0], expected.size), expected)
 
 
-@given(data=st.data(), sizes=sizes_of_tensors, gap=st.integers(0, 70))
-@examples(40)
-def test_thin(data: st.DataObject, sizes: list[int], gap: int) -> None:
-    """Of one tensor's entries those that reach a limit are left, or a regular sample; nothing else changes."""
+@given(data=st.data(), sizes=sizes_of_tensors, gap=st.integers(0, 70), dtype=dtypes)
+@examples(60)
+def test_fit(data: st.DataObject, sizes: list[int], gap: int, dtype: torch.dtype) -> None:
+    """Of more entries than the target those that reach a limit are left, or a regular sample; all others stay."""
     sent, first = data.draw(sent_of(sizes, gap)), firsts(sizes, gap)[0]
-    number = data.draw(st.integers(0, len(sizes) - 1))
-    marks, values = (of[number].copy() for of in dense(sent, sizes, gap))
-    places = np.flatnonzero(marks)
-    if len(places) < 2:
-        return
-    target = data.draw(st.integers(1, len(places) - 1))
-    limit = data.draw(st.sampled_from([0.0, math.inf, *np.abs(values[places])]).filter(lambda one: one == one))
-    large = places[~(np.abs(values[places]) < limit)]
-    share = min(target, len(large))
-    left = large[[n for n in range(len(large)) if (n + 1) * share // len(large) > n * share // len(large)]]
-    flags = sent.flags[0]
-    expected = marks_of(flags).copy()
-    expected[first[number] + places] = False
-    expected[first[number] + left] = True
-    kernel = cpu_kernel(Kernel.name)
-    of_tensor = torch.from_numpy(values[places])
-    same(kernel.thin(flags, first[number], sizes[number], of_tensor, target, float(limit)), values[left])
+    flags, expected, kept, limits = sent.flags[0], marks_of(sent.flags[0]).copy(), [], []
+    targets = [data.draw(st.integers(1, max(size, 1))) for size in sizes]
+    by_tensor = dense(sent, sizes, gap)
+    for begin, size, target, marks, all_values in zip(first, sizes, targets, *by_tensor, strict=True):
+        places = np.flatnonzero(marks)
+        values, wanted, limit = all_values[places], min(plain.LIMIT_SAMPLE, size), 0.0
+        if not np.isfinite(values).all():
+            limit = math.inf
+        elif len(values) > target:
+            sampled = sorted(abs(float(values[number * len(values) // wanted])) for number in range(wanted))
+            limit = max(sampled[-math.ceil(wanted * target / len(values))], torch.finfo(torch.float32).tiny)
+        large = places[~(np.abs(values) < limit)]
+        share = min(target, len(large))
+        left = [large[n] for n in range(len(large)) if (n + 1) * share // len(large) > n * share // len(large)]
+        left = places.tolist() if limit == 0 else left
+        expected[begin + places], expected[[begin + place for place in left]] = False, True
+        kept.append(all_values[left])
+        limits.append(limit)
+    counts = [int(marks.sum()) for marks in by_tensor[0]]
+    given = flags, first, sizes, sent.values.to(dtype), counts, targets
+    values, counts, found = cpu_kernel(Kernel.name).fit(*given)
+    same(values, np.concatenate(kept))
     np.testing.assert_array_equal(marks_of(flags), expected)
-    assert len(left) == share
+    assert (values.dtype, counts, found) == (dtype, list(map(len, kept)), limits)
 
 
 @given(data=st.data(), sizes=sizes_of_tensors, gap=st.integers(0, 70), dtype=dtypes)

@@ -62,7 +62,7 @@ def test_the_torch_kernel_calls_no_loop_of_numba(kernel: str, monkeypatch: pytes
     ranks = EmulatedRanks(sizes, exchange="two_phase", kernel=kernel, density=0.05)
     ranks.step(heavy_tailed(0, sizes=sizes))
     coded = {"encode_scaled", "decode_scaled", "encode_elias_fano", "decode_elias_fano"}
-    assert called == (set() if kernel == "torch" else coded | {"select", "add_sums", "subtract", "count_flags"})
+    assert called == (set() if kernel == "torch" else coded | {"select", "fit", "add_sums", "subtract", "count_flags"})
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 import zlib
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -56,13 +57,13 @@ def test_size_follows_from_the_layout_alone(filled: Filled) -> None:
     scale_bytes = 4 * len(layout.tensor_sizes) if layout.value_format in ("2bit", "1bit") else 0
     position_bytes = layout.position_code.num_bytes
     exact = 12, scale_bytes, position_bytes, value_bytes[layout.value_format], whole.numel()
-    assert all(0 <= size - least < 8 for size, least in zip(layout.part_sizes, exact, strict=True))
-    starts = [sum(layout.part_sizes[:part]) for part in range(6)]
-    assert [start % 4 for start in starts] == [0] * 6
-    assert [start % 8 for start in starts[4:]] == [0, 0]
+    sizes = [end - start for start, end in pairwise(layout.edges)]
+    assert all(0 <= size - least < 8 for size, least in zip(sizes, exact, strict=True))
+    assert [start % 4 for start in layout.edges] == [0] * 6
+    assert [start % 8 for start in layout.edges[4:]] == [0, 0]
     assert payload.dtype == torch.uint8
     assert payload.is_contiguous()
-    assert payload.numel() == layout.num_bytes == sum(layout.part_sizes)
+    assert payload.numel() == layout.num_bytes == sum(sizes)
 
 
 @pytest.mark.parametrize(("value_format", "code"), [("fp32", 0), ("bf16", 1), ("1bit", 3), ("2bit", 5)])

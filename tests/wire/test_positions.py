@@ -6,9 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_dct.kernels.bits import flags_num_bytes, num_bytes, pack_flags, unpack_bits
+from lightning_dct.kernels.bits import flags_num_bytes, num_bytes, unpack_bits
 from lightning_dct.wire.positions import PayloadError, PositionCode
-from strategies_for_hypothesis import examples
+from strategies_for_hypothesis import examples, flags_at
 
 
 def code_with(low_bits: int, universe: int, capacity: int) -> PositionCode:
@@ -132,7 +132,7 @@ def test_a_bitmap_wins_above_a_quarter(share: float, is_bitmap: bool) -> None:
 def test_flags_give_the_same_message(kernel: str, data: st.DataObject, universe: int) -> None:
     chosen = sorted(data.draw(st.sets(st.integers(0, universe - 1), max_size=200)))
     code = PositionCode(universe, data.draw(st.integers(len(chosen), universe)))
-    flags = pack_flags(torch.zeros(universe, dtype=torch.uint8).index_fill_(0, torch.tensor(chosen).long(), 1))
+    flags = flags_at(torch.tensor(chosen).long(), universe)
     message = code.encode_flags(flags, kernel)
     assert message.tolist() == code.encode(torch.tensor(chosen).long()).tolist()
     read = torch.zeros_like(flags)
@@ -171,4 +171,4 @@ def test_any_message_is_read_alike_or_refused(kernel: str, data: st.DataObject, 
 
 def test_more_positions_than_the_capacity_are_refused() -> None:
     with pytest.raises(ValueError, match="More than 3 positions"):
-        PositionCode(1000, 3).encode_flags(pack_flags(torch.ones(1000, dtype=torch.uint8)), "auto")
+        PositionCode(1000, 3).encode_flags(flags_at(torch.arange(1000), 1000), "auto")

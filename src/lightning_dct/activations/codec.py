@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from lightning_dct.compress.awaited import Awaited, must_not_wait
-from lightning_dct.kernels import rows_kernel
+from lightning_dct.kernels import compiled
 from lightning_dct.wire.payload import HEADER, read_header, write_header
 from lightning_dct.wire.positions import PayloadError, PositionCode
 from lightning_dct.wire.rows import LEVELS, SHARES, decode_rows, encode_rows, row_scales_num_bytes, row_values_num_bytes
@@ -230,7 +230,7 @@ def _decode_values(
 def _compiled(layout: ActivationLayout, value_format: str, positions: Tensor | None, data: Tensor) -> Any:
     """The kernel for rows of equal length on the device of ``data``; None if torch encodes and decodes them."""
     wanted = positions is None and value_format in LEVELS and layout.numel > 0
-    return rows_kernel(data.device.type) if wanted else None
+    return compiled(data.device.type, loops="numba_rows") if wanted else None
 
 
 def _rows_of(layout: ActivationLayout, value_format: str, positions: Tensor | None) -> Tensor | None:

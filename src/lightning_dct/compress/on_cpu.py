@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import islice
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Received, Sending, SentPayload
 from lightning_dct.compress.error_feedback import ErrorFeedback
-from lightning_dct.compress.threshold import GUARD_RESELECT, limit_of, nudge
+from lightning_dct.compress.threshold import GUARD_RESELECT, nudge
 from lightning_dct.kernels import cpu_kernel, weights_by_senders
 from lightning_dct.kernels.plain import Sent
 from lightning_dct.wire import payload as wire
@@ -27,41 +27,32 @@ def pack(
     """
     thresholds, kernel = feedback.thresholds, cpu_kernel(feedback.kernel)
     numbers = [plan.compressed.index(index) for index in used] if deferred else range(len(used))
-    first = [plan.first[number] for number in numbers]
+    first, counts = [plan.first[number] for number in numbers], [0] * len(plan.compressed)
     news, bases = bucket.parts([plan.bounds[index] for index in used])
-    taus = [thresholds.get(plan.names[index], plan.targets[index]) or 0.0 for index in used]
+    (names, targets), sizes = plan.of_tensors(used), [plan.sizes[index] for index in used]
+    taus = [thresholds.get(name, target) or 0.0 for name, target in zip(names, targets, strict=True)]
     flags = torch.zeros(sum(plan.flag_bytes), dtype=torch.uint8)
     before = [base.clone() for base in bases if bucket.others_keep]
     values, reached = kernel.select(news, bases, first, taus, bucket.scale, flags)
-    kept = list(values.split(reached))
-    broken = [] if is_finite(values) else [number for number, part in enumerate(kept) if not part.isfinite().all()]
-    counts = [0] * len(plan.compressed)
-    for place, (number, index, tau, count) in enumerate(zip(numbers, used, taus, reached, strict=True)):
-        size, target = plan.sizes[index], plan.targets[index]
-        if place in broken or count > target:
-            # The capacity is fixed, because collectives need equal sizes. With infinite and NaN entries only these are
-            # sent, because the step is lost anyway.
-            limit = math.inf if place in broken else limit_of(kept[place], size, target)
-            kept[place] = kernel.thin(flags, first[place], size, kept[place], target, limit)
-        counts[number] = kept[place].numel()
-        if feedback.adapt_threshold and place not in broken:
-            far = count > GUARD_RESELECT * target
-            thresholds.set(plan.names[index], target, limit if far else nudge(tau, count, target, size))
-    if sum(counts) < values.numel():
-        values = torch.cat(kept) if len(kept) > 1 else kept[0]
+    # The capacity is fixed, because collectives need equal sizes.
+    values, left, limits = kernel.fit(flags, first, sizes, values, reached, targets)
+    tensors = zip(numbers, names, sizes, targets, taus, reached, left, limits, strict=True)
+    for number, name, size, target, tau, count, kept, limit in tensors:
+        counts[number] = kept
+        if feedback.adapt_threshold and limit < math.inf:
+            thresholds.set(name, target, limit if count > GUARD_RESELECT * target else nudge(tau, count, target, size))
     parts, is_read = plan.parts or (plan,), bucket.scale is not None or how.lost > 0
-    edges = accumulate((len(part.compressed) for part in parts), initial=0)
-    of_parts = [counts[start:stop] for start, stop in pairwise(edges)]
-    sums, tensors, sent = [*map(sum, of_parts)], 0, []
+    of_parts = [list(islice(each, len(part.compressed))) for each in [iter(counts)] for part in parts]
+    sums, before_part, sent = [*map(sum, of_parts)], 0, []
     # In the memory of the values, which are not needed any more.
     read = values if values.dtype == torch.float32 else torch.empty(values.numel(), dtype=torch.float32)
-    split = flags.split(plan.flag_bytes), values.split(sums), read.split(sums)
+    split = flags.split_with_sizes(plan.flag_bytes), values.split_with_sizes(sums), read.split_with_sizes(sums)
     for part, of_part, own_flags, own, out in zip(parts, of_parts, *split, strict=True):
-        dense = take_dense(bucket, part, {index - tensors for index in deferred})
+        dense = take_dense(bucket, part, {index - before_part for index in deferred})
         sent.append(wire.pack(part.layout, own_flags, own, of_part, dense, how.tag, feedback.kernel))
         if is_read:
             wire.unpack_values(part.layout, sent[-1], of_part, out, feedback.kernel)
-        tensors += len(part.names)
+        before_part += len(part.names)
     as_read = Sent(flags[None], read, [values.numel()])
     if bucket.scale is not None:
         kernel.subtract(bases, first, as_read)
@@ -91,8 +82,7 @@ def take_dense(bucket: Bucket, plan: BucketPlan, deferred: set[int]) -> Tensor:
         left = accumulated - sent
         torch._foreach_copy_(residuals, torch.where(left.abs() < math.inf, left, before).split(sizes))
     parts = iter(sent.split(sizes))
-    zero = sent.new_zeros(1)
-    dense = [zero.expand(plan.sizes[index]) if index in deferred else next(parts) for index in plan.dense]
+    dense = [sent.new_zeros(plan.sizes[index]) if index in deferred else next(parts) for index in plan.dense]
     return torch.cat(dense).view(torch.uint8)
 
 
@@ -109,23 +99,24 @@ def add(feedback: ErrorFeedback, received: Received, bucket: Bucket, said: str) 
     senders += ["This rank's own payload"] * (len(sources) * len(parts) - len(senders))
     arrived = [(part, payload) for source in sources for part, payload in source.plan.divide(source.payload)]
     counts = []
-    rooms = [room for row in flags for room in row.split(plan.flag_bytes)]
+    rooms = flags.view(-1).split_with_sizes(plan.flag_bytes * len(sources))
     for sender, (part, payload), room in zip(senders, arrived, rooms, strict=True):
         with reading(f"{sender} of the process group"):
             counts.append(wire.unpack_flags(part.layout, payload, room, how.tag, feedback.kernel))
             words, beyond = part.beyond
             if (room.numpy().view("uint32")[words] & beyond).any():
                 raise PayloadError("the positions are corrupt: some are beyond the end of their tensor")
-    sums = [sum(of_payload) for of_payload in counts]
+    by, sums = len(parts), [sum(of_payload) for of_payload in counts]
     values = torch.empty(sum(sums), dtype=torch.float32)
-    for sender, (part, payload), own_counts, out in zip(senders, arrived, counts, values.split(sums), strict=True):
+    for sender, (part, payload), own_counts, out in zip(
+        senders, arrived, counts, values.split_with_sizes(sums), strict=True
+    ):
         wire.unpack_values(part.layout, payload, own_counts, out, feedback.kernel)
         # One value that is infinite or NaN makes the scale so.
         if not is_finite(wire.read_scales(part.layout, payload) if part.layout.num_scales else out):
             name_broken_sender(sender)
     owns, totals = bucket.parts([plan.bounds[index] for index in plan.compressed])
     weights = weights_by_senders(len(payloads), factor, how.lengthening, plan.residual_dtype)
-    by = len(parts)
     sent = Sent(flags, values, [sum(sums[start : start + by]) for start in range(0, len(sums), by)])
     cpu_kernel(feedback.kernel).add_sums(totals, owns or None, plan.first, sent, weights, mine)
     for number, part in enumerate(parts):

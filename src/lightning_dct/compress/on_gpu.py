@@ -10,7 +10,6 @@ Results are the bits that :mod:`~lightning_dct.compress.on_cpu` gives, and the s
 from array import array
 from collections.abc import Sequence
 from functools import lru_cache, partial
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -21,20 +20,14 @@ from lightning_dct.compress.awaited import to_device
 from lightning_dct.compress.bucket_plan import WORD, Bucket, BucketPlan, Received, Sending, SentPayload
 from lightning_dct.compress.error_feedback import ErrorFeedback
 from lightning_dct.compress.on_cpu import add_dense, name_broken_sender, take_dense
-from lightning_dct.compress.threshold import (
-    GUARD_AIM,
-    GUARD_GAIN,
-    GUARD_LARGEST_FACTOR,
-    GUARD_RESELECT,
-    LIMIT_SAMPLE,
-    SMALLEST_THRESHOLD,
-)
+from lightning_dct.compress.threshold import GUARD_AIM, GUARD_GAIN, GUARD_LARGEST_FACTOR, GUARD_RESELECT
 from lightning_dct.kernels import triton_add, triton_pack, weights_by_senders
+from lightning_dct.kernels.plain import LARGEST_HALF, LIMIT_SAMPLE, SMALLEST_THRESHOLD
 from lightning_dct.kernels.triton_add import GROUP
 from lightning_dct.kernels.triton_bits import BLOCK
 from lightning_dct.wire.payload import FORMAT_CODES, MAGIC, VERSION, read_dense
 from lightning_dct.wire.positions import PayloadError
-from lightning_dct.wire.values import LARGEST_HALF, SCALED_FORMATS
+from lightning_dct.wire.values import SCALED_FORMATS
 
 DTYPES = {getattr(torch, name): getattr(tl, name) for name in ("float32", "float64", "float16", "bfloat16")}
 # A program looks at so many of the entries that have reached a threshold, and reads so many flags of a code.
@@ -67,7 +60,7 @@ class Table:
         start = words = 0
         for part in plan.parts or (plan,):
             layout, number = part.layout, len(parts)
-            ends = [start // 4 + end // 4 for end in accumulate(layout.part_sizes, initial=0)]
+            ends = [start // 4 + end // 4 for end in layout.edges]
             code = layout.position_code
             parts.append([ends[0], ends[2], ends[3], len(blocks), words, len(tensors),
                           -1 if code.is_bitmap else code.low_bits,

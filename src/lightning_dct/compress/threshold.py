@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightning_dct.compress.awaited import must_not_wait
 from lightning_dct.kernels.bits import nonzero_indices
+from lightning_dct.kernels.plain import SMALLEST_THRESHOLD
 
 # The guard's exponent is this times the square root of the density. Error feedback makes entries crowd below the
 # threshold, the more the smaller the density, and there a small move changes the count a lot. Twice the exponent makes
@@ -29,12 +30,9 @@ GUARD_LARGEST_FACTOR = 1.25
 GUARD_AIM = 0.98
 # Beyond this many times the target, one step would be too small.
 GUARD_RESELECT = 2.0
-# If not all entries that have reached a threshold fit, so many of them are looked at.
-LIMIT_SAMPLE = 1 << 12
 # A sample for a threshold has at least so many entries, and so many wanted ones: within 5% of the target.
 SMALLEST_SAMPLE = 1 << 14
 WANTED_IN_SAMPLE = 400
-SMALLEST_THRESHOLD = torch.finfo(torch.float32).tiny
 
 
 @lru_cache(maxsize=1024)
@@ -115,19 +113,6 @@ def nudge(threshold: float, count: int, target: int, size: int, aim: float = GUA
     factor = ((count + 0.5) / (aim * target + 0.5)) ** exponent
     factor = min(max(factor, 1 / GUARD_LARGEST_FACTOR), GUARD_LARGEST_FACTOR)
     return max(threshold * factor, SMALLEST_THRESHOLD)
-
-
-def limit_of(reached: Tensor, size: int, target: int) -> float:
-    """The magnitude that about ``target`` of the entries reach that have reached a threshold, from a regular sample.
-
-    ``reached`` are their values, finite, shape ``[n]`` with ``n > target``, out of a tensor's ``size``. With a random
-    choice instead of the largest entries, four ranks lost 7.0% where they lose 5.1%: ``docs/evidence/sums.md``.
-    """
-    count, wanted = reached.numel(), min(LIMIT_SAMPLE, size)
-    # Of small tensors torch's calls cost more than the work.
-    sampled = np.abs(reached.numpy()[np.arange(wanted) * count // wanted])
-    index = wanted - -(-wanted * target // count)
-    return max(float(np.partition(sampled, index)[index]), SMALLEST_THRESHOLD)
 
 
 class Thresholds:

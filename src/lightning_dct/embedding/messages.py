@@ -37,17 +37,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lightning_dct.compress.threshold import (
-    GUARD_RESELECT,
-    SMALLEST_THRESHOLD,
-    entries_at,
-    keep_largest,
-    kth_magnitude,
-    nudge,
-)
+from lightning_dct.compress.threshold import GUARD_RESELECT, entries_at, keep_largest, kth_magnitude, nudge
 from lightning_dct.embedding.owners import Int64Array
 from lightning_dct.kernels import cpu_kernel, positions_of
 from lightning_dct.kernels.bits import nonzero_indices, num_bytes, pack_bits, unpack_bits
+from lightning_dct.kernels.plain import SMALLEST_THRESHOLD
 from lightning_dct.wire.payload import PayloadLayout, pack, unpack_values
 from lightning_dct.wire.positions import PayloadError, PositionCode
 from lightning_dct.wire.rows import decode_rows, encode_rows, row_scales_num_bytes, row_values_num_bytes

@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from lightning_dct.kernels import rows_kernel
+from lightning_dct.kernels import compiled
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -188,7 +188,7 @@ def initial_rows(seed: int, tables: Int64Array, rows: Int64Array, bounds: Sequen
     state = np.full(1, seed % 2**64, dtype=np.uint64)
     for counter in (tables, rows):
         state = mix(state + (counter.astype(np.uint64) + np.uint64(1)) * GOLDEN)
-    if (kernel := rows_kernel("cpu")) is not None:
+    if (kernel := compiled("cpu", loops="numba_rows")) is not None:
         values = np.empty((rows.size, dim), dtype=np.float32)
         kernel.fill_uniform(values, state, bound_of)
         return torch.from_numpy(values)

@@ -34,9 +34,10 @@ def cpu_kernel(kernel: str = "auto") -> Any:
     return import_module(f"lightning_dct.kernels.{'numba_cpu' if name == 'numba' else 'plain'}")
 
 
-def compiled(device_type: str, kernel: str = "auto") -> Any:
+def compiled(device_type: str, kernel: str = "auto", loops: str = "numba_cpu") -> Any:
     """The loops of numba; None on a GPU, without numba, and with another kernel."""
-    return cpu_kernel("numba") if kernel != "torch" and fastest_kernel(device_type) == "numba" else None
+    is_used = kernel != "torch" and fastest_kernel(device_type) == "numba"
+    return import_module(f"lightning_dct.kernels.{loops}") if is_used else None
 
 
 @lru_cache(maxsize=64)
@@ -75,12 +76,6 @@ def positions_of(flags: Tensor, count: int) -> Tensor:
     if (loops := compiled(flags.device.type)) is not None:
         return loops.positions_of(flags, count)
     return nonzero_indices(unpack_bits(flags, 8 * flags.numel()))
-
-
-@cache
-def rows_kernel(device_type: str) -> Any:
-    """:mod:`~lightning_dct.kernels.numba_rows`, or None without numba."""
-    return import_module("lightning_dct.kernels.numba_rows") if fastest_kernel(device_type) == "numba" else None
 
 
 def available_kernels(device_type: str) -> list[str]:

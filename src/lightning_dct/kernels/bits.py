@@ -70,9 +70,3 @@ def nonzero_indices(flags: Tensor) -> Tensor:
         # numpy searches bools several times faster than torch does.
         return torch.from_numpy(np.flatnonzero(flags.numpy().view(np.bool_)))
     return flags.nonzero().squeeze(1)
-
-
-def pack_flags(marks: Tensor) -> Tensor:
-    """Marks (shape ``[n]``, bool or uint8 of zeros and ones) as flags: uint8, ``[flags_num_bytes(n)]``."""
-    packed = pack_bits(marks)
-    return torch.nn.functional.pad(packed, (0, flags_num_bytes(marks.numel()) - packed.numel()))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from itertools import accumulate
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,11 +22,12 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.cpython.unsafe import numbers
 from numba.extending import intrinsic
+from numba.np.numpy_support import carray
 from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_dct.kernels.bits import num_bytes
-from lightning_dct.kernels.plain import Sent, Tensors
+from lightning_dct.kernels.plain import LARGEST_HALF, LIMIT_SAMPLE, SMALLEST_THRESHOLD, Numbers, Sent, Tensors
 
 # Entries that fit the first-level cache.
 BLOCK = 1024
@@ -38,102 +39,58 @@ ENTRIES_PER_THREAD = 1 << 18
 GATHER = np.uint64(0x0102040810204080)
 trailing_zeros: Any = numbers.trailing_zeros
 ONE, WORD = np.uint64(1), np.uint64(63)
-# The largest fp32 number of which twice is finite.
-LARGEST_HALF = torch.finfo(torch.float32).max / 2
+# Rows of a `_table`.
+SIZE, FIRST = 0, 1
 
 Result = TypeVar("Result")
 
 
-class _Span(NamedTuple):
-    """Entries ``start`` to ``stop`` of a tensor; the first has the flag number ``bit``."""
-
-    tensor: int
-    start: int
-    stop: int
-    bit: int
-
-
 def select(
-    news: Tensors, bases: Tensors, first: Sequence[int], thresholds: Sequence[float], scale: float | None, flags: Tensor
+    news: Tensors, bases: Tensors, first: Numbers, thresholds: Sequence[float], scale: float | None, flags: Tensor
 ) -> tuple[Tensor, list[int]]:
     """See :func:`lightning_dct.kernels.plain.select`."""
-    words, nothing = _words(flags), bases[0][:0] if bases else torch.empty(0)
-    dtype = nothing.numpy().dtype
+    if not bases:
+        return torch.empty(0), []
     # numba does not support bfloat16.
-    arrays = [(new.to(base.dtype).numpy(), base.numpy()) for new, base in zip(news, bases, strict=True)]
-    limits = [dtype.type(threshold) for threshold in thresholds]
-
-    def select_spans(spans: list[_Span]) -> tuple[Tensor, NDArray[np.int64]]:
-        found = _scratch(sum([stop - start for _, start, stop, _ in spans]), nothing.dtype)
-        values, count, counts = found.numpy(), 0, np.zeros(len(news), np.int64)
-        for tensor, start, stop, bit in spans:
-            new, base = arrays[tensor][0][start:stop], arrays[tensor][1][start:stop]
-            before = count
-            if scale is None:
-                count = _select_difference(new, base, limits[tensor], words, bit, values, count)
-            else:
-                count = _select_sum(new, base, dtype.type(scale), limits[tensor], words, bit, values, count)
-            counts[tensor] = count - before
-        # A helping thread may take another share and then use its array again.
-        return found[:count] if spans is shares[0] else found[:count].clone(), counts
-
-    shares = _shares(news, first)
-    found = _in_threads(select_spans, shares)
-    values = [values for values, _ in found] or [nothing]
-    counts = sum((counts for _, counts in found), np.zeros(len(news), np.int64))
-    return values[0] if len(values) == 1 else torch.cat(values), counts.tolist()
+    news = [new.to(base.dtype).contiguous() for new, base in zip(news, bases, strict=True)]
+    found, dtype = _scratch(8 * flags.numel(), bases[0].dtype), bases[0].numpy().dtype
+    given = np.array(thresholds, dtype), scale if scale is None else dtype.type(scale), _words(flags), found.numpy()
+    shares = _in_threads(_select, _table(first, news, bases), *given)
+    values = [found[begin : begin + int(counts.sum())] for begin, counts in shares]
+    return torch.cat(values) if len(values) > 1 else values[0], np.sum([n for _, n in shares], axis=0).tolist()
 
 
-def thin(flags: Tensor, begin: int, size: int, values: Tensor, target: int, limit: float) -> Tensor:
-    """See :func:`lightning_dct.kernels.plain.thin`."""
-    array = values.numpy()
-    return values[: _thin(_words(flags), begin, size, array, target, array.dtype.type(limit))]
+def fit(
+    flags: Tensor, first: Numbers, sizes: Numbers, values: Tensor, counts: Numbers, targets: Numbers
+) -> tuple[Tensor, list[int], list[float]]:
+    """See :func:`lightning_dct.kernels.plain.fit`."""
+    table, limits = np.array([sizes, first, targets, counts], np.int64), np.zeros(len(counts))
+    count = _fit(_words(flags), table, values.numpy(), limits, LIMIT_SAMPLE, SMALLEST_THRESHOLD)
+    return values[:count], table[3].tolist(), limits.tolist()
 
 
-def subtract(tensors: Tensors, first: Sequence[int], sent: Sent) -> None:
+def subtract(tensors: Tensors, first: Numbers, sent: Sent) -> None:
     """See :func:`lightning_dct.kernels.plain.subtract`."""
-    words, values = _words(sent.flags)[0], sent.values.numpy()
-
-    def subtract_spans(spans: list[_Span]) -> None:
-        cursor = _flags_before(words, spans[0].bit)
-        for tensor, start, stop, bit in spans:
-            cursor = _subtract(tensors[tensor].numpy()[start:stop], words, bit, values, cursor)
-
-    _in_threads(subtract_spans, _shares(tensors, first))
+    values = sent.values.to(tensors[0].dtype) if tensors else sent.values
+    _in_threads(_subtract, _table(first, tensors), _words(sent.flags)[0], values.numpy())
 
 
-def decay(news: Tensors, bases: Tensors, first: Sequence[int], sent: Sent, lost: float) -> None:
+def decay(news: Tensors, bases: Tensors, first: Numbers, sent: Sent, lost: float) -> None:
     """See :func:`lightning_dct.kernels.plain.decay`."""
-    words, values = _words(sent.flags)[0], sent.values.numpy()
-
-    def decay_spans(spans: list[_Span]) -> None:
-        cursor = _flags_before(words, spans[0].bit)
-        for tensor, start, stop, bit in spans:
-            new, base = news[tensor].numpy()[start:stop], bases[tensor].numpy()[start:stop]
-            cursor = _decay(new, base, new.dtype.type(lost), words, bit, values, cursor)
-
-    _in_threads(decay_spans, _shares(news, first))
+    values = (sent.values.to(news[0].dtype) if news else sent.values).numpy()
+    _in_threads(_decay, _table(first, news, bases), values.dtype.type(lost), _words(sent.flags)[0], values)
 
 
 def add_sums(
-    totals: Tensors, owns: Tensors | None, first: Sequence[int], sent: Sent, weights: Tensor, mine: int = -1
+    totals: Tensors, owns: Tensors | None, first: Numbers, sent: Sent, weights: Tensor, mine: int = -1
 ) -> None:
     """See :func:`lightning_dct.kernels.plain.add_sums`."""
-    words, values = _words(sent.flags), sent.values.numpy()
+    table = _table(first, totals) if owns is None else _table(first, totals, owns)
     starts = np.array([*accumulate(sent.counts, initial=0)][:-1], np.int64)
-    by_count, nothing = weights.numpy(), weights.numpy()[:0]
-
-    def add_spans(spans: list[_Span]) -> None:
-        cursors = starts + np.array([_flags_before(row, spans[0].bit) for row in words])
-        for tensor, start, stop, bit in spans:
-            total = totals[tensor].numpy()[start:stop]
-            own_weights = nothing if owns is None else owns[tensor].numpy()[start:stop]
-            _add_sums(total, own_weights, words, bit, values, cursors, mine, by_count)
-
-    _in_threads(add_spans, _shares(totals, first))
+    _in_threads(_add_sums, table, _words(sent.flags), sent.values.numpy(), starts, mine, weights.numpy())
 
 
-def encode_scaled(values: Tensor, counts: Sequence[int], bits: int) -> tuple[Tensor, Tensor]:
+def encode_scaled(values: Tensor, counts: Numbers, bits: int) -> tuple[Tensor, Tensor]:
     """The bytes and scales of ``1bit`` or ``2bit``, as in :func:`lightning_dct.wire.values.encode_values`."""
     words, scales = np.zeros(bits * values.numel() // 64 + 1, np.uint64), torch.empty(len(counts), dtype=torch.float32)
     codes, given = words.view(np.uint8), (values.numpy(), np.array(counts, np.int64))
@@ -144,14 +101,14 @@ def encode_scaled(values: Tensor, counts: Sequence[int], bits: int) -> tuple[Ten
     return torch.from_numpy(codes[: num_bytes(bits * values.numel())]), scales
 
 
-def decode_scaled(codes: Tensor, counts: Sequence[int], scales: Tensor, values: Tensor, bits: int) -> None:
+def decode_scaled(codes: Tensor, counts: Numbers, scales: Tensor, values: Tensor, bits: int) -> None:
     """Undo :func:`encode_scaled`, into ``values``: shape ``[sum(counts)]``, fp32."""
     words, size = np.zeros(bits * values.numel() // 64 + 1, np.uint64), num_bytes(bits * values.numel())
     words.view(np.uint8)[:size] = codes.numpy()[:size]
     _decode_scaled(words, bits, np.array(counts, np.int64), scales.numpy(), values.numpy())
 
 
-def count_flags(flags: Tensor, sizes: Sequence[int]) -> list[int]:
+def count_flags(flags: Tensor, sizes: Numbers) -> list[int]:
     """See :func:`lightning_dct.wire.positions.count_flags`."""
     return _count_flags(_words(flags), np.array(sizes, np.int64)).tolist()
 
@@ -289,7 +246,24 @@ def _prefetch_entry(context: Any, array: Any, index: Any) -> Any:
     return types.void(array, types.intp), generate
 
 
+@intrinsic
+def _pointer_to(context: Any, address: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.int64), generate
+
+
 _prefetch: Any = _prefetch_entry
+_pointer: Any = _pointer_to
+
+
+@njit(nogil=True, cache=True, error_model="numpy", inline="always")
+def _part(table: Any, column: int, tensor: int, begin: int, end: int, like: Any) -> Any:
+    """The entries of a tensor, by its column of a ``_table``, whose flags have the numbers ``begin`` to ``end``."""
+    size, first = table[SIZE, tensor], table[FIRST, tensor]
+    start, stop = max(begin - first, 0), min(end - first, size)
+    return carray(_pointer(table[column, tensor]), size, like.dtype)[start : max(start, stop)]
 
 
 @njit(nogil=True, cache=True, error_model="numpy", inline="always")
@@ -311,42 +285,69 @@ def _collect(reached: Any, block: Any, length: int, words: Any, bit: int, values
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _select_difference(new: Any, base: Any, limit: Any, words: Any, bit: int, values: Any, count: int) -> int:
-    block, reached = np.empty(BLOCK, base.dtype), np.empty(BLOCK, np.uint8)
-    for start in range(0, new.size, BLOCK):
-        # Indices into slices start at zero, so the compiler knows that none is negative.
-        ours, theirs = new[start : start + BLOCK], base[start : start + BLOCK]
-        for i in range(ours.size):
-            block[i] = ours[i] - theirs[i]
+def _select(table: Any, begin: int, end: int, limits: Any, scale: Any, words: Any, found: Any) -> tuple[int, Any]:
+    old, block, reached = np.empty(BLOCK, found.dtype), np.empty(BLOCK, found.dtype), np.empty(BLOCK, np.uint8)
+    # A share has no more entries than flags.
+    values, count, counts = found[begin:end], 0, np.zeros(limits.size, np.int64)
+    for tensor in range(limits.size):
+        before, bit, limit = count, max(begin, table[FIRST, tensor]), limits[tensor]
+        new, base = _part(table, 2, tensor, begin, end, values), _part(table, 3, tensor, begin, end, values)
+        for start in range(0, new.size, BLOCK):
+            # Indices into slices start at zero, so the compiler knows that none is negative.
+            ours, theirs, first = new[start : start + BLOCK], base[start : start + BLOCK], count
             # "Not below" instead of "at or above", because it is true for NaN.
-            reached[i] = not (abs(block[i]) < limit)
-        count = _collect(reached, block, ours.size, words, bit + start, values, count)
-    return count
+            if scale is None:
+                for i in range(ours.size):
+                    block[i] = ours[i] - theirs[i]
+                    reached[i] = not (abs(block[i]) < limit)
+            else:
+                for i in range(ours.size):
+                    old[i] = theirs[i]
+                    block[i] = old[i] + scale * ours[i]
+                    theirs[i] = block[i]
+                    reached[i] = not (abs(block[i]) < limit)
+            count = _collect(reached, block, ours.size, words, bit + start, values, count)
+            if scale is not None and not np.isfinite(values[first:count]).all():
+                for i in range(ours.size):
+                    if not np.isfinite(block[i]):
+                        theirs[i] = old[i]
+        counts[tensor] = count - before
+    return begin, counts
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _select_sum(new: Any, base: Any, scale: Any, limit: Any, words: Any, bit: int, values: Any, count: int) -> int:
-    old, block, reached = np.empty(BLOCK, base.dtype), np.empty(BLOCK, base.dtype), np.empty(BLOCK, np.uint8)
-    for start in range(0, new.size, BLOCK):
-        addends, sums, before = new[start : start + BLOCK], base[start : start + BLOCK], count
-        for i in range(addends.size):
-            old[i] = sums[i]
-            block[i] = old[i] + scale * addends[i]
-            sums[i] = block[i]
-            reached[i] = not (abs(block[i]) < limit)
-        count = _collect(reached, block, addends.size, words, bit + start, values, count)
-        broken = False
-        for number in range(before, count):
-            broken |= not np.isfinite(values[number])
-        if broken:
-            for i in range(addends.size):
-                if not np.isfinite(block[i]):
-                    sums[i] = old[i]
-    return count
+def _fit(words: Any, table: Any, values: Any, limits: Any, most_sampled: int, smallest: float) -> int:
+    start, kept = 0, 0
+    for tensor in range(limits.size):
+        size, target, count, broken = table[SIZE, tensor], table[2, tensor], table[3, tensor], 0
+        reached = values[start : start + count]
+        for number in range(count):
+            broken += not np.isfinite(reached[number])
+        if broken or count > target:
+            limits[tensor] = np.inf if broken else max(_limit(reached, min(most_sampled, size), target), smallest)
+            table[3, tensor] = _thin(words, table[FIRST, tensor], size, reached, target, limits[tensor])
+        if kept < start:
+            for number in range(table[3, tensor]):
+                values[kept + number] = reached[number]
+        start, kept = start + count, kept + table[3, tensor]
+    return kept
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _thin(words: Any, begin: int, size: int, values: Any, target: int, limit: Any) -> int:
+def _limit(reached: Any, wanted: int, target: int) -> float:
+    # Number n of the sample is entry n * size // wanted.
+    sample, entry, remainder = np.empty(wanted, reached.dtype), 0, 0
+    for number in range(wanted):
+        sample[number] = abs(reached[entry])
+        entry, remainder = entry + reached.size // wanted, remainder + reached.size % wanted
+        if remainder >= wanted:
+            entry, remainder = entry + 1, remainder - wanted
+    index = wanted - -(-wanted * target // reached.size)
+    return np.partition(sample, index)[index]
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _thin(words: Any, begin: int, size: int, values: Any, target: int, limit: float) -> int:
     large = 0
     for number in range(values.size):
         large += not abs(values[number]) < limit
@@ -371,39 +372,56 @@ def _thin(words: Any, begin: int, size: int, values: Any, target: int, limit: An
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _subtract(tensor: Any, words: Any, bit: int, values: Any, cursor: int) -> int:
-    for start in range(0, tensor.size, 64):
-        part = tensor[start : start + 64]
-        flags = _window(words, bit + start, part.size)
-        while flags:
-            i = trailing_zeros(flags)
-            flags &= flags - ONE
-            left = part[i] - values[cursor]
-            if np.isfinite(left):
-                part[i] = left
-            cursor += 1
-    return cursor
+def _subtract(table: Any, begin: int, end: int, words: Any, values: Any) -> None:
+    cursor = _flags_before(words, begin)
+    for tensor in range(table.shape[1]):
+        whole, bit = _part(table, 2, tensor, begin, end, values), max(begin, table[FIRST, tensor])
+        for start in range(0, whole.size, 64):
+            part = whole[start : start + 64]
+            flags = _window(words, bit + start, part.size)
+            while flags:
+                i = trailing_zeros(flags)
+                flags &= flags - ONE
+                left = part[i] - values[cursor]
+                if np.isfinite(left):
+                    part[i] = left
+                cursor += 1
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _decay(new: Any, base: Any, lost: Any, words: Any, bit: int, values: Any, cursor: int) -> int:
-    left = np.empty(64, new.dtype)
-    for start in range(0, new.size, 64):
-        ours, theirs = new[start : start + 64], base[start : start + 64]
-        flags = _window(words, bit + start, ours.size)
-        for i in range(ours.size):
-            left[i] = ours[i] - theirs[i]
-        while flags:
-            left[trailing_zeros(flags)] -= values[cursor]
-            flags &= flags - ONE
-            cursor += 1
-        for i in range(ours.size):
-            ours[i] -= lost * left[i]
-    return cursor
+def _decay(table: Any, begin: int, end: int, lost: Any, words: Any, values: Any) -> None:
+    left, cursor = np.empty(64, values.dtype), _flags_before(words, begin)
+    for tensor in range(table.shape[1]):
+        bit = max(begin, table[FIRST, tensor])
+        new, base = _part(table, 2, tensor, begin, end, values), _part(table, 3, tensor, begin, end, values)
+        for start in range(0, new.size, 64):
+            ours, theirs = new[start : start + 64], base[start : start + 64]
+            flags = _window(words, bit + start, ours.size)
+            for i in range(ours.size):
+                left[i] = ours[i] - theirs[i]
+            while flags:
+                left[trailing_zeros(flags)] -= values[cursor]
+                flags &= flags - ONE
+                cursor += 1
+            for i in range(ours.size):
+                ours[i] -= lost * left[i]
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _add_sums(total: Any, own: Any, words: Any, bit: int, values: Any, cursors: Any, mine: int, weights: Any) -> None:
+def _add_sums(table: Any, begin: int, end: int, words: Any, values: Any, starts: Any, mine: int, weights: Any) -> None:
+    cursors = np.empty_like(starts)
+    for sender in range(starts.size):
+        cursors[sender] = starts[sender] + _flags_before(words[sender], begin)
+    for tensor in range(table.shape[1]):
+        total, bit = _part(table, 2, tensor, begin, end, weights), max(begin, table[FIRST, tensor])
+        own = _part(table, 3, tensor, begin, end, weights) if table.shape[0] > 3 else weights[:0]
+        _add_to_tensor(total, own, words, bit, values, cursors, mine, weights)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _add_to_tensor(
+    total: Any, own: Any, words: Any, bit: int, values: Any, cursors: Any, mine: int, weights: Any
+) -> None:
     sums, senders, summed = np.zeros(64, total.dtype), np.zeros(64, np.int64), weights.size - 1
     for start in range(0, total.size, 64):
         part, ours = total[start : start + 64], own[start : start + 64]
@@ -571,25 +589,24 @@ def _add_rows(total: Any, indices: Any, rows: Any, num_groups: int, size: int, t
                 sums[j] += addends[j]
 
 
-def _shares(tensors: Tensors, first: Sequence[int]) -> list[list[_Span]]:
-    """Divide tensors among threads by their flags, the same number each. No two threads share a word of flags."""
-    sizes = list(map(Tensor.numel, tensors))
-    num_flags = max(map(sum, zip(first, sizes, strict=True)), default=0)
+def _table(first: Numbers, *tensors: Tensors) -> NDArray[np.int64]:
+    """For loops over a bucket: a row of sizes, one of first flags, and one of addresses for each list of tensors.
+
+    A call of a loop costs microseconds, so there is one for all tensors of a bucket.
+    """
+    return np.array(
+        [[*map(Tensor.numel, tensors[0])], first, *([*map(Tensor.data_ptr, some)] for some in tensors)], np.int64
+    )
+
+
+def _in_threads(loop: Callable[..., Result], table: NDArray[np.int64], *given: Any) -> list[Result]:
+    """Run a loop with a share of a table's flags in each thread. No two share a word of flags."""
+    num_flags = int((table[SIZE] + table[FIRST]).max(initial=1))
     share = max(-(-num_flags // torch.get_num_threads()), ENTRIES_PER_THREAD)
     share += -share % 64
-    shares: list[list[_Span]] = []
-    for begin in range(0, num_flags, share):
-        shares.append([])
-        for number, (bit, size) in enumerate(zip(first, sizes, strict=True)):
-            start, stop = max(begin - bit, 0), min(begin + share - bit, size)
-            if start < stop:
-                shares[-1].append(_Span(number, start, stop, bit + start))
-    return [spans for spans in shares if spans]
-
-
-def _in_threads(work: Callable[[list[_Span]], Result], shares: list[list[_Span]]) -> list[Result]:
-    helping = [_threads(os.getpid()).submit(work, share) for share in shares[1:]] if len(shares) > 1 else []
-    return [*map(work, shares[:1]), *map(Future.result, helping)]
+    shares = [(table, begin, min(begin + share, num_flags), *given) for begin in range(0, num_flags, share)]
+    helping = [_threads(os.getpid()).submit(loop, *one) for one in shares[1:]]
+    return [loop(*shares[0]), *map(Future.result, helping)]
 
 
 @cache

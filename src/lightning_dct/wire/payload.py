@@ -77,17 +77,17 @@ class PayloadLayout:
         return len(self.tensor_sizes) if self.value_format in SCALED_FORMATS else 0
 
     @cached_property
-    def part_sizes(self) -> tuple[int, int, int, int, int]:
-        """Bytes of header, scales, positions, values and dense tensors, each with the zeros that follow it."""
-        positions = _whole(self.position_code.num_bytes, 4)
-        before = HEADER.size + 4 * self.num_scales + positions
-        values = _whole(before + num_bytes(BITS_PER_VALUE[self.value_format] * self.capacity), 8) - before
-        return HEADER.size, 4 * self.num_scales, positions, values, _whole(self.dense_bytes, 8)
+    def edges(self) -> tuple[int, int, int, int, int, int]:
+        """Where header, scales, positions, values and dense tensors begin, in bytes, and where the last ends."""
+        positions = HEADER.size + 4 * self.num_scales
+        values = _whole(positions + self.position_code.num_bytes, 4)
+        dense = _whole(values + num_bytes(BITS_PER_VALUE[self.value_format] * self.capacity), 8)
+        return 0, HEADER.size, positions, values, dense, _whole(dense + self.dense_bytes, 8)
 
     @cached_property
     def num_bytes(self) -> int:
         """Size of every payload, in bytes."""
-        return sum(self.part_sizes)
+        return self.edges[-1]
 
     @cached_property
     def flags_num_bytes(self) -> int:
@@ -124,11 +124,11 @@ def pack(
     """
     data, scales = encode_values(values, counts, layout.value_format, kernel)
     header = write_header(MAGIC, FORMAT_CODES[layout.value_format], values.numel(), layout.fingerprint ^ tag)
-    first = torch.frombuffer(bytearray(header), dtype=torch.uint8).to(flags.device)
+    first = torch.tensor([*header], dtype=torch.uint8, device=flags.device)
     payload = flags.new_zeros(layout.num_bytes)
     parts = first, scales.view(torch.uint8), layout.position_code.encode_flags(flags, kernel), data, dense
-    for room, part in zip(payload.split_with_sizes(layout.part_sizes), parts, strict=True):
-        room[: part.numel()] = part
+    for start, part in zip(layout.edges, parts, strict=False):
+        payload[start : start + part.numel()] = part
     return payload
 
 
@@ -152,9 +152,9 @@ def unpack_flags(
     """
     if payload.numel() != layout.num_bytes:
         raise PayloadError(f"the payload has {payload.numel()} bytes, the layout says {layout.num_bytes}")
-    header, _, positions, _, _ = payload.split_with_sizes(layout.part_sizes)
-    count = read_header(header, MAGIC, FORMAT_CODES[layout.value_format], layout.fingerprint ^ tag, layout.capacity)
-    positions = positions[: layout.position_code.num_bytes]
+    made_for = layout.fingerprint ^ tag
+    count = read_header(payload[: HEADER.size], MAGIC, FORMAT_CODES[layout.value_format], made_for, layout.capacity)
+    positions = payload[layout.edges[2] :][: layout.position_code.num_bytes]
     return layout.position_code.decode_flags(positions, count, flags, layout.tensor_sizes, kernel)
 
 
@@ -162,19 +162,19 @@ def unpack_values(
     layout: PayloadLayout, payload: Tensor, counts: Sequence[int], out: Tensor | None = None, kernel: str = "auto"
 ) -> Tensor:
     """The entries of a payload, ``counts`` of each tensor, in ``out`` if it is given: shape ``[sum(counts)]``, fp32."""
-    data = payload.split_with_sizes(layout.part_sizes)[3]
-    return decode_values(data, counts, read_scales(layout, payload), layout.value_format, out, kernel)
+    data, scales = payload[layout.edges[3] : layout.edges[4]], read_scales(layout, payload)
+    return decode_values(data, counts, scales, layout.value_format, out, kernel)
 
 
 def read_scales(layout: PayloadLayout, payload: Tensor) -> Tensor:
     """The scales in a payload: shape ``[layout.num_scales]``, fp32."""
     # Memory of their own, because a view as another dtype has to be aligned.
-    return payload[HEADER.size : HEADER.size + 4 * layout.num_scales].clone().view(torch.float32)
+    return payload[HEADER.size : layout.edges[2]].clone().view(torch.float32)
 
 
 def read_dense(layout: PayloadLayout, payload: Tensor) -> Tensor:
     """The bytes of the tensors sent dense: uint8."""
-    return payload[layout.num_bytes - layout.part_sizes[4] :][: layout.dense_bytes]
+    return payload[layout.edges[4] :][: layout.dense_bytes]
 
 
 def tag_of(*what: object) -> int:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from lightning_dct.kernels import compiled
-from lightning_dct.kernels.bits import nonzero_indices, num_bytes, pack_bits, pack_flags, unpack_bits
+from lightning_dct.kernels.bits import nonzero_indices, num_bytes, pack_bits, unpack_bits
 
 
 class PayloadError(ValueError):
@@ -152,7 +152,7 @@ class PositionCode:
             if loops.decode_elias_fano(message, *lengths, flags) < 0:
                 raise PayloadError(f"the positions are corrupt: they are not ascending below {self.universe}")
         else:
-            flags.copy_(pack_flags(message.new_zeros(self.universe).index_fill_(0, self.decode(message, count), 1)))
+            flags.copy_(pack_bits(flags.new_zeros(8 * flags.numel()).index_fill_(0, self.decode(message, count), 1)))
         counts = count_flags(flags, sizes, kernel)
         _check_count(sum(counts), count)
         return counts

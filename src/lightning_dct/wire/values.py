@@ -22,11 +22,10 @@ from torch import Tensor
 
 from lightning_dct.kernels import compiled
 from lightning_dct.kernels.bits import as_bytes, num_bytes, pack_bits, pack_codes, unpack_bits, unpack_codes
+from lightning_dct.kernels.plain import LARGEST_HALF
 
 BITS_PER_VALUE: dict[str, int] = {"fp32": 32, "bf16": 16, "2bit": 2, "1bit": 1}
 SCALED_FORMATS = ("2bit", "1bit")
-# 2bit: the largest scale of which twice is finite.
-LARGEST_HALF = torch.finfo(torch.float32).max / 2
 
 
 def encode_values(
