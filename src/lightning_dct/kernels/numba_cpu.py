@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,8 +42,6 @@ ONE, WORD = np.uint64(1), np.uint64(63)
 # Rows of a `_table`.
 SIZE, FIRST = 0, 1
 
-Result = TypeVar("Result")
-
 
 def select(
     news: Tensors, bases: Tensors, first: Numbers, thresholds: Sequence[float], scale: float | None, flags: Tensor
@@ -65,7 +63,8 @@ def fit(
 ) -> tuple[Tensor, list[int], list[float]]:
     """See :func:`lightning_dct.kernels.plain.fit`."""
     table, limits = np.array([sizes, first, targets, counts], np.int64), np.zeros(len(counts))
-    count = _fit(_words(flags), table, values.numpy(), limits, LIMIT_SAMPLE, SMALLEST_THRESHOLD)
+    sample = np.empty(LIMIT_SAMPLE, values.numpy().dtype)
+    count = _fit(_words(flags), table, values.numpy(), limits, sample, sample.view(f"i{sample.itemsize}"))
     return values[:count], table[3].tolist(), limits.tolist()
 
 
@@ -316,7 +315,7 @@ def _select(table: Any, begin: int, end: int, limits: Any, scale: Any, words: An
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _fit(words: Any, table: Any, values: Any, limits: Any, most_sampled: int, smallest: float) -> int:
+def _fit(words: Any, table: Any, values: Any, limits: Any, sample: Any, bits: Any) -> int:
     start, kept = 0, 0
     for tensor in range(limits.size):
         size, target, count, broken = table[SIZE, tensor], table[2, tensor], table[3, tensor], 0
@@ -324,7 +323,7 @@ def _fit(words: Any, table: Any, values: Any, limits: Any, most_sampled: int, sm
         for number in range(count):
             broken += not np.isfinite(reached[number])
         if broken or count > target:
-            limits[tensor] = np.inf if broken else max(_limit(reached, min(most_sampled, size), target), smallest)
+            limits[tensor] = np.inf if broken else max(_limit(reached, target, sample[:size], bits), SMALLEST_THRESHOLD)
             table[3, tensor] = _thin(words, table[FIRST, tensor], size, reached, target, limits[tensor])
         if kept < start:
             for number in range(table[3, tensor]):
@@ -334,16 +333,24 @@ def _fit(words: Any, table: Any, values: Any, limits: Any, most_sampled: int, sm
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _limit(reached: Any, wanted: int, target: int) -> float:
+def _limit(reached: Any, target: int, sample: Any, bits: Any) -> float:
     # Number n of the sample is entry n * size // wanted.
-    sample, entry, remainder = np.empty(wanted, reached.dtype), 0, 0
+    entry, remainder, wanted = 0, 0, sample.size
     for number in range(wanted):
         sample[number] = abs(reached[entry])
         entry, remainder = entry + reached.size // wanted, remainder + reached.size % wanted
         if remainder >= wanted:
             entry, remainder = entry + 1, remainder - wanted
-    index = wanted - -(-wanted * target // reached.size)
-    return np.partition(sample, index)[index]
+    # Magnitudes have the order of their bits: this is the largest number with at most `index` of the sample below it.
+    # numpy's own search would take numba seconds to compile.
+    index, found = wanted - -(-wanted * target // reached.size), 0
+    for shift in range(8 * bits.itemsize - 2, -1, -1):
+        below = 0
+        for number in range(wanted):
+            below += bits[number] < found + (1 << shift)
+        found += (1 << shift) * (below <= index)
+    bits[0] = found
+    return sample[0]
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -599,7 +606,7 @@ def _table(first: Numbers, *tensors: Tensors) -> NDArray[np.int64]:
     )
 
 
-def _in_threads(loop: Callable[..., Result], table: NDArray[np.int64], *given: Any) -> list[Result]:
+def _in_threads(loop: Callable[..., Any], table: NDArray[np.int64], *given: Any) -> list[Any]:
     """Run a loop with a share of a table's flags in each thread. No two share a word of flags."""
     num_flags = int((table[SIZE] + table[FIRST]).max(initial=1))
     share = max(-(-num_flags // torch.get_num_threads()), ENTRIES_PER_THREAD)
