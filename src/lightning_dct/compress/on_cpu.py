@@ -41,8 +41,8 @@ def pack(
         counts[number] = kept
         if feedback.adapt_threshold and limit < math.inf:
             thresholds.set(name, target, limit if count > GUARD_RESELECT * target else nudge(tau, count, target, size))
-    parts, is_read = plan.parts or (plan,), bucket.scale is not None or how.lost > 0
-    of_parts = [list(islice(each, len(part.compressed))) for each in [iter(counts)] for part in parts]
+    parts, each = plan.parts or (plan,), iter(counts)
+    of_parts = [list(islice(each, len(part.compressed))) for part in parts]
     sums, before_part, sent = [*map(sum, of_parts)], 0, []
     # In the memory of the values, which are not needed any more.
     read = values if values.dtype == torch.float32 else torch.empty(values.numel(), dtype=torch.float32)
@@ -50,7 +50,7 @@ def pack(
     for part, of_part, own_flags, own, out in zip(parts, of_parts, *split, strict=True):
         dense = take_dense(bucket, part, {index - before_part for index in deferred})
         sent.append(wire.pack(part.layout, own_flags, own, of_part, dense, how.tag, feedback.kernel))
-        if is_read:
+        if bucket.scale is not None or how.lost:
             wire.unpack_values(part.layout, sent[-1], of_part, out, feedback.kernel)
         before_part += len(part.names)
     as_read = Sent(flags[None], read, [values.numel()])
