@@ -94,8 +94,7 @@ class Rank:
         found["  flag and gather"] = partial(self._each, self._select)
         sent = [unpack(self.plans[number].layout, self.payloads[number]) for number in numbers]
         codes = [plan.layout.position_code for plan in self.plans]
-        layouts = [plan.layout for plan in self.plans]
-        counts = [count_flags(one.flags, of.tensor_sizes, "auto") for one, of in zip(sent, layouts, strict=True)]
+        counts = [count_flags(sent[n].flags, self.plans[n].layout.tensor_sizes, "auto") for n in numbers]
         kernel = cpu_kernel()
         found["  code signs"] = partial(self._each, lambda n: encode_values(sent[n].values, counts[n], "1bit"))
         found["  code positions"] = partial(self._each, lambda n: codes[n].encode_flags(sent[n].flags, "auto"))
@@ -219,8 +218,7 @@ def main(words: Sequence[str]) -> None:
     ]
     note = (
         f"Medians of {options.rounds} rounds; tensors of {options.tensor:,} entries; values in {options.value_format};"
-        f" two senders; {machine['processor']},"
-        f" torch {machine['torch']}."
+        f" two senders; {machine['processor']}, torch {machine['torch']}."
     )
     file, found = options.output / "kernels.md", [asdict(one) for one in timed]
     publish(file, "An exchange of updates beside the roofline", tabulate_profiles(timed), [note], machine, timed=found)

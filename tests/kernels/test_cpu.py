@@ -32,6 +32,8 @@ def _kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     name, _, threads = request.param.partition(" ")
     monkeypatch.setattr(Kernel, "name", name)
     monkeypatch.setattr(plain, "CHUNK", 48)
+    for module in (plain, numba_cpu):  # fewer than a large tensor has
+        monkeypatch.setattr(module, "LIMIT_SAMPLE", 300)
     # Few enough that two threads share a tensor, and that their border is in the middle of a block.
     monkeypatch.setattr(numba_cpu, "ENTRIES_PER_THREAD", 7)
     before = torch.get_num_threads()

@@ -108,9 +108,7 @@ def add(feedback: ErrorFeedback, received: Received, bucket: Bucket, said: str) 
                 raise PayloadError("the positions are corrupt: some are beyond the end of their tensor")
     by, sums = len(parts), [sum(of_payload) for of_payload in counts]
     values = torch.empty(sum(sums), dtype=torch.float32)
-    for sender, (part, payload), own_counts, out in zip(
-        senders, arrived, counts, values.split_with_sizes(sums), strict=True
-    ):
+    for sender, (part, payload), own_counts, out in zip(senders, arrived, counts, values.split(sums), strict=True):
         wire.unpack_values(part.layout, payload, own_counts, out, feedback.kernel)
         # One value that is infinite or NaN makes the scale so.
         if not is_finite(wire.read_scales(part.layout, payload) if part.layout.num_scales else out):

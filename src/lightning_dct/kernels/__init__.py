@@ -24,6 +24,7 @@ from torch import Tensor
 from lightning_dct.kernels.bits import nonzero_indices, unpack_bits
 
 KernelName = Literal["auto", "torch", "numba"]
+_load = cache(import_module)
 
 
 @cache
@@ -37,7 +38,7 @@ def cpu_kernel(kernel: str = "auto") -> Any:
 def compiled(device_type: str, kernel: str = "auto", loops: str = "numba_cpu") -> Any:
     """The loops of numba; None on a GPU, without numba, and with another kernel."""
     is_used = kernel != "torch" and fastest_kernel(device_type) == "numba"
-    return import_module(f"lightning_dct.kernels.{loops}") if is_used else None
+    return _load(f"lightning_dct.kernels.{loops}") if is_used else None
 
 
 @lru_cache(maxsize=64)

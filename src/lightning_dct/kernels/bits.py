@@ -1,5 +1,7 @@
 """Packs flags and other small codes, the first into the lowest bits, finds set flags, and views entries as bytes."""
 
+from functools import lru_cache
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -53,8 +55,13 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 
 def unpack_codes(packed: Tensor, bits: int) -> Tensor:
     """Undo :func:`pack_codes`: uint8; zeros follow where the last byte was filled."""
-    places = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
-    return (packed.unsqueeze(1) >> places).bitwise_and_((1 << bits) - 1).flatten()
+    return (packed.unsqueeze(1) >> _places_in_byte(bits, packed.device)).bitwise_and_((1 << bits) - 1).flatten()
+
+
+@lru_cache(maxsize=64)
+def _places_in_byte(bits: int, device: torch.device) -> Tensor:
+    """Where codes of so many bits begin in a byte: uint8, read-only."""
+    return torch.arange(0, 8, bits, dtype=torch.uint8, device=device)
 
 
 def nonzero_indices(flags: Tensor) -> Tensor:

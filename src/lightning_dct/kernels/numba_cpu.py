@@ -247,10 +247,7 @@ def _prefetch_entry(context: Any, array: Any, index: Any) -> Any:
 
 @intrinsic
 def _pointer_to(context: Any, address: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
-
-    return types.voidptr(types.int64), generate
+    return types.voidptr(types.int64), lambda _, builder, __, given: builder.inttoptr(given[0], cgutils.voidptr_t)
 
 
 _prefetch: Any = _prefetch_entry
@@ -258,11 +255,11 @@ _pointer: Any = _pointer_to
 
 
 @njit(nogil=True, cache=True, error_model="numpy", inline="always")
-def _part(table: Any, column: int, tensor: int, begin: int, end: int, like: Any) -> Any:
-    """The entries of a tensor, by its column of a ``_table``, whose flags have the numbers ``begin`` to ``end``."""
+def _part(table: Any, row: int, tensor: int, begin: int, end: int, like: Any) -> Any:
+    """The entries of a tensor, whose address is in a row of the table, with the flags ``begin`` to ``end``."""
     size, first = table[SIZE, tensor], table[FIRST, tensor]
     start, stop = max(begin - first, 0), min(end - first, size)
-    return carray(_pointer(table[column, tensor]), size, like.dtype)[start : max(start, stop)]
+    return carray(_pointer(table[row, tensor]), size, like.dtype)[start : max(start, stop)]
 
 
 @njit(nogil=True, cache=True, error_model="numpy", inline="always")
@@ -422,13 +419,11 @@ def _add_sums(table: Any, begin: int, end: int, words: Any, values: Any, starts:
     for tensor in range(table.shape[1]):
         total, bit = _part(table, 2, tensor, begin, end, weights), max(begin, table[FIRST, tensor])
         own = _part(table, 3, tensor, begin, end, weights) if table.shape[0] > 3 else weights[:0]
-        _add_to_tensor(total, own, words, bit, values, cursors, mine, weights)
+        _add_part(total, own, words, bit, values, cursors, mine, weights)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _add_to_tensor(
-    total: Any, own: Any, words: Any, bit: int, values: Any, cursors: Any, mine: int, weights: Any
-) -> None:
+def _add_part(total: Any, own: Any, words: Any, bit: int, values: Any, cursors: Any, mine: int, weights: Any) -> None:
     sums, senders, summed = np.zeros(64, total.dtype), np.zeros(64, np.int64), weights.size - 1
     for start in range(0, total.size, 64):
         part, ours = total[start : start + 64], own[start : start + 64]
@@ -601,9 +596,8 @@ def _table(first: Numbers, *tensors: Tensors) -> NDArray[np.int64]:
 
     A call of a loop costs microseconds, so there is one for all tensors of a bucket.
     """
-    return np.array(
-        [[*map(Tensor.numel, tensors[0])], first, *([*map(Tensor.data_ptr, some)] for some in tensors)], np.int64
-    )
+    addresses = ([*map(Tensor.data_ptr, some)] for some in tensors)
+    return np.array([[*map(Tensor.numel, tensors[0])], first, *addresses], np.int64)
 
 
 def _in_threads(loop: Callable[..., Any], table: NDArray[np.int64], *given: Any) -> list[Any]:
