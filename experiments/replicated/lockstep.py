@@ -71,7 +71,7 @@ class Collectives:
         return "lockstep"
 
     @staticmethod
-    def all_gather_single(output: Tensor, mine: Tensor, group: Group, async_op: bool) -> Work:
+    def all_gather_single(output: Tensor, mine: Tensor, group: Group, async_op: bool = False) -> Work:
         return group.bring(mine, None, lambda all_ranks: torch.cat([theirs for theirs, _ in all_ranks], out=output))
 
     @staticmethod
@@ -92,7 +92,7 @@ class Collectives:
         return group.bring(mine, input_sizes, arrive)
 
     @staticmethod
-    def all_reduce(buffer: Tensor, group: Group, async_op: bool, op: Any = None) -> Work:
+    def all_reduce(buffer: Tensor, group: Group, async_op: bool = False, op: Any = None) -> Work:
         def arrive(all_ranks: list[tuple[Tensor, Any]]) -> None:
             brought = torch.stack([theirs for theirs, _ in all_ranks])
             buffer.copy_(brought.sum(0) if op is None else brought.amax(0))
@@ -126,6 +126,14 @@ def _exchange(config: DCTConfig, parameters: Mapping[str, Tensor], link: Link) -
     if name != "all_gather" or config.overlap_steps:
         raise ValueError("replicas exchange with all_gather or two_phase, and without overlap_steps")
     return AllGather(link)
+
+
+def figures_of_traffic(traffic: Sequence[Traffic]) -> dict[str, float]:
+    """The ratio of bytes, and those that a rank sends in a step."""
+    totals = [own.totals for own in traffic]
+    # All ranks send as much, but for `two_phase`, whose owners differ a little.
+    sent, dense, steps = (sum(getattr(one, name) for one in totals) for name in ("bytes_sent", "bytes_dense", "steps"))
+    return {"ratio": dense / sent, "bytes_sent_per_step": sent / steps}
 
 
 class Exchanges:
@@ -165,6 +173,15 @@ class Exchanges:
     def shared(self, names: Sequence[str]) -> list[Tensor]:
         """The shared weights of some parameters on all ranks."""
         return [rank.weights.shared(name) for rank in self.ranks for name in names]
+
+    def figures(self) -> dict[str, Any]:
+        """What was sent, and with which settings."""
+        settings = {name: getattr(self.config, name) for name in ("local_steps", "density", "exchange")}
+        return {
+            **figures_of_traffic(self.traffic),
+            "exchange": type(self.ranks[0].exchange).__name__,
+            "settings": settings,
+        }
 
     def before_step(self) -> None:
         """Sample the weights before an optimizer step in which the cosine is measured."""

@@ -27,6 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_dct import DCTConfig
 from lightning_dct.sync.optimizer_trial import try_out
+from replicated.apart import MODULES, Apart
 from replicated.lockstep import Exchanges
 from streams import rank_rows
 
@@ -95,15 +96,17 @@ def gradients_of_all(module: nn.Module) -> Callable[[Mapping[str, Tensor], Batch
 
 
 class Prepared:
-    """What a job trains: the module of an experiment, its data, and the settings of ``Updates`` (None for dense).
+    """What a job trains: the module of an experiment, its data, and what brings its replicas together.
 
     Attributes:
+        settings: Of ``Updates``; None without them.
+        method: The settings of a method of others; None without one.
         data_settings: Those that the data are made from, as YAML.
         shape: What trainings have in common whose weights and batches can be stacked: all settings of the module and
             the data but the rate and the seed, as YAML.
 
     Raises:
-        ValueError: The strategy is neither ``dct`` with updates nor ``ddp``, or ranks would do what replicas do not.
+        ValueError: Replicas do not follow the strategy, or ranks would do what replicas do not.
     """
 
     def __init__(self, job: Job) -> None:
@@ -111,7 +114,7 @@ class Prepared:
             words = [f"trainer.max_steps={job.steps}", f"trainer.devices={job.ranks}"]
             config = compose("train", [*job.overrides, *words])
         config.paths.root_dir = config.paths.output_dir = str(Path.cwd())
-        self.job, self.settings = job, _settings(job, config.strategy)
+        self.job, self.settings, self.method = job, _settings(job, config.strategy), config.strategy.get("method")
         seed_everything(config.seed, workers=True, verbose=False)
         self.data_settings = OmegaConf.to_yaml(config.data, resolve=True)
         self.data = _data_of(self.data_settings)
@@ -137,7 +140,7 @@ class Prepared:
     @property
     def replicas(self) -> int:
         """As many as ranks, or one for dense training."""
-        return 1 if self.settings is None else self.job.ranks
+        return 1 if self.settings is None and self.method is None else self.job.ranks
 
     def optimizer_of(self, module: Any) -> tuple[torch.optim.Optimizer, Any]:
         """The optimizer of the module or of a copy, and its scheduler of steps, if it has one.
@@ -187,6 +190,7 @@ class Replicas:
         self.optimizers, self._schedulers = zip(*map(prepared.optimizer_of, self.modules), strict=True)
         self._names = [{parameter: name for name, parameter in one.named_parameters()} for one in self.modules]
         self.exchanges: Exchanges | None = None
+        self.apart = None if prepared.method is None else Apart(prepared.method, self.modules, self.optimizers)
         if prepared.settings is not None:
             models = [dict(module.named_parameters()) for module in self.modules]
             self.exchanges = Exchanges(prepared.settings, models, prepared.job.steps, try_out(self.optimizers[0]))
@@ -202,8 +206,11 @@ class Replicas:
         )
         if self.exchanges is not None:
             self.exchanges.before_step()
-        for optimizer in self.optimizers:
-            optimizer.step()
+        if self.apart is not None:
+            self.apart.step()
+        else:
+            for optimizer in self.optimizers:
+                optimizer.step()
         if self.exchanges is not None:
             for rank, optimizer, names in zip(self.exchanges.ranks, self.optimizers, self._names, strict=True):
                 self.exchanges.let_decay(rank, optimizer, names)
@@ -225,6 +232,8 @@ class Replicas:
 
     def shared_weights(self) -> dict[str, Tensor]:
         """The weights that all ranks share, by name, or those of dense training."""
+        if self.apart is not None:
+            return self.apart.shared_weights()
         if self.exchanges is None:
             return {name: parameter.detach() for name, parameter in self.modules[0].named_parameters()}
         return {name: self.exchanges.ranks[0].weights.shared(name) for name in self._names[0].values()}
@@ -267,11 +276,11 @@ def train(job: Job, report: Report | None = None) -> dict[str, Any]:
             started = time.perf_counter()
         if report is not None and (step in checked or step % 50 == 0):
             report(step, history[-1][1] if history else math.nan)
-    return figures_of(job, history, seconds, module, replicas.exchanges)
+    return figures_of(job, history, seconds, module, replicas.exchanges or replicas.apart)
 
 
 def figures_of(
-    job: Job, history: History, seconds: float, module: nn.Module, exchanges: Exchanges | None
+    job: Job, history: History, seconds: float, module: nn.Module, exchanges: Exchanges | Apart | None
 ) -> dict[str, Any]:
     """The figures of a run."""
     last = [loss for step, loss in history if is_last(step, job.steps)]
@@ -286,16 +295,7 @@ def figures_of(
     }
     if exchanges is None:
         return {**figures, "ratio": 1.0, "exchange": None, "settings": None}
-    config, totals = exchanges.config, [own.totals for own in exchanges.traffic]
-    # All ranks send as much, but for `two_phase`, whose owners differ a little.
-    sent, dense = (sum(getattr(one, name) for one in totals) for name in ("bytes_sent", "bytes_dense"))
-    return {
-        **figures,
-        "ratio": dense / sent,
-        "bytes_sent_per_step": sent / job.ranks / job.steps,
-        "exchange": type(exchanges.ranks[0].exchange).__name__,
-        "settings": {name: getattr(config, name) for name in ("local_steps", "density", "exchange")},
-    }
+    return {**figures, **exchanges.figures()}
 
 
 def validated_after(steps: int) -> set[int]:
@@ -311,11 +311,19 @@ def is_last(step: int, steps: int) -> bool:
 
 
 def _settings(job: Job, strategy: Any) -> dict[str, Any] | None:
-    """The settings of ``Updates`` in those of ``strategy=dct``; None for dense training."""
+    """The settings of ``Updates`` in those of ``strategy=dct``; None for dense training and the methods of others."""
     if DENSE in job.overrides:
         return None
+    method = strategy.get("method")
+    if method is not None and method._target_.rpartition(".")[0] in MODULES and job.device == "cpu":
+        if method.sync_every > job.steps:
+            raise ValueError(f"strategy.method.sync_every={method.sync_every}: a run of {job.steps} steps never syncs")
+        return None
     if strategy._target_ != "lightning_dct.DCTStrategy" or strategy.compress != "updates":
-        raise ValueError(f"replicas train with {DENSE} or with strategy=dct and updates, not with {strategy._target_}")
+        raise ValueError(
+            f"replicas train with {DENSE}, with strategy=dct and updates, and on a CPU with the methods of"
+            f" {' and '.join(MODULES)}, not with {strategy._target_} on {job.device}"
+        )
     known = {field.name for field in fields(DCTConfig)}
     given = OmegaConf.to_container(strategy, resolve=True)
     return {name: value for name, value in given.items() if name in known}

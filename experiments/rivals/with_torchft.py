@@ -74,7 +74,11 @@ class _Managed(Method):
             hostname=here,
             init_sync=False,
         )
-        self._algorithm = self._start(self._manager, replica)
+        return self.begin(replica, self._manager)
+
+    def begin(self, replica: Replica, manager: Any) -> Optimizer:
+        """Act after steps of the optimizer, through a manager."""
+        self._algorithm = self._start(manager, replica)
         self._algorithm.__enter__()
         return replica.optimizer
 

@@ -82,6 +82,43 @@ def test_replicas_have_the_bits_of_real_ranks(ranks: Any, tmp_path: Path, own: t
 
 
 @pytest.mark.parametrize(
+    "own",
+    [
+        ("sparse_loco", "sync_every=3", "top_k=40"),
+        ("local_sgd", "sync_every=3"),
+        ("diloco", "sync_every=4"),
+        ("diloco", "sync_every=4", "fragments=2", "delay=1", "mixing=0.5"),
+    ],
+    ids=" ".join,
+)
+def test_replicas_follow_the_methods_of_others(ranks: Any, tmp_path: Path, own: tuple[str, ...]) -> None:
+    """As on two real ranks, whose manager is torchft's."""
+    if own[0] != "sparse_loco":
+        pytest.importorskip("torchft")
+    overrides = (*TINY, "seed=3", f"strategy={own[0]}", *(f"strategy.method.{word}" for word in own[1:]))
+    real = ranks(2).run(train_for_real, overrides, STEPS, str(tmp_path))
+    losses, weights = in_one_process(Job(overrides, ranks=2, steps=STEPS))
+    for rank, (real_losses, real_weights, totals) in enumerate(real):
+        assert [float(loss[rank]) for loss in losses] == real_losses
+        torch.testing.assert_close(weights, real_weights)
+        assert totals.bytes_dense > totals.bytes_sent > 0
+    figures = train(Job(overrides, ranks=2, steps=STEPS, val_rows=8))
+    assert figures["ratio"] == real[0][2].compression_ratio
+
+
+def test_a_replica_that_fails_lets_no_other_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    replicas = Replicas(Prepared(Job((*TINY, "strategy=sparse_loco", "strategy.method.sync_every=1"), 3, STEPS)))
+    replicas.step()
+
+    def fail(*_: Any) -> None:
+        raise ArithmeticError("the third one")
+
+    replicas.optimizers[2].register_step_pre_hook(fail)
+    with pytest.raises(ArithmeticError, match="the third one"):
+        replicas.step()
+
+
+@pytest.mark.parametrize(
     ("ranks", "own"),
     [
         (2, (*TINY, *DCT, "strategy.exchange=all_gather")),

@@ -1,0 +1,136 @@
+"""Methods of others between the replicas of one training: the replicas' steps run side by side, a thread for each.
+
+A method (:mod:`rivals.apart`) hangs on the steps of an optimizer and calls collectives there, which wait for all ranks.
+"""
+
+import sys
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any
+from unittest import mock
+
+import hydra
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_dct.traffic import FP32_BYTES, Traffic, all_reduce_bytes
+from replicated.lockstep import Arrive, Collectives, Group, Work, figures_of_traffic
+from rivals.apart import Replica
+
+MODULES = ("rivals.sparse_loco", "rivals.with_torchft")
+"""Whose methods replicas follow: those that call no collectives but ``dist`` of their own module, or a manager's."""
+
+
+class ThreadGroup(Group):
+    """The process group of one thread of several: a collective returns when all threads have come to it."""
+
+    def __init__(self, rank: int, brought: list[tuple[Tensor, Any]], barrier: threading.Barrier) -> None:
+        super().__init__(rank, [], barrier.parties)
+        self._brought, self._barrier = brought, barrier
+
+    def bring(self, tensor: Tensor, sizes: Any, arrive: Arrive) -> Work:
+        self._brought[self._rank] = tensor, sizes
+        self._barrier.wait()
+        arrived = arrive(list(self._brought))
+        self._barrier.wait()
+        return Work(lambda: arrived)
+
+
+class Manager:
+    """What torchft's algorithms ask of its Manager, where no replica leaves, joins or fails."""
+
+    _use_async_quorum = False
+
+    def __init__(self, group: ThreadGroup, traffic: Traffic) -> None:
+        self._group, self._traffic, self._commits = group, traffic, 0
+
+    def allreduce(self, tensor: Tensor, should_quantize: bool = False) -> Work:
+        """Make a tensor the mean over the replicas, and count it as an all-reduce."""
+        sent = all_reduce_bytes(tensor.nbytes, self._group.size())
+        self._traffic.add(bytes_sent=sent, entries_sent=tensor.numel())
+        Collectives.all_reduce(tensor, self._group)
+        tensor /= self._group.size()
+        return Work(lambda: True)
+
+    def should_commit(self) -> bool:
+        self._commits += 1
+        return True
+
+    def current_step(self) -> int:
+        return self._commits
+
+    def start_quorum(self) -> None:
+        """All replicas are there."""
+
+    def allow_state_dict_read(self) -> None:
+        """No replica reads the state of another."""
+
+    def disallow_state_dict_read(self) -> None:
+        """No replica reads the state of another."""
+
+    def register_state_dict_fn(self, *_: Any) -> None:
+        """No replica reads the state of another."""
+
+
+class Apart:
+    """The replicas of one training and the method that brings them together.
+
+    Args:
+        method: Its settings, as in ``conf/strategy``.
+        modules: One of each replica.
+        optimizers: One of each replica.
+
+    Attributes:
+        traffic: The bytes of each replica.
+    """
+
+    def __init__(self, method: Any, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+        ranks, threads = len(modules), torch.get_num_threads()
+        self.traffic = [Traffic() for _ in modules]
+        self._barrier, self._optimizers, self._modules = threading.Barrier(ranks), optimizers, modules
+        self._pool = ThreadPoolExecutor(ranks, initializer=lambda: torch.set_num_threads(threads))
+        self._entries = sum(one.numel() for one in modules[0].parameters())
+        brought: list[Any] = ranks * [None]
+        self._methods = [hydra.utils.instantiate(method) for _ in modules]
+        self._module = sys.modules[type(self._methods[0]).__module__]
+        for rank, (own, module, optimizer) in enumerate(zip(self._methods, modules, optimizers, strict=True)):
+            group = ThreadGroup(rank, brought, self._barrier)
+            replica = Replica(module, optimizer, group, self.traffic[rank])  # type: ignore[arg-type]
+            if hasattr(own, "begin"):
+                own.begin(replica, Manager(group, self.traffic[rank]))
+            else:
+                own.attach(replica)
+
+    def step(self) -> None:
+        """Make a step of each optimizer; the method acts in it.
+
+        Raises:
+            Exception: What a replica has raised. The others do not wait for it.
+        """
+        with mock.patch.object(self._module, "dist", Collectives):
+            steps = [self._pool.submit(self._step_of, optimizer) for optimizer in self._optimizers]
+            wait(steps)
+        problems = [problem for step in steps if (problem := step.exception()) is not None]
+        for problem in sorted(problems, key=lambda one: isinstance(one, threading.BrokenBarrierError)):
+            raise problem
+        dense = all_reduce_bytes(FP32_BYTES * self._entries, len(self._modules))
+        for own in self.traffic:
+            own.add(steps=1, bytes_dense=dense, entries=self._entries)
+
+    def figures(self) -> dict[str, Any]:
+        """What was sent, and by which method."""
+        return {**figures_of_traffic(self.traffic), "exchange": type(self._methods[0]).__name__, "settings": None}
+
+    def _step_of(self, optimizer: Optimizer) -> None:
+        try:
+            optimizer.step()
+        except BaseException:
+            self._barrier.abort()
+            raise
+
+    def shared_weights(self) -> dict[str, Tensor]:
+        """The mean of all replicas by name, which :class:`~rivals.apart.ApartStrategy` leaves after fit."""
+        own = [dict(module.named_parameters()) for module in self._modules]
+        return {name: torch.stack([one[name].detach() for one in own]).mean(0) for name in own[0]}
