@@ -188,7 +188,7 @@ class ElasticUpdates(UpdateSynchronizer):
                 # As the mean of all ranks, of which only this one has moved.
                 mean = row.nan_to_num_(0.0, 0.0, 0.0).div_(len(headers))
                 self.weights.move(names, mean, nothing)
-            self._project_both()
+            self.weights.project(self.project)
         return rows is not None or ready < 2
 
     def _exchange(self) -> None:
@@ -275,7 +275,7 @@ class ElasticUpdates(UpdateSynchronizer):
                 apply(self.feedback, received, bucket)
                 if own is not None and decay < 1.0:
                     torch._foreach_lerp_(list(bucket.news), list(bucket.bases), 1.0 - decay)
-            self._project_both()
+            self.weights.project(self.project)
             rest = self.buffers.take(rows[:, start:], changed)
             if rest.numel() and len(rows) > 1:
                 measured = cosine_of_all(rest.view(torch.float32))

@@ -129,8 +129,10 @@ class SharedWeights:
             if not already:
                 self.hide()
 
-    def project(self, function: Callable[[], None]) -> None:
-        """Apply a function of the model's weights to both sets, while this rank's own are in the model."""
+    def project(self, function: Callable[[], None] | None) -> None:
+        """Apply a function of the model's weights, if any, to both sets, while this rank's own are in the model."""
+        if function is None:
+            return
         for _ in range(2):
             function()
             for name, parameter in self.parameters.items():

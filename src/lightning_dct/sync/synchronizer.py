@@ -107,8 +107,7 @@ class Synchronizer:
     def set_density(self, density: float) -> None:
         """Send this share of each tensor's entries from the next exchange on; all ranks do this at the same place."""
         if density != self.config.density:
-            steps = self.synchronisations
-            rank_zero_info(f"After {steps:,} optimizer steps DCT takes density={density:g}, which was set.")
+            rank_zero_info(f"After {self.synchronisations:,} optimizer steps DCT takes density={density:g}, as set.")
         self.given_density = density
         self.plans.change(self._with_density(self.config))
 

@@ -34,7 +34,6 @@ class UnseenStepCheck:
         """End."""
         if self._handle is not None:
             self._handle.remove()
-        self._handle = None
 
     @contextmanager
     def seen(self, optimizer: Optimizer) -> Iterator[None]:

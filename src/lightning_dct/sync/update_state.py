@@ -68,10 +68,8 @@ class UpdateState(Synchronizer):
 
     def norms(self) -> dict[str, float]:
         """Euclidean norm of this rank's residual of each parameter, of its own updates and of sums."""
-        norms = self.weights.norms()
-        for name, norm in self.feedback.norms().items():
-            norms[name] = math.hypot(norms.get(name, 0.0), norm)
-        return norms
+        own, of_sums = self.weights.norms(), self.feedback.norms()
+        return {name: math.hypot(own.get(name, 0.0), of_sums.get(name, 0.0)) for name in own | of_sums}
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: plain numbers, dicts and CPU tensors. Waits for updates in flight, but keeps them."""
@@ -102,8 +100,15 @@ class UpdateState(Synchronizer):
         """
         super().load_state_dict(state)
         parameters, buffers = self._parameters_by_name(), self.buffers.named()
-        edited = []
-        for name, weights in state.get("weights", {}).items():
+        edited, saved = [], state.get("weights", {})
+        gone = saved.keys() - parameters.keys() - buffers.keys()
+        new = {name for name, parameter in parameters.items() if parameter.requires_grad} - saved.keys()
+        if gone and new:  # a state for other pipeline stages has more names, and lacks none
+            rank_zero_warn(
+                f"The checkpoint has states of {sorted(gone)!s:.300}, which this model does not train, and none of"
+                f" {sorted(new)!s:.300}. These start from the model's weights. Unsent changes of those are lost."
+            )
+        for name, weights in saved.items():
             if name in parameters and self._alone:
                 own = local_of(parameters[name]).data
                 edited += [name] if _is_edited(name, own, state) else []
@@ -116,7 +121,7 @@ class UpdateState(Synchronizer):
             elif name in buffers:
                 buffers[name].copy_(weights)
         # Parameters that took no part yet when the state was saved, as before the trials of a search for a rate.
-        for name in self.weights.parameters.keys() - state.get("weights", {}).keys():
+        for name in self.weights.parameters.keys() - saved.keys():
             self.weights.set_own(name, self.weights.shared(name))
         # Residuals of sums, from another exchange or another number of ranks.
         residuals = self.residuals.state_dict()
@@ -208,5 +213,4 @@ class UpdateState(Synchronizer):
 def _is_edited(name: str, shared: Tensor, state: Mapping[str, Any]) -> bool:
     """Whether a parameter's shared weights differ from those saved with a state, in its dtype."""
     known = state.get("shared", {})
-    is_known = name in known and state["weights"][name].dtype == shared.dtype
-    return is_known and checksum_of(shared) != known[name]
+    return name in known and state["weights"][name].dtype == shared.dtype and checksum_of(shared) != known[name]

@@ -207,12 +207,8 @@ class UpdateSynchronizer(UpdateState):
             # Training does not use the running statistics of a BatchNorm, so warm-up does not send them more often.
             if rounds.steps % config.local_steps == 0:
                 self._exchange_buffers_with(rounds)
-        self._project_both()
+        self.weights.project(self.project)
         self.feedback.awaited.poll()
-
-    def _project_both(self) -> None:
-        if self.project is not None:
-            self.weights.project(self.project)
 
     def _exchange_buffers_with(self, rounds: Rounds) -> None:
         """Exchange buffers when the first optimizer exchanges, or another one while the first rests."""
