@@ -1,8 +1,8 @@
 """One training of several replicas on a CPU: their modules, optimizers and batches, and what validation finds.
 
 Each replica has a module and an optimizer of its own, so it computes the bits of a rank.
-:mod:`replicated.lockstep` exchanges after the optimizers' steps; methods of others act in them (:mod:`replicated.apart`).
-:mod:`replicated.side_by_side` trains on a GPU.
+:mod:`replicated.lockstep` exchanges after the optimizers' steps. Methods of others act in them
+(:mod:`replicated.apart`). :mod:`replicated.side_by_side` trains on a GPU.
 """
 
 import copy
