@@ -312,6 +312,8 @@ def test_a_command_that_makes_no_sense_is_refused(
     ("overrides", "message"),
     [
         ((*TINY, "strategy=top_k"), "strategy=dct"),
+        ((*TINY, "strategy=hivemind"), r"the methods of rivals\.sparse_loco and rivals\.with_torchft"),
+        ((*TINY, "strategy=sparse_loco"), r"sync_every=30: a run of 2 steps never syncs"),
         ((*TINY, "strategy=ddp", "trainer.gradient_clip_val=0.5"), r"trainer\.gradient_clip_val=0\.5: use null"),
         ((*TINY, "strategy=ddp", "trainer.accumulate_grad_batches=2"), "use 1"),
         (("experiment=zoo/residual_cosine", "data.train_images=8", "data.val_images=8", "strategy=ddp"), "BatchNorm"),
