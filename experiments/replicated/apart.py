@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_dct.traffic import FP32_BYTES, Traffic, all_reduce_bytes
+from lightning_dct.traffic import Traffic, all_reduce_bytes
 from replicated.lockstep import Arrive, Collectives, Group, Work, figures_of_traffic
 from rivals.apart import Replica
 
@@ -91,17 +91,14 @@ class Apart:
         self.traffic = [Traffic() for _ in modules]
         self._barrier, self._optimizers, self._modules = threading.Barrier(ranks), optimizers, modules
         self._pool = ThreadPoolExecutor(ranks, initializer=lambda: torch.set_num_threads(threads))
-        self._entries = sum(one.numel() for one in modules[0].parameters())
         brought: list[Any] = ranks * [None]
         self._methods = [hydra.utils.instantiate(method) for _ in modules]
         self._module = sys.modules[type(self._methods[0]).__module__]
         for rank, (own, module, optimizer) in enumerate(zip(self._methods, modules, optimizers, strict=True)):
             group = ThreadGroup(rank, brought, self._barrier)
-            replica = Replica(module, optimizer, group, self.traffic[rank])  # type: ignore[arg-type]
-            if hasattr(own, "begin"):
-                own.begin(replica, Manager(group, self.traffic[rank]))
-            else:
-                own.attach(replica)
+            manager = Manager(group, self.traffic[rank])
+            replica = Replica(module, optimizer, group, self.traffic[rank], manager)  # type: ignore[arg-type]
+            replica.count_steps(own.attach(replica))
 
     def step(self) -> None:
         """Make a step of each optimizer; the method acts in it.
@@ -115,9 +112,6 @@ class Apart:
         problems = [problem for step in steps if (problem := step.exception()) is not None]
         for problem in sorted(problems, key=lambda one: isinstance(one, threading.BrokenBarrierError)):
             raise problem
-        dense = all_reduce_bytes(FP32_BYTES * self._entries, len(self._modules))
-        for own in self.traffic:
-            own.add(steps=1, bytes_dense=dense, entries=self._entries)
 
     def figures(self) -> dict[str, Any]:
         """What was sent, and by which method."""

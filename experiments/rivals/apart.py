@@ -19,17 +19,27 @@ from lightning_dct.traffic import FP32_BYTES, Traffic, all_reduce_bytes
 
 @dataclass
 class Replica:
-    """What a method works on: this rank's model and optimizer, the group of all ranks, and the counter of bytes."""
+    """What a method works on: this rank's model and optimizer, the group of all ranks, and the counter of bytes.
+
+    ``manager`` takes the place of torchft's, which needs a process for each rank.
+    """
 
     module: nn.Module
     optimizer: Optimizer
     group: dist.ProcessGroup
     traffic: Traffic
+    manager: Any = None
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """Those that are trained."""
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+
+    def count_steps(self, optimizer: Optimizer) -> None:
+        """Count the steps of an optimizer, and the bytes that DistributedDataParallel would have sent for them."""
+        entries = sum(parameter.numel() for parameter in self.parameters)
+        dense = all_reduce_bytes(FP32_BYTES * entries, self.group.size())
+        optimizer.register_step_post_hook(lambda *_: self.traffic.add(steps=1, bytes_dense=dense, entries=entries))
 
 
 class Method(ABC):
@@ -83,9 +93,7 @@ class ApartStrategy(DDPStrategy):
             self.optimizers = [replaced]
             for config in self.lr_scheduler_configs:
                 _drive(config.scheduler, replaced)
-        entries = sum(parameter.numel() for parameter in replica.parameters)
-        dense = all_reduce_bytes(FP32_BYTES * entries, self.world_size)
-        replaced.register_step_post_hook(lambda *_: self.traffic.add(steps=1, bytes_dense=dense, entries=entries))
+        replica.count_steps(replaced)
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
 
     def on_train_end(self) -> None:

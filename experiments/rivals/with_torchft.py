@@ -47,6 +47,13 @@ class _Managed(Method):
         return float(self.sync_every)
 
     def attach(self, replica: Replica) -> Optimizer:
+        self._manager = replica.manager or self._join(replica)
+        self._algorithm = self._start(self._manager, replica)
+        self._algorithm.__enter__()
+        return replica.optimizer
+
+    def _join(self, replica: Replica) -> Manager:
+        """Meet the other ranks at a lighthouse."""
         rank, ranks = replica.group.rank(), replica.group.size()
         here = own_address()
         told: list[str | None] = [None]
@@ -56,7 +63,7 @@ class _Managed(Method):
             told = [f"http://{here}:{self._lighthouse.address().rsplit(':', 1)[1]}"]
         dist.broadcast_object_list(told, group=replica.group)
         self._store = TCPStore(here, 0, is_master=True, wait_for_workers=False)
-        self._manager = Manager(
+        return Manager(
             pg=CountedGloo(replica.traffic),
             # No rank joins later, so none needs the weights of another.
             load_state_dict=None,
@@ -74,13 +81,6 @@ class _Managed(Method):
             hostname=here,
             init_sync=False,
         )
-        return self.begin(replica, self._manager)
-
-    def begin(self, replica: Replica, manager: Any) -> Optimizer:
-        """Act after steps of the optimizer, through a manager."""
-        self._algorithm = self._start(manager, replica)
-        self._algorithm.__enter__()
-        return replica.optimizer
 
     def detach(self) -> None:
         self._algorithm.__exit__(None, None, None)

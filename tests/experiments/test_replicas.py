@@ -106,7 +106,7 @@ def test_replicas_follow_the_methods_of_others(ranks: Any, tmp_path: Path, own: 
     assert figures["ratio"] == real[0][2].compression_ratio
 
 
-def test_a_replica_that_fails_lets_no_other_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replica_that_fails_lets_no_other_wait() -> None:
     replicas = Replicas(Prepared(Job((*TINY, "strategy=sparse_loco", "strategy.method.sync_every=1"), 3, STEPS)))
     replicas.step()
 

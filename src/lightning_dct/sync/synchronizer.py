@@ -76,8 +76,7 @@ class Synchronizer:
         self.traffic = exchange.everyone.traffic
         self.feedback = ErrorFeedback(exchange.pieces, config.adapt_threshold, undoable, config.kernel, of_updates)
         self.thresholds, self.residuals = self.feedback.thresholds, self.feedback.residuals
-        self.synchronisations = self.unclocked = 0
-        self.steps_since_refresh = 0
+        self.synchronisations = self.unclocked = self.steps_since_refresh = 0
         self.parameter_names = parameter_names
         self.refresh_requested = False
         self.refresh_every = math.inf
@@ -107,7 +106,8 @@ class Synchronizer:
     def set_density(self, density: float) -> None:
         """Send this share of each tensor's entries from the next exchange on; all ranks do this at the same place."""
         if density != self.config.density:
-            rank_zero_info(f"After {self.synchronisations:,} optimizer steps DCT takes density={density:g}, as set.")
+            steps = self.synchronisations
+            rank_zero_info(f"After {steps:,} optimizer steps DCT takes density={density:g}, which was set.")
         self.given_density = density
         self.plans.change(self._with_density(self.config))
 
