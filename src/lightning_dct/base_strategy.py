@@ -26,10 +26,11 @@ from lightning_dct.agreement import check_agreement, describe_run, gather_object
 from lightning_dct.callbacks import internal
 from lightning_dct.callbacks.compression_monitor import CompressionMonitor
 from lightning_dct.callbacks.run_advice import RunAdvice, run_length, share_done
-from lightning_dct.callbacks.schedules import ThresholdRefresh
+from lightning_dct.callbacks.schedules import EmbeddingPruning, ThresholdRefresh
 from lightning_dct.clipping import install_clipping, remove_clipping
 from lightning_dct.compress.awaited import SPAN, clock_of, recorded
 from lightning_dct.config import DCTConfig, check_density
+from lightning_dct.embedding.growing import GrowingEmbeddingBags
 from lightning_dct.embedding.lookup import when_backward_ends
 from lightning_dct.embedding.sharded import ShardedEmbeddingBags
 from lightning_dct.failures.collective_order import EXCHANGE, IN_FORWARD
@@ -136,13 +137,21 @@ class DCTStrategyBase(CheckpointedStrategy):
                 "Sharded embedding tables do not work with a loss scaler: their residuals would be rescaled in every"
                 " step. Use `precision='bf16-mixed'` instead of `'16-mixed'`."
             )
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        moves = any(isinstance(one, GrowingEmbeddingBags | EmbeddingPruning) for one in (*self._tables, *callbacks))
+        if moves and any(isinstance(one, internal.AVERAGING) for one in callbacks):
+            raise MisconfigurationException(
+                "Averages of weights do not work with `GrowingEmbeddingBags` and `EmbeddingPruning`, whose rows change"
+                " places: rows of different ids would be mixed. Remove the callback that averages, or keep the rows in"
+                " `ShardedEmbeddingBags` and do not prune them."
+            )
         if tables:
             for name, table in tables.items():
                 table.exchange_group.come_to = partial(self._come_to_rows, name)
             rows = {id(module.weight) for module in tables.values()}
             install_clipping(self.precision_plugin, self._tables[0].exchange_group.group, lambda one: id(one) in rows)
         # The module's callbacks have been added since `connect`.
-        trainer.callbacks.sort(key=_place_of)  # type: ignore[attr-defined]
+        callbacks.sort(key=_place_of)
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             check_agreement(describe_run(trainer, self._parameter_names()), Module(), None)

@@ -169,6 +169,7 @@ class DCTStrategy(DDPStrategy):
             self._stepped.add(optimizer)
             for _, synchronizer, optimizers in self._synchronized.values():
                 if len(optimizers) > 1 and synchronizer in updates:
+                    self._come_to("the first step of an optimizer")
                     _take_number_of_dropped(synchronizer, optimizers, optimizer)
         for synchronizer in updates:
             synchronizer.begin_step(optimizer)
@@ -210,7 +211,8 @@ class DCTStrategy(DDPStrategy):
     @contextmanager
     def shared_weights(self) -> Iterator[None]:
         """Have the weights that all ranks share in the modules, to evaluate them; a collective call."""
-        if any(one.evaluates for one in self._updates):  # as where a function that evaluates calls another
+        # As where a function that evaluates calls another. Modules that have been trained since are shown again.
+        if self._updates and all(one.evaluates for one in self._updates):
             yield
             return
         # Keeps the modules alive meanwhile.
@@ -219,7 +221,7 @@ class DCTStrategy(DDPStrategy):
         # Ranks delete a module that the user has dropped at different times, and its buffers need all ranks.
         everywhere = set.intersection(*gather_objects(set(own)))
         found = [synchronizer for number, (_, synchronizer) in own.items() if number in everywhere]
-        updates = [one for one in found if isinstance(one, UpdateSynchronizer)]
+        updates = [one for one in found if isinstance(one, UpdateSynchronizer) and not one.evaluates]
         with self._shared_weights():
             for synchronizer in updates:
                 synchronizer.begin_evaluation()

@@ -2,7 +2,7 @@
 
 import os
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, ClassVar
 
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_dct.activations.module import CompressedModule, modules_of, plain_name
 from lightning_dct.agreement import gather_objects
+from lightning_dct.callbacks.run_advice import RunAdvice
 from lightning_dct.checkpoint import files, reading
 from lightning_dct.checkpoint import format as saved
 from lightning_dct.embedding.sharded import ShardedEmbeddingBags
@@ -42,6 +43,7 @@ class CheckpointedStrategy(ParallelStrategy):
     holds_shards: ClassVar[bool] = False
     # The advice to a user with sharded tables; empty if the strategy can hold them.
     without_tables: ClassVar[str] = ""
+    come_to: Callable[..., None]
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -159,6 +161,9 @@ class CheckpointedStrategy(ParallelStrategy):
             if self._is_shown_to_save and self.updates is not None:
                 self.updates.weights.hide()
             self._is_shown_to_save = False
+            callbacks: list[Any] = self._module.trainer.callbacks  # type: ignore[attr-defined]
+            for advice in (one for one in callbacks if isinstance(one, RunAdvice)):
+                advice.pause()  # Lightning tells no callback of a save of weights alone
 
     def _save(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None) -> None:
         if self.lifeline is not None and self.lifeline.failure:
@@ -237,6 +242,7 @@ class CheckpointedStrategy(ParallelStrategy):
             CheckpointError: A file is damaged, was changed or belongs to another checkpoint.
             ValueError: It is a folder of shards.
         """
+        self.come_to("a checkpoint to load")  # also after an error on one rank in a search for a learning rate
         path = saved.resolve_symlink(str(checkpoint_path))
         if not self.holds_shards and os.path.isdir(path):
             raise ValueError(
@@ -267,8 +273,11 @@ class CheckpointedStrategy(ParallelStrategy):
         if isinstance(self.precision_plugin, DoublePrecision):
             # Lightning converts the module later, and weights loaded as fp32 would pass for edited ones.
             self.precision_plugin.convert_module(self._module)
+        if self.updates is not None:
+            # They stay in mid-run, after a search for a rate: callbacks that average load theirs next, and hooks look.
+            self.updates.weights.show()
         tables = self.sharded_tables()
-        with saved_in_shards(tables), nullcontext() if self.updates is None else self.updates.weights.in_model():
+        with saved_in_shards(tables):
             super().load_model_state_dict(checkpoint, strict)
         if tables and ROWS_KEY in checkpoint:
             load_rows(checkpoint[ROWS_KEY], tables)

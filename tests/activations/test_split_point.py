@@ -289,27 +289,28 @@ def test_evaluation_before_training_selects_from_its_own_batch() -> None:
 # State
 
 
-def test_a_resumed_run_goes_on_as_if_it_had_not_stopped() -> None:
+@pytest.mark.parametrize("saved_after", [34, 35])  # two forwards a step: between two steps, and within one
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(saved_after: int) -> None:
     def make() -> SplitPoint:
         return SplitPoint(density=0.2, forward_format="int4", refresh_every=12)
 
     def steps(split: SplitPoint, start: int, stop: int) -> list[Tensor]:
         outs = []
-        for step in range(start, stop):
-            split.advance(step)
-            outs += [split(normal(12, 5, 8, seed=2 * step + i)) for i in range(2)]
+        for forward in range(start, stop):
+            split.advance(forward // 2)
+            outs.append(split(normal(12, 5, 8, seed=forward)))
         return outs
 
     whole = make()
-    expected = steps(whole, 0, 30)[-26:]
+    expected = steps(whole, 0, 60)[saved_after:]
     first = make()
-    steps(first, 0, 17)
+    steps(first, 0, saved_after)
     file = io.BytesIO()
     torch.save(first.state_dict(), file)
     file.seek(0)
     second = make()
     second.load_state_dict(torch.load(file, weights_only=True))
-    for ours, theirs in zip(steps(second, 17, 30), expected, strict=True):
+    for ours, theirs in zip(steps(second, saved_after, 60), expected, strict=True):
         assert torch.equal(ours, theirs)
     evaluated = make().eval()
     evaluated.load_state_dict(whole.state_dict())

@@ -255,6 +255,22 @@ def test_steps_are_timed_without_what_lies_between_them(monkeypatch: pytest.Monk
     assert clock.costs.synchronising == 1.5
 
 
+def test_batches_without_a_step_are_no_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two batches a step, and a pause in the middle of one, which is left out with its second batch."""
+    now = SimpleNamespace(seconds=0.0)
+    monkeypatch.setattr("lightning_dct.traffic.Clock.mark", lambda _: now.seconds)
+    clock, traffic = StepClock(), Traffic()
+    for batch in range(4 * (SKIPPED + FEWEST)):
+        now.seconds += 1.0
+        traffic.add(steps=batch % 2)
+        clock.after_step(traffic)
+        if batch == 2 * SKIPPED + 6:
+            clock.pause()
+            now.seconds += 1000.0
+    assert clock.costs is not None
+    assert clock.costs.total == 2.0
+
+
 def test_on_a_gpu_the_stream_is_timed_and_not_its_host_which_waits_for_nothing() -> None:
     """By hand: 20 ms of training, of which backward hides nothing, 3 of compressing, 370 behind a `wait()` of NCCL."""
     with pretended_stream() as stream:

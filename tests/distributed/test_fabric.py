@@ -179,6 +179,27 @@ def test_an_evaluation_within_another(ranks: Any, steps: int) -> None:
     assert ranks(2).run(evaluate_within_an_evaluation, steps) == [True] * 2
 
 
+def train_a_probe_within_an_evaluation() -> bool:
+    """Whether an evaluation within another sees shared weights of a module that was trained meanwhile."""
+    strategy = FabricDCTStrategy(density=0.2, local_steps=1)
+    fabric = launched(strategy)
+    set_up(fabric)
+    probe, optimizer = set_up(fabric)
+    with strategy.shared_weights():
+        for inputs, _ in Noise(4, 40, 8, rank=rank()):
+            fabric.backward(probe(fabric.to_device(inputs)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        with strategy.shared_weights():
+            seen = flat(probe)
+    with strategy.shared_weights():
+        return torch.equal(seen, flat(probe))
+
+
+def test_a_module_that_is_trained_within_an_evaluation_is_evaluated(ranks: Any) -> None:
+    assert ranks(2).run(train_a_probe_within_an_evaluation) == [True, True]
+
+
 def clamp(module: torch.nn.Module) -> None:
     for parameter in module.parameters():
         parameter.data.clamp_(-0.01, 0.01)

@@ -36,6 +36,7 @@ from distributed.training import (
     assert_weights_close,
     assert_weights_equal,
     fit,
+    hash_of,
     loader,
     rank,
     summary,
@@ -197,6 +198,51 @@ def test_search_for_a_learning_rate_leaves_nothing_behind(ranks: Any, tmp_path: 
             assert run.totals.bytes_sent == expected.totals.bytes_sent
             assert run.synchronisations == 2 * BATCHES
     assert not list(tmp_path.iterdir())
+
+
+class SearchLater(LearningRateFinder):
+    """Searches at the beginning of the second epoch, as Lightning's documentation shows it."""
+
+    def on_fit_start(self, *_: Any) -> None:
+        pass
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.current_epoch == 1:
+            self.lr_find(trainer, pl_module)
+
+
+class Notes(Callback):
+    """Notes the weights that a hook sees at the beginning of each epoch, after the search, and what is sent then."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.seen.append(hash_of(pl_module))
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        if trainer.optimizers[0].param_groups[0]["lr"] > 0.1:  # in a trial only
+            trainer.strategy.set_density(1.0)
+
+
+def search_in_mid_run(folder: Path, searches: bool) -> tuple[Run, list[str]]:
+    strategy, module, watch, notes = DCTStrategy(), Module(), Watch(), Notes()
+    module.lr = 0.1
+    rates: dict[str, Any] = {"num_training_steps": 6, "max_lr": 1.0, "early_stop_threshold": None}
+    search = [SearchLater(update_attr=False, **rates)] if searches else []
+    averages = EMAWeightAveraging(decay=0.9)
+    run = fit(strategy, module, loader(BATCHES, 40, 8), callbacks=[averages, *search, notes, watch], max_epochs=3)
+    return run, notes.seen
+
+
+def test_a_search_in_mid_run_leaves_averages_and_hooks_as_they_were(ranks: Any, tmp_path: Path) -> None:
+    """Oracle: the same fit without a search; all ranks see the same weights where an epoch begins."""
+    plain = ranks(2).run(search_in_mid_run, tmp_path, False)
+    found = ranks(2).run(search_in_mid_run, tmp_path, True)
+    for (expected, seen), (run, theirs) in zip(plain, found, strict=True):
+        assert_weights_equal(expected.weights, run.weights)
+        assert theirs == seen == plain[0][1]
+        assert run.totals.bytes_sent == expected.totals.bytes_sent
 
 
 def train_an_averaged_split(folder: Path) -> tuple[Any, Any]:

@@ -1,6 +1,7 @@
 """Hybrid parallelism through a Trainer: any number of ranks trains the same model, and checkpoints carry it all."""
 
 import copy
+import itertools
 import os
 
 import pytest
@@ -11,7 +12,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from distributed.harness import RankFailure
-from distributed.training import Watch, launched, trainer_for
+from distributed.training import Watch, launched, message_of, trainer_for
+from embedding.growing import Growing
 from embedding.hybrid import (
     ALL_GRADIENTS,
     EVERYTHING,
@@ -28,7 +30,7 @@ from embedding.hybrid import (
     train,
     whole,
 )
-from lightning_dct import DCTStrategy, ShardedEmbeddingBags
+from lightning_dct import DCTStrategy, EmbeddingPruning, ShardedEmbeddingBags
 from lightning_dct.fabric import DCTStrategy as FabricStrategy
 
 FEW = {"density": 0.1, "value_format": "2bit", "refresh_every": 5}
@@ -306,6 +308,19 @@ def test_rows_are_averaged(ranks):
     """Oracle: the mean of a rank's rows after each step, by hand; the callback copies the model, tables included."""
     for averaged, expected in ranks(2).run(train_averaged):
         torch.testing.assert_close(averaged, expected)
+
+
+def average_rows_that_move():
+    grows = Growing({"max_rows": 200})
+    return [
+        message_of(lambda: fit(grows, 1, callbacks=[WeightAveraging()])),
+        message_of(lambda: fit(Hybrid(EVERYTHING), 1, callbacks=[WeightAveraging(), EmbeddingPruning(0.5, 10)])),
+    ]
+
+
+def test_averages_of_rows_that_change_places_are_refused(ranks):
+    for said in itertools.chain(*ranks(2).run(average_rows_that_move)):
+        assert "rows of different ids would be mixed. Remove the callback that averages" in said
 
 
 def train_in_eval_mode(frozen):

@@ -1,18 +1,21 @@
 """Training reads no outdated row: rows that are new in a cache, and rows that their owners replace, come whole."""
 
 import copy
+import itertools
 import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from embedding.growing import Growing
-from embedding.hybrid import Hybrid, fit
+from embedding.hybrid import TABLE_ROWS, Hybrid, fit
 from embedding.pruned import Pruned
 from lightning_dct import EmbeddingPruning, GrowingEmbeddingBags, ShardedEmbeddingBags
+from lightning_dct.agreement import gather_objects
 from lightning_dct.embedding.pruning import prune
 
 DIM = 8
@@ -131,6 +134,40 @@ def first_error(kind: str, path: str, save: bool) -> float:
     module.forward = watched
     fit(module, 12, path, max_epochs=2, **prunes)
     return found[0]
+
+
+def copies_of_evicted(path: str, max_rows: int, loads: bool) -> list[float]:
+    """How far a peer's copies of rows are from the default rows, for rows that it has no more; after a look-up."""
+    module, found = Growing({"density": 0.02, "max_rows": max_rows}, learning_rate=1.0), []
+
+    def look() -> None:
+        tables = module.tables
+        kept = gather_objects(tables.directory.rows.contents()[0])
+        for owner, held in tables.held.items():
+            places, slots = held.cache.contents()
+            gone = ~np.isin(places, kept[owner])
+            ids = [numbers.tolist() for numbers in tables.placement.rows_of(owner, places)]
+            rows = [[row for table, row in zip(*ids, strict=True) if table == one] for one in range(len(TABLE_ROWS))]
+            offsets = [0, *itertools.accumulate(map(len, rows))]
+            with torch.enable_grad():
+                tables(torch.tensor([row for some in rows for row in some]), torch.tensor(offsets))
+            off = (held.copies[slots] - tables.initial(owner, places)).abs().amax(dim=1)
+            found.extend(off[torch.from_numpy(gone)].tolist())
+
+    if loads:
+        module.on_train_start = look
+        fit(module, 8, path, max_epochs=2)
+    else:
+        fit(module, 8, save_to=path)
+    return found
+
+
+def test_copies_of_rows_that_a_smaller_room_evicts_become_default_rows(ranks: Any, tmp_path: Path) -> None:
+    path = str(tmp_path / "x.ckpt")
+    ranks(2).run(copies_of_evicted, path, 400, False)
+    for off in ranks(2).run(copies_of_evicted, path, 30, True):
+        assert len(off) > 10
+        assert max(off) < ROUNDED * DIM
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from distributed.resuming import AtStart, twice_ten_batches, without_times
 from distributed.training import assert_weights_close, assert_weights_equal, loader, trainer_for
 from fsdp.training import Plain, fsdp, train, whole
 from lightning_dct import DCTStrategy
+from lightning_dct.checkpoint import files
 from lightning_dct.checkpoint.reading import put_together
 from lightning_dct.checksums import CheckpointError
 from lightning_dct.compress.bucket_plan import local_of
@@ -99,14 +100,36 @@ def load_damaged(path: Path) -> str:
 @pytest.mark.parametrize("is_file", [True, False])
 def test_a_save_after_one_that_was_killed_at_its_end(tmp_path: Path, is_file: bool) -> None:
     new, path, old = tmp_path / "new", tmp_path / "x.ckpt", tmp_path / ".x.old"
-    with patch.object(mesh_strategy, "beside", lambda *_: str(old)):
+    with patch.object(files, "beside", lambda *_: str(old)):
         for one in (new, path):
             one.mkdir()
         old.write_text("left") if is_file else old.mkdir()
         (new / "piece").write_text("of now")
-        mesh_strategy.replace(new, path)
+        files.replace(new, path)
     assert [one.name for one in tmp_path.iterdir()] == ["x.ckpt"]
     assert (path / "piece").read_text() == "of now"
+
+
+def test_a_file_takes_the_place_of_a_checkpoint_and_of_no_other_folder(tmp_path: Path) -> None:
+    new, checkpoint, other = tmp_path / "new", tmp_path / "x.ckpt", tmp_path / "results"
+    for folder, name in ((checkpoint, "meta.pt"), (other, "precious")):
+        folder.mkdir()
+        (folder / name).write_text("of before")
+    new.write_text("of now")
+    with pytest.raises(IsADirectoryError):
+        files.replace(new, other)
+    files.replace(new, checkpoint)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["results", "x.ckpt"]
+    assert checkpoint.read_text() == "of now"
+
+
+def test_a_run_saves_in_one_file_where_a_folder_was(ranks: Any, tmp_path: Path) -> None:
+    path = tmp_path / "x.ckpt"
+    ranks(4).run(saved_folder, path)
+    assert path.is_dir()
+    ranks(4).run(run, {**UPDATES, "save_distributed_checkpoint": False}, {}, path)
+    assert sorted(one.name for one in tmp_path.iterdir() if not one.name.startswith(".")) == ["x.ckpt", "x.ckpt.dct"]
+    assert "state_dict" in torch.load(path, weights_only=False)
 
 
 def test_a_damaged_piece_of_a_folder_is_named_on_every_rank(ranks: Any, tmp_path: Path) -> None:

@@ -139,7 +139,9 @@ def loop(way: str) -> None:
     if way.startswith("fabric"):
         fabric = Fabric(strategy="dct", accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]))
         fabric.launch()
-        model, optimizer = fabric.setup(model, optimizer)
+        model = nn.Sequential(model, nn.Linear(8, 8))
+        others = torch.optim.SGD(model[1].parameters(), 0.1)
+        model, optimizer, others = fabric.setup(model, optimizer, others)
         evaluation = fabric.strategy.shared_weights
     else:
         dist.init_process_group("gloo")
@@ -149,13 +151,15 @@ def loop(way: str) -> None:
         if is_apart and "fewer batches" in way:
             break
         model(torch.randn(4, 8)).square().mean().backward()
-        if is_apart and fabric is not None:
+        if is_apart and fabric is not None and "optimizer" not in way:
             fabric.barrier() if "barrier" in way else fabric.all_gather(torch.ones(1))
         if is_apart and "evaluation" in way:
             with evaluation():
                 pass
         if not (is_apart and "fewer steps" in way):
             optimizer.step()
+        if step >= 9 and not is_apart and "another optimizer" in way:
+            others.step()
     with evaluation():
         pass
 

@@ -61,6 +61,9 @@ SAYS = {
     ],
     "fabric, barrier": ["rank 0 to a barrier and rank 1 to an exchange of 2 parameters, in optimizer step 10"],
     "fabric, gathering": ["to an exchange of gathered values and rank 1 to an exchange of 2 parameters"],
+    "fabric, first step of another optimizer": [
+        "and rank 1 to the first step of an optimizer",
+    ],
     "loop, fewer steps": ["rank 0 to an evaluation and rank 1 to an exchange of 2 parameters, in optimizer step 12"],
     "loop, evaluation": ["rank 0 to an evaluation and rank 1 to an exchange of 2 parameters, in optimizer step 10"],
     "more parameters": [

@@ -1,6 +1,7 @@
 """What a trial of an optimizer shows, and that it leaves the optimizer and its weights as they were."""
 
 import copy
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -78,6 +79,12 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
     weights = [nn.Parameter(torch.randn(9, 9, dtype=dtype))]
     assert try_out(optim.AdamW(weights, eps=1e-4)) == (True, (True,))  # 1e-8 is 0 in fp16
     assert not try_out(optim.SGD(weights, lr=0.1)).chooses_length
+
+
+def test_complex_weights_are_tried_without_a_warning() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not try_out(optim.SGD([nn.Parameter(torch.randn(9, 9, dtype=torch.complex64))], lr=0.1)).chooses_length
 
 
 def everything_of(optimizer: optim.Optimizer) -> Any:

@@ -224,6 +224,51 @@ def test_a_state_may_be_loaded_within_an_evaluation(ranks: Any) -> None:
         assert not torch.equal(own["first.weight"], shared["first.weight"])
 
 
+def load_a_counter() -> int:
+    """A buffer that one rank has counted on by itself when a state from before is loaded within an evaluation."""
+    model = perceptron()
+    model.register_buffer("skipped", torch.zeros((), dtype=torch.long))
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    updates = Updates(model, optimizer, density=0.2)
+    state = copy.deepcopy(updates.state_dict())
+    model.skipped += rank()
+    with updates.shared_weights():
+        updates.load_state_dict(state)
+    updates.close()
+    return int(model.skipped)
+
+
+def test_a_buffer_that_is_loaded_within_an_evaluation_stays(ranks: Any) -> None:
+    assert ranks(2).run(load_a_counter) == [0, 0]
+
+
+def compile_the_step() -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
+    """The weights after plain steps and after compiled ones; and how many graphs torch has made."""
+    found: list[dict[str, Tensor]] = []
+    graphs = 0
+
+    def count(graph: Any, _: Any) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return graph.forward
+
+    for compiles in (False, True):
+        torch._dynamo.reset()
+        loop = Loop({"local_steps": 1, "density": 1.0})
+        if compiles:
+            loop.optimizers[0].step = torch.compile(loop.optimizers[0].step, backend=count)  # type: ignore[method-assign]
+        loop.train(0, 6)
+        found.append(sums(loop.model.state_dict()))
+        loop.updates.close()
+    return found[0], found[1], graphs
+
+
+def test_a_compiled_step_is_compiled_without_the_exchange(ranks: Any) -> None:
+    for plain, compiled, graphs in ranks(2).run(compile_the_step):
+        torch.testing.assert_close(compiled, plain, rtol=1e-4, atol=1e-5)
+        assert 1 <= graphs <= 4
+
+
 def load_weights_late() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The weights that all ranks load after `Updates` is made, and the shared ones after steps that move nothing."""
     model = perceptron()

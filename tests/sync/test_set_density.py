@@ -16,6 +16,7 @@ from distributed.training import (
     assert_weights_equal,
     fit,
     launched,
+    loader,
     message_of,
     perceptron,
     rank,
@@ -131,6 +132,36 @@ def with_fabric() -> list[float]:
         optimizer.zero_grad()
         sent.append(strategy.traffic.totals.entries_sent - before)
     return sent
+
+
+def go_back(path: Path, settings: dict[str, Any]) -> tuple[float, bool]:
+    """Save at a step, set a density later, load, and go on: the density then, and whether the weights are the same."""
+    strategy = FabricStrategy(warmup_steps=0, refresh_every=10, **settings)
+    fabric = launched(strategy)
+    model = perceptron()
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    batches = list(loader(24, 40, 8))
+
+    def steps(first: int, last: int) -> dict[str, Any]:
+        for inputs, outputs in batches[first:last]:
+            fabric.backward((model(inputs) - outputs).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        return {name: weights.detach().clone() for name, weights in model.named_parameters()}
+
+    steps(0, 5)
+    fabric.save(path, {"model": model, "optimizer": optimizer})
+    expected = steps(5, 24)
+    strategy.set_density(LATER)
+    fabric.load(path, {"model": model, "optimizer": optimizer})
+    weights = steps(5, 24)
+    return strategy.synchronizers[0].config.density, all(torch.equal(weights[name], expected[name]) for name in weights)
+
+
+@pytest.mark.parametrize("settings", [{"local_steps": 8, "density": 0.3}, {"density": 0.3}])
+def test_a_checkpoint_from_before_brings_its_density_back(ranks: Any, tmp_path: Path, settings: dict[str, Any]) -> None:
+    """At step 24 a refresh of thresholds is requested for an exchange that the loaded state does not make."""
+    assert ranks(2).run(go_back, tmp_path / "x.ckpt", settings) == [(0.3, True)] * 2
 
 
 def test_fabric(ranks: Any) -> None:

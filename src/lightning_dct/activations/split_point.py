@@ -178,14 +178,16 @@ class SplitPoint(CompressedModule):
         return [] if self._next is None else [self._next]
 
     def get_extra_state(self) -> dict[str, Any]:
-        """The clock, the threshold, and the density that it was selected for."""
-        return {**super().get_extra_state(), "threshold": self._next, "density": float(self.density)}
+        """The clock, the thresholds of this step and the next, and the density that they were selected for."""
+        thresholds = {"threshold": self._next, "density": float(self.density), "step": (self.threshold, self._counts)}
+        return {**super().get_extra_state(), **thresholds}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Restore the clock and the threshold; request a selection if the density differs."""
+        """Restore the clock and the thresholds; request a selection if the density differs."""
         super().set_extra_state(state)
-        self.threshold = self._next = state["threshold"]
-        self._counts = (0, 0, 0)
+        self._next = state["threshold"]
+        # A step of several micro-batches goes on with its own. Older checkpoints do not have it.
+        self.threshold, self._counts = state.get("step", (self._next, (0, 0, 0)))
         self.refresh_requested |= float(state["density"]) != self.density
 
     def compression_state(self) -> dict[str, Any]:

@@ -217,8 +217,7 @@ class CompressionMonitor(pl.Callback):
 
     def _totals(self, trainer: pl.Trainer) -> dict[str, TrafficTotals]:
         """The totals of data parallelism ("dp") and inside the model ("mp"); empty if nothing is counted."""
-        inside: Traffic | None = getattr(trainer.strategy, "split_traffic", None)
-        found = {"mp": TrafficTotals() if inside is None else inside.totals}
+        found = {"mp": getattr(trainer.strategy, "split_traffic", Traffic()).totals}
         if (traffic := getattr(trainer.strategy, "traffic", None)) is not None:
             return {"dp": traffic.totals, **found}
         if self._bytes_of_ddp is None:

@@ -85,13 +85,16 @@ class StepClock:
     """Adds up the costs of steps, except the first few, without pauses between them such as a validation."""
 
     def __init__(self) -> None:
-        self._steps, self._seen = 0, 0
+        self._steps, self._seen, self._steps_before = 0, 0, -1
         self._sums = [0.0, 0.0, 0.0]  # as in `StepCosts`
         # The end of the step before those that are not in the sums yet, with the totals up to it.
         self._since: tuple[Any, TrafficTotals] | None = None
 
     def after_step(self, traffic: Traffic) -> None:
-        """Note the end of a step."""
+        """Note the end of a step; a batch without one, as with accumulation, is none."""
+        if traffic.totals.steps == self._steps_before:
+            return
+        self._steps_before = traffic.totals.steps
         self._seen += 1
         self._traffic, self._last = traffic, traffic.clock.mark()
         if self._since is None and self._seen >= SKIPPED:
@@ -198,11 +201,11 @@ class RunAdvice(InternalCallback):
             )
         self._slow = slow
 
-    def on_validation_end(self, *_: Any, **__: Any) -> None:
+    def pause(self, *_: Any, **__: Any) -> None:
         """Leave validations and checkpoints out of the time of steps."""
         self._clock.pause()
 
-    on_save_checkpoint = on_validation_end
+    on_validation_end = pause
 
     def summary_rows(self, trainer: pl.Trainer) -> list[tuple[str, str]]:
         """Rows for the table at the end of fit: the time of a step, and the verdict; none after too few steps."""

@@ -124,11 +124,15 @@ class AccordionSchedule(DCTCallback):
         strategy: Any = trainer.strategy
         self._synchronised_before = strategy.synchronizer.synchronisations
         now = self._now(trainer)
+        if self._begun >= 0 and now - self._begun < (self.every_n_steps or 1):
+            return
         rates = [float(group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        moved, shared = dict(self._kept), _shared_weights(strategy)
         if self._begun >= 0:
-            if now - self._begun < (self.every_n_steps or 1):
-                return
-            before, self._previous_norm = self._previous_norm, self._moved_by(strategy)
+            for name in moved.keys() & shared.keys():
+                moved[name] = shared[name] - moved[name].to(shared[name].device)
+            before = self._previous_norm
+            self._previous_norm = math.hypot(*(float(as_real(one).norm(dtype=float64)) for one in moved.values()))
             settled = before is not None and abs(before - self._previous_norm) < self.threshold * before
             least = 1.0 - self.threshold
             dropped = any(now <= least * then for now, then in zip(rates, self._rates, strict=False) if then)
@@ -136,7 +140,7 @@ class AccordionSchedule(DCTCallback):
             if strategy.config.density != self.density:
                 strategy.set_density(self.density)
         self._begun, self._rates = now, rates
-        self._kept = {name: weights.clone() for name, weights in _shared_weights(strategy).items()}
+        self._kept = {name: weights.clone() for name, weights in shared.items()}
 
     def on_before_optimizer_step(self, trainer: Trainer, module: LightningModule, optimizer: Optimizer) -> None:
         """Add the synchronised gradients to the interval's sum, unless a loss scaler skips the step."""
@@ -166,13 +170,6 @@ class AccordionSchedule(DCTCallback):
         self.density = state_dict["density"]
         self._begun, self._rates = state_dict["begun"], list(state_dict["rates"])
         self._previous_norm, self._kept = state_dict["previous_norm"], dict(state_dict["kept"])
-
-    def _moved_by(self, strategy: Any) -> float:
-        """The norm of ``D``, over the interval that ends."""
-        moved, shared = dict(self._kept), _shared_weights(strategy)
-        for name in moved.keys() & shared.keys():
-            moved[name] = shared[name] - moved[name].to(shared[name].device)
-        return math.hypot(*(float(as_real(tensor).norm(dtype=float64)) for tensor in moved.values()))
 
     def _now(self, trainer: Trainer) -> int:
         return trainer.current_epoch if self.every_n_steps is None else _completed_steps(trainer)

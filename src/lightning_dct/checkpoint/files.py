@@ -3,8 +3,10 @@
 import contextlib
 import fcntl
 import os
+import shutil
 import socket
 import time
+from pathlib import Path
 from typing import IO, Any
 
 import torch
@@ -15,6 +17,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_dct.checkpoint.format import no_checkpoint_name
+from lightning_dct.lightning_private import METADATA_FILENAME
 
 LONGEST_WAIT_S = 60.0
 OWN_FOLDERS = "Give each run a folder of its own: `default_root_dir`, or `dirpath` of `ModelCheckpoint`."
@@ -37,7 +40,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 torch.save(checkpoint, file)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(unfinished, local_path)
+            replace(Path(unfinished), Path(local_path))
         except BaseException:
             with contextlib.suppress(OSError):
                 os.remove(unfinished)
@@ -106,6 +109,26 @@ def beside(path: str, suffix: str) -> str:
     """A hidden file beside a checkpoint."""
     folder, name = os.path.split(path)
     return os.path.join(folder, f".{no_checkpoint_name(name)}.{suffix}")
+
+
+def replace(new: Path, path: Path) -> None:
+    """Move a folder or a file to a path, in place of a checkpoint, which may be either."""
+    if new.is_file() and not (path / METADATA_FILENAME).is_file():
+        new.replace(path)  # atomic; it refuses a folder of something else
+        return
+    old = Path(beside(str(path), "old"))
+    _remove(old)  # a killed save may have left it
+    if path.exists():
+        path.rename(old)
+    new.rename(path)
+    _remove(old)
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder or a file, if there is one."""
+    if path.is_file():
+        path.unlink()
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def write_at_once(checkpoint_io: CheckpointIO) -> CheckpointIO:

@@ -290,16 +290,14 @@ def _mean_residual(states: Sequence[Mapping[str, Any]], name: str, replicas: int
     """The ranks' residuals of a tensor, of their own gradients and of sums they own, over the number of replicas."""
     residuals = [state["residuals"][name] for state in states if name in state["residuals"]]
     owned = [state["owned"][name] for state in states if name in state["owned"]]
-    dtype = residuals[0].dtype if residuals else next(iter(owned[0].values())).dtype
-    size = max([residual.numel() for residual in residuals] + [pieces_extent(pieces) for pieces in owned])
+    parts = [{0: residual.flatten()} for residual in residuals] + owned
+    size = max(map(pieces_extent, parts))
+    if any(residual.numel() != size for residual in residuals):
+        raise CheckpointError(f"they disagree on the number of entries of residuals[{name!r}]")
     total = torch.zeros(size, dtype=torch.float64)
-    for residual in residuals:
-        if residual.numel() != size:
-            raise CheckpointError(f"they disagree on the number of entries of residuals[{name!r}]")
-        total += residual.flatten()
-    for pieces in owned:
+    for pieces in parts:
         add_pieces(total, pieces)
-    return (total / replicas).to(dtype)
+    return (total / replicas).to(next(iter(parts[0].values())).dtype)
 
 
 def put_together(pieces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -134,11 +134,6 @@ class BucketPlan:
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
 
-def share_of(target: int, entries: int, size: int) -> int:
-    """A piece's part of its tensor's target, rounded up. With FSDP a rank's shard may be empty."""
-    return -(-target * entries // max(size, 1))
-
-
 def plan_bucket(
     names: Sequence[str],
     sizes: Sequence[int],

@@ -64,11 +64,6 @@ class Row:
         """Link and compressing, one after the other."""
         return self.link_seconds + self.compressing_seconds
 
-    @property
-    def most_sent(self) -> int:
-        """Bytes of the rank that sends most."""
-        return int(self.step.sent.sum(1).max()) // self.local_steps
-
 
 @dataclass(frozen=True)
 class Forecast:
@@ -226,9 +221,10 @@ def describe(forecast: Forecast, more: Sequence[str]) -> str:
 
 def _table(forecast: Forecast) -> list[list[str]]:
     names = {DENSE: "ddp, fp32", forecast.choice.name: f"{forecast.choice.name} (auto)"}
+    sent = [int(row.step.sent.sum(1).max()) // row.local_steps for row in forecast.rows]
     rows = [
         ["a step", *(names.get(row.name, row.name) for row in forecast.rows)],
-        ["bytes a step and rank", *(f"{row.most_sent:,}" for row in forecast.rows)],
+        ["bytes a step and rank", *(f"{most:,}" for most in sent)],
         ["compression ratio", *(f"{row.ratio:,.1f}x" for row in forecast.rows)],
         ["ms on the link", *(f"{1e3 * row.link_seconds:,.1f}" for row in forecast.rows)],
         ["ms compressing", *(f"{1e3 * row.compressing_seconds:,.1f}" for row in forecast.rows)],
@@ -274,18 +270,10 @@ def _notes(forecast: Forecast) -> list[str]:
             f" {INSIDE_IS_FASTER} times as fast as a rank's share of it. Only with 'hierarchical' does a run"
             " count bytes between nodes and inside nodes separately. Its ratio is then that of the bytes between nodes."
         )
-    else:
-        notes.append("Sizes are those that a run counts, headers and padding included, by the rank that sends most.")
     if any(forecast.workload.buffers):
         notes.append(
             "Buffers come on top of bytes, ratio and times. `ddp` sends all of them in every step. Exchanges of updates"
             " send those that differ between ranks, such as running statistics, and none that stay as they are."
-        )
-    if len(forecast.workload.buckets) > 1:
-        notes.append(
-            f"{_many(len(forecast.workload.buckets), 'bucket')}, as DistributedDataParallel makes them from the second"
-            " step on if the model uses its parameters in the order of their definition. Another order shifts the"
-            " bytes by a few headers."
         )
     skipped = forecast.workload.not_counted.items()
     return notes + [f"Not counted: {count:,} parameters, because {why}." for why, count in skipped]

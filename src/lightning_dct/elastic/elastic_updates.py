@@ -27,8 +27,8 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Received, Sending
-from lightning_dct.compress.codec import apply, compress, decompress_own
+from lightning_dct.compress.bucket_plan import PLAIN, Bucket, BucketPlan, Received, Sending
+from lightning_dct.compress.codec import apply, decompress_own
 from lightning_dct.elastic.present import PresentRanks
 from lightning_dct.sync.buffers import PresentBuffers
 from lightning_dct.sync.rounds import Rounds
@@ -291,10 +291,7 @@ class ElasticUpdates(UpdateSynchronizer):
 
     def _compress(self, names: list[str], plan: BucketPlan) -> Tensor:
         with self.traffic.timed("compress"):
-            compressed = compress(self.feedback, self._in_place(names), plan, set())
-        entries = sum(plan.sizes)
-        self.traffic.add(entries=entries, entries_sent=int(compressed.num_entries) + compressed.num_dense)
-        return compressed.payload
+            return self.exchange.pack(self.feedback, self._in_place(names), plan, set(), PLAIN, due=sum(plan.sizes))
 
     def _in_place(self, names: list[str]) -> Bucket:
         bucket = self.weights.bucket(names)

@@ -65,18 +65,21 @@ class RowDirectory:
         for part, cache in self.parts.items():
             cache.load_state_dict(state[part])
 
-    def merge(self, states: Sequence[Mapping[str, Any]], is_own: Callable[[Int64Array], Any]) -> None:
-        """Merge the states of all owners of another world size: keep the newest keys of this owner."""
+    def merge(self, states: Sequence[Mapping[str, Any]], is_own: Callable[[Int64Array], Any]) -> Int64Array:
+        """Merge the states of all owners of another size; return this owner's oldest keys, whose rows do not fit."""
+        evicted = {}
         for part, cache in self.parts.items():
             saved = [state[part] for state in states]
             arrays = {name: np.concatenate([state[name].numpy() for state in saved]) for name in CACHE_ARRAYS}
             rows = arrays["row_at"]
             own = np.flatnonzero((rows >= 0) & is_own(rows))
-            newest = own[np.lexsort((rows[own], -arrays["last_used"][own]))[: cache.capacity]]
+            newest, older = np.split(own[np.lexsort((rows[own], -arrays["last_used"][own]))], [cache.capacity])
+            evicted[part] = rows[older]
             # All owners count the same look-ups.
             requests = max(int(state["requests"]) for state in saved)
             merged = {name: torch.from_numpy(array[newest]) for name, array in arrays.items()}
             cache.load_state_dict({**merged, "requests": requests})
+        return evicted["rows"]
 
 
 class GrowingEmbeddingBags(ShardedEmbeddingBags):

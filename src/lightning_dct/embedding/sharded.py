@@ -71,6 +71,7 @@ class ShardedEmbeddingBags(CompressedModule):
         *CompressedModule.agreed,
         *("table_rows", "embedding_dim", "pooling", "density", "value_format", "cache_rows", "initial_bound", "seed"),
     )
+    evicted_on_load: Int64Array = np.empty(0, dtype=np.int64)  # keys of growing tables whose rows did not fit
 
     def __init__(
         self,
@@ -105,8 +106,7 @@ class ShardedEmbeddingBags(CompressedModule):
         self.pooling = pooling
         self.density = density
         self.value_format = value_format
-        self.cache_rows = cache_rows
-        self.seed = seed
+        self.cache_rows, self.seed = cache_rows, seed
         bounds = [1 / math.sqrt(rows) if initial_bound is None else initial_bound for rows in self.table_rows]
         self.initial_bound: list[float] = np.array(bounds, dtype=np.float32).tolist()  # of each table
         # This rank's rows of all tables, [owned rows, embedding_dim]; their kept pieces if they are pruned.
@@ -325,6 +325,7 @@ class ShardedEmbeddingBags(CompressedModule):
                 for peer, state in states[0][saved].items():
                     rows[peer].load_state_dict(state)
             self.collected = CollectedGradients(states[0]["collected"])
+            self.rows_replaced(self.evicted_on_load)
             return
         self.reset_memory()
         for tables, numbers, gradient in unsent_gradients(states, placements):

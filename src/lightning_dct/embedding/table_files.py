@@ -249,17 +249,17 @@ def _load_directory(files: RowFiles, name: str, module: GrowingEmbeddingBags) ->
     ]
     if keeps_slots:
         module.directory.load_state_dict(states[0])
+        module.evicted_on_load = module.evicted_on_load[:0]
         return
 
     def is_own(keys: Int64Array) -> Any:
         return module.placement.locate(*module.placement.rows_of(rank, keys))[0] == rank
 
-    module.directory.merge(states, is_own)
-    own = sum(int(is_own(keys[keys >= 0]).sum()) for keys in (state["rows"]["row_at"].numpy() for state in states))
-    if own > capacity:
+    module.evicted_on_load = module.directory.merge(states, is_own)
+    if more := module.evicted_on_load.size:
         warnings.warn(
-            f"Rank {rank} owns {own} rows of {name!r} and has room for {capacity}: the {own - capacity} least recently"
-            " requested are evicted. Raise `max_rows` to keep them.",
+            f"Rank {rank} owns {capacity + more} rows of {name!r} and has room for {capacity}: the {more} least"
+            " recently requested are evicted. Raise `max_rows` to keep them.",
             stacklevel=2,
         )
 

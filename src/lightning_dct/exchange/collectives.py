@@ -227,7 +227,7 @@ def spread_payload(payload: Tensor, sizes: Sequence[int], link: Link) -> tuple[d
 
 def all_reduce_mean(buffer: Tensor, link: Link) -> dist.Work:
     """Start averaging a tensor over all ranks, in place, as DistributedDataParallel does."""
-    link.count(all_reduce_bytes(buffer.numel() * buffer.element_size(), link.size))
+    link.count(all_reduce_bytes(buffer.nbytes, link.size))
     # Dividing first keeps fp16 sums from overflowing.
     buffer.div_(link.size)
     return dist.all_reduce(buffer, group=link.group, async_op=True)
@@ -266,9 +266,8 @@ def all_reduce_mean_sparse(gradient: Tensor, link: Link) -> dist.Work:
             "NCCL cannot average sparse gradients, such as those of `Embedding(sparse=True)`. Use `compress='updates'`,"
             " which keeps these gradients on their rank, or `sparse=False`, or `process_group_backend='gloo'`."
         )
-    indices, values = gradient._indices(), gradient._values()
-    num_bytes = indices.numel() * indices.element_size() + values.numel() * values.element_size()
-    sent = all_gather_bytes(num_bytes, link.size)
+    values = gradient._values()
+    sent = all_gather_bytes(gradient._indices().nbytes + values.nbytes, link.size)
     link.count(sent)
     link.count_dense(sent)
     link.traffic.add(entries_sent=values.numel(), entries=values.numel())

@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import chain, pairwise
 from typing import NamedTuple
 
-from lightning_dct.compress.bucket_plan import BucketPlan, OwnedPiece, share_of
+from lightning_dct.compress.bucket_plan import BucketPlan, OwnedPiece
 from lightning_dct.wire.values import BITS_PER_VALUE
 
 # An owner sends so many times as many entries of a sum as a rank, but at most a share of it, in a wider format.
@@ -103,13 +103,13 @@ def cut(bucket: BucketPlan, pieces: Mapping[str, tuple[OwnedPiece, ...]], owners
     for tensor, (name, size, target) in enumerate(zip(bucket.names, bucket.sizes, bucket.targets, strict=True)):
         for piece in pieces[name]:
             entries = piece.stop - piece.start
-            part = share_of(target, entries, size)
+            part = -(-target * entries // max(size, 1))  # rounded up; with FSDP a rank's shard may be empty
             rows[piece.owner].append((piece.label, entries, part, bucket.bounds[tensor][0] + piece.start, tensor))
     shards = []
     for own in rows:
-        labels, sizes, targets, starts, _ = zip(*own, strict=True) if own else ((),) * 5
+        labels, sizes, targets, starts, tensors = zip(*own, strict=True) if own else ((),) * 5
         plan = replace(bucket, names=labels, sizes=sizes, targets=targets, starts=starts)
-        shards.append(Shard(plan, tuple(piece[4] for piece in own)))
+        shards.append(Shard(plan, tensors))
     plans = [shard.plan for shard in shards]
     return Cut(tuple(shards), BucketPlan.joined(plans), BucketPlan.joined([sums_of(plan) for plan in plans]))
 

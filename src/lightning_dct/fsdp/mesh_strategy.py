@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from lightning_dct.activations.module import plain_name
 from lightning_dct.agreement import gather_objects
-from lightning_dct.checkpoint.files import beside
+from lightning_dct.checkpoint.files import beside, replace
 from lightning_dct.checkpoint.reading import on_all_ranks
 from lightning_dct.checksums import SUMS, check_sums, checksum_of_file, with_checksum
 from lightning_dct.compress.bucket_plan import local_of
@@ -116,8 +116,11 @@ class MeshStrategy(ModelParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Save the first replica, in a hidden folder that is renamed when it is complete."""
         path = Path(filepath)
-        if not self._save_distributed_checkpoint or storage_options is not None:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+        if storage_options is not None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)  # refuses them
+        if not self._save_distributed_checkpoint:
+            # Lightning would have every rank delete a folder at this path, before the file is there.
+            Strategy.save_checkpoint(self, checkpoint, filepath)
             return
         part = Path(beside(str(path), "part"))
         if self.is_global_zero:
@@ -178,23 +181,6 @@ class MeshStrategy(ModelParallelStrategy):
                 like, states = dict(zip(numbers, parameters, strict=False)), saved["state"]
                 states = {n: apply_to_collection(one, Tensor, sharded, like.get(n)) for n, one in states.items()}
                 optimizer.load_state_dict({**saved, "state": states})
-
-
-def replace(new: Path, path: Path) -> None:
-    """Move a folder to a path, in place of a folder or a file."""
-    old = Path(beside(str(path), "old"))
-    _remove(old)  # a killed save may have left it
-    if path.exists():
-        path.rename(old)
-    new.rename(path)
-    _remove(old)
-
-
-def _remove(path: Path) -> None:
-    """Remove a folder or a file, if there is one."""
-    if path.is_file():
-        path.unlink()
-    shutil.rmtree(path, ignore_errors=True)
 
 
 def wrap(model: pl.LightningModule, mesh: DeviceMesh, unit: Unit, **settings: Any) -> None:

@@ -4,7 +4,7 @@ Every rank keeps the whole module tree, with the same names and the same order o
 on the meta device during fit, where parameters and buffers have shapes but no memory.
 """
 
-from collections import OrderedDict
+from collections import ChainMap, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -193,14 +193,13 @@ def cut(pipeline: nn.Sequential) -> list[Piece]:
 def check_pieces(pieces: Sequence[Piece], stages: int, interleaved: bool) -> None:
     """Refuse a number of pieces that does not fit the stages (ValueError)."""
     count = len(pieces)
-    fits = count % stages == 0 and count > stages if interleaved else count == stages
+    if interleaved:
+        fits, takes = count % stages == 0 and count > stages, "schedule 'interleaved_1f1b' takes"
+        needed = f"a multiple of `stages` above it ({2 * stages} pieces, which {2 * stages - 1} split points make)"
+    else:
+        fits, takes = count == stages, "schedules 'gpipe' and '1f1b' take"
+        needed = f"as many pieces as stages ({stages - 1} split points)"
     if not fits:
-        needed = (
-            f"a multiple of `stages` above it ({2 * stages} pieces, which {2 * stages - 1} split points make)"
-            if interleaved
-            else f"as many pieces as stages ({stages - 1} split points)"
-        )
-        takes = "schedule 'interleaved_1f1b' takes" if interleaved else "schedules 'gpipe' and '1f1b' take"
         raise ValueError(
             f"The SplitPoint modules of the model cut it into {count} pieces, and `stages={stages}`. The"
             f" {takes} {needed}. Change the split points, `stages` or `schedule`."
@@ -237,8 +236,6 @@ def part_of_optimizer_state(state: Mapping[str, Any], optimizer: Optimizer) -> d
 
 def merge_optimizer_states(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The state of all parameters, in their order; state without a parameter is the first stage's."""
-    merged: dict[str, Any] = {}
-    for part in reversed(parts):
-        merged.update(part["state"])
+    merged = ChainMap(*(part["state"] for part in parts))
     ordered = sorted(merged.items(), key=lambda item: (not isinstance(item[0], int), str(item[0]).zfill(12)))
     return {**parts[0], "state": dict(ordered)}

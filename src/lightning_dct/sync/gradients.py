@@ -46,7 +46,6 @@ class GradientSynchronizer(Synchronizer):
         self._loss_scale = loss_scale
         # Of the current synchronisation.
         self._messages: list[Message] = []
-        self._refreshing = False
         self._how = Sending()
         # A second stream of each GPU.
         self._beside: dict[torch.device, torch.cuda.Stream] = {}
@@ -110,8 +109,7 @@ class GradientSynchronizer(Synchronizer):
     def _begin(self) -> None:
         self.come_to(EXCHANGE, f"an exchange of gradients for optimizer step {self.synchronisations + 1}")
         self.request_refresh_when_due()
-        self._refreshing = self.refresh_requested
-        self.feedback.begin(self._refreshing)
+        self.feedback.begin(self.refresh_requested)
         scale = 1.0 if self._loss_scale is None else 1.0 / self._loss_scale()
         self._how = Sending(tag_of(self.synchronisations, self.epoch), scale)
 
@@ -129,7 +127,7 @@ class GradientSynchronizer(Synchronizer):
             self.feedback.roll_back()
         else:
             self.synchronisations += 1
-            self.steps_since_refresh = 1 if self._refreshing else self.steps_since_refresh + 1
+            self.steps_since_refresh = 1 if self.refresh_requested else self.steps_since_refresh + 1
             self.traffic.add(refreshes=int(self.feedback.selected))
             self.refresh_requested = False
             self.feedback.commit()

@@ -123,7 +123,7 @@ def _last_move(small: "_Miniature", gradient: float, push: float) -> list[Tensor
                 parameter.data.add_(push if step == STEPS else 0.0)
             before = [parameter.detach().clone() for parameter in small.parameters]
             small.step()
-        return [(p.detach() - old).float().cpu() for p, old in zip(small.parameters, before, strict=True)]
+        return [(p.detach() - old).real.float().cpu() for p, old in zip(small.parameters, before, strict=True)]
 
 
 def _decays(small: "_Miniature") -> tuple[bool, ...]:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from torch.amp import GradScaler
@@ -128,8 +129,9 @@ class Updates(_Loop):
         self._handles: list[RemovableHandle] = []
         self._begun: set[Optimizer] = set()
         for optimizer in self.optimizers:
-            self._handles.append(optimizer.register_step_pre_hook(self._begin_step))
-            self._handles.append(optimizer.register_step_post_hook(self._end_step))
+            # Of a compiled `optimizer.step`, torch would compile the exchange, too.
+            self._handles.append(optimizer.register_step_pre_hook(torch.compiler.disable(self._begin_step)))
+            self._handles.append(optimizer.register_step_post_hook(torch.compiler.disable(self._end_step)))
 
     def _begin_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._begun.add(optimizer)

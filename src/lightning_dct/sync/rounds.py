@@ -178,15 +178,20 @@ class UpdateFlow:
         """Start sending the updates of some parameters, ``length`` steps after the last time; a collective call."""
         with self._traffic.timed("compress"):
             config, plan = self._plans.config, self.plan(names, length)
-            own = bucket = None
-            if plan.is_dense or self._exchange.sums_first:
+            is_summed = plan.is_dense or self._exchange.sums_first
+            bucket = None if is_summed else self._weights.bucket(names)
+            sent, own, left = bucket, None, list[Tensor]()
+            if sent is None:  # updates are not read from the weights in place
                 moved = self._weights.movement(names, plan.residual_dtype)
-                own = moved.clone()
-                message = self._exchange.start(Bucket([moved], [], 1.0), plan, set(), self._feedback, how)
-            elif (bucket := self._weights.bucket(names)) is not None:
-                message = self._exchange.start(bucket, plan, set(), self._feedback, how)
-            else:
-                message = self._send_movement(names, plan, how)
+                own = moved.clone() if is_summed else None
+                left = [] if is_summed else [self._feedback.residual_of(plan, moved.device)]
+                sent = Bucket([moved], left, 1.0)
+            message = self._exchange.start(sent, plan, set(), self._feedback, how)
+            if left:  # what is not sent stays in the weights, and the residual is not needed any more
+                if how.lost:
+                    self._weights.add_own(names, left[0].mul_(how.lost), -1.0)
+                for name in names:
+                    self._feedback.residuals.drop(name)
             due = rounds.steps + min(config.overlap_steps, length)
             # While training goes on the weights may come to lie elsewhere.
             return InFlight(names, sum(plan.sizes), due, message, own, None if config.overlap_steps else bucket)
@@ -217,15 +222,3 @@ class UpdateFlow:
         mean, sent = decompress(self._feedback, received, mean), decompress_own(self._feedback, received, mean)
         # A node sends for its ranks, which keep what it does not send.
         return mean, sent if item.own is None else torch.where(counting(sent, received.plan), item.own, 0.0)
-
-    def _send_movement(self, names: Sequence[str], plan: BucketPlan, how: Sending) -> Message:
-        """Start sending updates that are not read from the weights in place."""
-        moved = self._weights.movement(names, plan.residual_dtype)
-        left = self._feedback.residual_of(plan, moved.device)
-        message = self._exchange.start(Bucket([moved], [left], 1.0), plan, set(), self._feedback, how)
-        # What is not sent stays in the weights, and the residual is not needed any more.
-        if how.lost:
-            self._weights.add_own(names, left.mul_(how.lost), -1.0)
-        for name in names:
-            self._feedback.residuals.drop(name)
-        return message

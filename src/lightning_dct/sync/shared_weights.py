@@ -9,6 +9,7 @@ Either set can be in the model. Exchanging them exchanges pointers and copies no
 import ctypes
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -181,15 +182,12 @@ class SharedWeights:
         return self._buckets[key][1]
 
     def _bucket(self, names: Sequence[str]) -> Bucket | None:
-        news: list[Tensor] = []
-        bases: list[Tensor] = []
-        for name in names:
-            for weights, flat in ((self.own(name), news), (self._shared[name], bases)):
-                real = as_real(weights)
-                on_cpu_or_gpu = real.is_cpu or must_not_wait(real.device)
-                if not (on_cpu_or_gpu and real.dtype in IN_PLACE and real.is_contiguous()):
-                    return None
-                flat.append(real.view(-1))
+        both = [[as_real(weights_of(name)) for name in names] for weights_of in (self.own, self.shared)]
+        for real in chain(*both):
+            on_cpu_or_gpu = real.is_cpu or must_not_wait(real.device)
+            if not (on_cpu_or_gpu and real.dtype in IN_PLACE and real.is_contiguous()):
+                return None
+        news, bases = ([real.view(-1) for real in weights] for weights in both)
         return Bucket(news, bases, None)
 
     def move(self, names: Sequence[str], mean: Tensor, own: Tensor) -> None:

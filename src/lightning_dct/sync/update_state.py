@@ -99,6 +99,7 @@ class UpdateState(Synchronizer):
             ValueError: A saved tensor has another size than the parameter of its name.
         """
         super().load_state_dict(state)
+        self.buffers.continue_training()  # an evaluation gives back nothing that is loaded within it
         parameters, buffers = self._parameters_by_name(), self.buffers.named()
         edited, saved = [], state.get("weights", {})
         gone = saved.keys() - parameters.keys() - buffers.keys()

@@ -20,6 +20,7 @@ are rounded up to that. 0 means a row of zeros, and 255 a row with an infinite o
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -120,20 +121,16 @@ def _decode_scales(scale_bytes: Tensor) -> Tensor:
     return _fractions(scale_bytes.device).index_select(0, scale_bytes[LARGEST_SCALE_BYTES:].int()).mul_(top)
 
 
+@lru_cache
 def _fractions(device: torch.device) -> Tensor:
-    """The scale of each code over the largest scale: shape ``[256]``, fp32."""
-    return _ON_CPU if device.type == "cpu" else _compute_shares(device)
-
-
-def _compute_shares(device: torch.device) -> Tensor:
+    """The scale of each code over the largest scale: shape ``[256]``, fp32, read-only."""
     codes = torch.arange(BROKEN_CODE + 1, device=device)
     # In fp64, so that devices with different last bits there agree in fp32.
     shares = torch.exp2((codes - LARGEST_CODE).to(torch.float64) / STEPS_PER_OCTAVE).to(torch.float32)
     return shares.masked_fill_(codes == 0, 0.0).masked_fill_(codes == BROKEN_CODE, math.nan)
 
 
-_ON_CPU = _compute_shares(torch.device("cpu"))
-SHARES = _ON_CPU.numpy()
+SHARES = _fractions(torch.device("cpu")).numpy()
 
 
 def _in_rows(operation: Callable[..., Tensor], values: Tensor, scales: Tensor, row_of: Tensor | None) -> Tensor:
