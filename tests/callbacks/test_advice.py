@@ -256,7 +256,7 @@ def test_steps_are_timed_without_what_lies_between_them(monkeypatch: pytest.Monk
 
 
 def test_batches_without_a_step_are_no_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two batches a step, and a pause in the middle of one, which is left out with its second batch."""
+    """Two batches a step. After a pause the first batch ends no step, so time begins with the second."""
     now = SimpleNamespace(seconds=0.0)
     monkeypatch.setattr("lightning_dct.traffic.Clock.mark", lambda _: now.seconds)
     clock, traffic = StepClock(), Traffic()
@@ -264,7 +264,7 @@ def test_batches_without_a_step_are_no_steps(monkeypatch: pytest.MonkeyPatch) ->
         now.seconds += 1.0
         traffic.add(steps=batch % 2)
         clock.after_step(traffic)
-        if batch == 2 * SKIPPED + 6:
+        if batch == 2 * SKIPPED + 7:
             clock.pause()
             now.seconds += 1000.0
     assert clock.costs is not None

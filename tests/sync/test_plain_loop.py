@@ -230,12 +230,15 @@ def load_a_counter() -> int:
     model.register_buffer("skipped", torch.zeros((), dtype=torch.long))
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     updates = Updates(model, optimizer, density=0.2)
+    model(torch.ones(4, 40)).square().mean().backward()
+    optimizer.step()
     state = copy.deepcopy(updates.state_dict())
     model.skipped += rank()
     with updates.shared_weights():
         updates.load_state_dict(state)
+    counted = int(model.skipped)
     updates.close()
-    return int(model.skipped)
+    return counted
 
 
 def test_a_buffer_that_is_loaded_within_an_evaluation_stays(ranks: Any) -> None:
