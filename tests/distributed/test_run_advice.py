@@ -7,12 +7,14 @@ import logging.handlers
 import time
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Callback, Trainer
 from lightning_utilities.core import rank_zero
 
 from distributed.training import Module, fit, rank, trainer_for
@@ -52,6 +54,29 @@ def recommend() -> tuple[str, list[str]]:
     with patch.object(run_advice, "measure_link", lambda *_: link), heard() as (printed, told):
         trainer_for(DCTStrategy()).fit(Hybrid(EVERYTHING), batches(30))
     return printed.getvalue(), told
+
+
+class SavesWeights(Callback):
+    """Saves weights alone after a batch."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 5:
+            trainer.save_checkpoint(self.path, weights_only=True)
+
+
+def pauses(path: Path) -> int:
+    """How often the time of steps pauses in a run without validations that saves weights once."""
+    counted: list[Any] = []
+    with patch.object(run_advice.StepClock, "pause", lambda clock: counted.append(clock)):
+        fit(DCTStrategy(), Module(), 10, callbacks=[SavesWeights(path)])
+    return len(counted)
+
+
+def test_a_save_of_weights_alone_is_no_part_of_a_step(ranks: Any, tmp_path: Path) -> None:
+    assert ranks(2).run(pauses, tmp_path / "x.ckpt") == [1, 1]
 
 
 class Sleeps(Module):

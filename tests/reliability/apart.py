@@ -7,6 +7,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
+from lightning.pytorch.callbacks import LearningRateFinder
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -36,7 +37,7 @@ class Model(pl.LightningModule):
         norm = [] if any(words in way for words in ("checkpoint", "no buffers", "only one")) else [nn.BatchNorm1d(8)]
         self.model = nn.Sequential(nn.Linear(8, 8), *norm, nn.Linear(8, 8))
         self.extra = nn.Linear(8, 8)
-        self.way = way
+        self.way, self.lr = way, 0.1
         if way == "unfreeze":
             self.extra.requires_grad_(False)
         if way.startswith("stage"):
@@ -64,6 +65,8 @@ class Model(pl.LightningModule):
         if self.global_rank == 0 and batch_idx == 4:
             if "stop" in self.way:
                 self.trainer.should_stop = True
+            if "search" in self.way:
+                raise KeyError("an error of rank 0 alone")
             if self.way == "barrier of its own":
                 dist.barrier()
             if self.way == "more parameters":
@@ -193,6 +196,7 @@ def train(way: str, folder: str) -> None:
         enable_checkpointing="checkpoint" in way,
         num_sanity_val_steps=0,
         limit_val_batches=1.0 if "valid" in way else 0,
+        callbacks=[LearningRateFinder(num_training_steps=9, early_stop_threshold=None)] if "search" in way else [],
     )
     kind = next((kind for kind in ("validate", "test", "predict") if way.endswith(kind)), "fit")
     getattr(trainer, kind)(Model(way), *(data if validates else data[1:]))

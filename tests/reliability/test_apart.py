@@ -56,6 +56,7 @@ SAYS = {
     "rows, not looked up": ["rank 0 to an exchange of ", " and rank 1 to an exchange of rows of 'tables' after 4"],
     "barrier of its own": ["rank 0 to `barrier`, called in ", "apart.py, line ", "in optimizer step 5"],
     "barrier of its own in validation": ["rank 0 to `barrier`, called in ", "apart.py, line "],
+    "error in a search for a rate": ["rank 0 to a checkpoint to load after 4 steps and rank 1 to an exchange of "],
     "fabric, fewer batches": [
         "rank 0 to an evaluation and rank 1 to an exchange of 2 parameters, in optimizer step 10"
     ],
