@@ -125,8 +125,8 @@ def check_alike(shared: Mapping[str, Tensor], others: Mapping[str, Tensor], peer
                     " all ranks, bit for bit. Something has written other values on each rank outside `training_step`:"
                     " an initialisation from the rank's own data, `Embedding(max_norm=...)` in a validation, `eval()`"
                     " and `train()` of a schedule-free optimizer. Compute them on one rank and give them to all with"
-                    " `broadcast` of strategy or Fabric, or write them in `training_step`, which exchanges them. Learning"
-                    " rates and weight decays must be the same, too: a scheduler may follow each rank's own loss."
+                    " `broadcast` of strategy or Fabric, or write them in `training_step`, which exchanges them."
+                    " Learning rates and weight decays must be the same, too: a scheduler may follow each rank's own loss."
                 )
             if names:
                 rank_zero_warn(
