@@ -126,7 +126,7 @@ def check_alike(shared: Mapping[str, Tensor], others: Mapping[str, Tensor], peer
                     " an initialisation from the rank's own data, `Embedding(max_norm=...)` in a validation, `eval()`"
                     " and `train()` of a schedule-free optimizer. Compute them on one rank and give them to all with"
                     " `broadcast` of strategy or Fabric, or write them in `training_step`, which exchanges them."
-                    " Learning rates and weight decays must be the same, too: a scheduler may follow each rank's own loss."
+                    " Learning rates and weight decays must be the same, too: a scheduler may follow a rank's own loss."
                 )
             if names:
                 rank_zero_warn(
