@@ -199,7 +199,6 @@ class Synchronizer:
         self.steps_since_refresh = int(state["steps_since_refresh"])
         self.traffic.load_state_dict(state["traffic"])
         self.refresh_requested = False  # until the loaded steps request one
-        self.given_density = None  # what was set after the save; updates choose theirs before the next step
         if "density" in state:
             self.set_density(state["density"])
 

@@ -98,6 +98,7 @@ class UpdateState(Synchronizer):
         Raises:
             ValueError: A saved tensor has another size than the parameter of its name.
         """
+        self.given_density = None  # what was set after the save: settings follow the run's before the next step
         super().load_state_dict(state)
         self.buffers.continue_training()  # an evaluation gives back nothing that is loaded within it
         parameters, buffers = self._parameters_by_name(), self.buffers.named()
