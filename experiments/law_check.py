@@ -93,11 +93,16 @@ def tabulate(runs: Sequence[Run]) -> list[Sequence[str]]:
     return [*rows, ["all", "", *judged(runs, [run.law for run in runs])]]
 
 
-def formula(constants: Tensor, runs: Sequence[Run]) -> Tensor:
-    """The law with other constants, for runs side by side."""
+def settings_of(runs: Sequence[Run]) -> Tensor:
+    """What the formula takes of runs side by side, ``[5, runs]``, in fp64."""
+    rows = [(run.ranks, run.config.local_steps, run.config.density, run.steps, run.config.lengthens) for run in runs]
+    return torch.tensor(rows, dtype=torch.float64).T
+
+
+def formula(constants: Tensor, settings: Tensor) -> Tensor:
+    """The law with other constants, for the settings of runs side by side."""
     waiting, apart, grows, shortens, least_apart, least, eight, beyond = constants
-    columns = [(run.ranks, run.config.local_steps, run.config.density, run.steps, run.config.lengthens) for run in runs]
-    ranks, local, density, steps, lengthens = torch.tensor(columns, dtype=torch.float64).T
+    ranks, local, density, steps, lengthens = settings
     growth = (ranks.clamp(max=8) / 4).clamp(min=1) ** eight * (ranks / 8).clamp(min=1) ** beyond
     entries = waiting * (2 - lengthens) * (ranks - 1).clamp(max=3) * growth / density / (steps / 1000)
     # A slope at zero steps apart would be infinite.
@@ -110,25 +115,26 @@ def fit(runs: Sequence[Run], iterations: int = 2000) -> Tensor:
     """Constants whose errors are least, in units of a run's noise and a tenth of its loss; far ones count linearly."""
     seen = torch.tensor([run.loss for run in runs], dtype=torch.float64)
     noise = torch.tensor([0.3 + 0.5 / math.sqrt(run.seeds) for run in runs], dtype=torch.float64) + 0.1 * seen.abs()
+    settings = settings_of(runs)
     logarithms = torch.tensor(CONSTANTS, dtype=torch.float64).log().requires_grad_()
     optimizer = torch.optim.Adam([logarithms], lr=0.01)
     for _ in range(iterations):
         optimizer.zero_grad()
-        errors = (formula(logarithms.exp(), runs) - seen) / noise
+        errors = (formula(logarithms.exp(), settings) - seen) / noise
         torch.nn.functional.huber_loss(errors, torch.zeros_like(errors)).backward()
         optimizer.step()
     return logarithms.detach().exp()
 
 
-def tabulate_refits(runs: Sequence[Run]) -> list[Sequence[str]]:
-    """For each kind, what constants say that were fitted to the others; in the last row those fitted to all."""
+def tabulate_refits(runs: Sequence[Run]) -> tuple[list[Sequence[str]], str]:
+    """For each kind, what constants say that were fitted to the others; in the last row and a note those of all."""
     rows: list[Sequence[str]] = [COLUMNS]
     for kind, ours in by_kind(runs).items():
         others = [run for run in runs if run.kind != kind]
-        rows.append([kind, "no", *judged(ours, formula(fit(others), ours).tolist())])
+        rows.append([kind, "no", *judged(ours, formula(fit(others), settings_of(ours)).tolist())])
     constants = fit(runs)
-    print("fitted to all:", ", ".join(f"{constant:.3f}" for constant in constants.tolist()))
-    return [*rows, ["all", "yes", *judged(runs, formula(constants, runs).tolist())]]
+    rows.append(["all", "yes", *judged(runs, formula(constants, settings_of(runs)).tolist())])
+    return rows, f"Constants fitted to all: {', '.join(f'{constant:.3f}' for constant in constants.tolist())}."
 
 
 def draw(file: Path, runs: Sequence[Run]) -> None:
@@ -162,7 +168,8 @@ def main(words: Sequence[str] | None = None) -> int:
     runs = read()
     print(markdown(tabulate(runs), []))
     if arguments.refit:
-        print(f"\n{markdown(tabulate_refits(runs), [])}")
+        refits, note = tabulate_refits(runs)
+        print(f"\n{markdown(refits, [note])}")
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     draw(arguments.output, runs)
     print(f"\nWritten to {arguments.output}")

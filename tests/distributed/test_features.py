@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from distributed.training import (
     Module,
     Run,
+    SearchLater,
     State,
     Watch,
     assert_replicas_equal,
@@ -198,17 +199,6 @@ def test_search_for_a_learning_rate_leaves_nothing_behind(ranks: Any, tmp_path: 
             assert run.totals.bytes_sent == expected.totals.bytes_sent
             assert run.synchronisations == 2 * BATCHES
     assert not list(tmp_path.iterdir())
-
-
-class SearchLater(LearningRateFinder):
-    """Searches at the beginning of the second epoch, as Lightning's documentation shows it."""
-
-    def on_fit_start(self, *_: Any) -> None:
-        pass
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.current_epoch == 1:
-            self.lr_find(trainer, pl_module)
 
 
 class Notes(Callback):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
@@ -229,6 +230,17 @@ def fit(
     data = loader(batches, 40, 8) if isinstance(batches, int) else batches
     trainer.fit(module, data, ckpt_path=ckpt_path)
     return summary(strategy, module, watch)
+
+
+class SearchLater(LearningRateFinder):
+    """Searches at the start of the second epoch, as Lightning's documentation of the finder shows."""
+
+    def on_fit_start(self, *_: Any) -> None:
+        pass
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.current_epoch == 1:
+            self.lr_find(trainer, pl_module)
 
 
 def message_of(function: Callable[..., Any], *arguments: Any, **settings: Any) -> str:

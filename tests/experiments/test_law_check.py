@@ -6,11 +6,12 @@ import pytest
 import torch
 
 import law_check
-from law_check import CONSTANTS, Run, fit, formula, judged, read, tabulate
+from law_check import CONSTANTS, Run, fit, formula, judged, read, settings_of, tabulate
 from lightning_dct import DCTConfig
 
 PAGES = Path(law_check.__file__).parents[1] / "docs" / "evidence"
 RUNS = read()
+SETTINGS = settings_of(RUNS)
 
 
 def test_the_page_shows_the_table_of_its_file() -> None:
@@ -29,7 +30,7 @@ def test_each_run_is_on_a_page_and_says_whether_the_law_was_fitted_to_it() -> No
 
 
 def test_the_formula_with_its_own_constants_is_the_law() -> None:
-    assert formula(torch.tensor(CONSTANTS, dtype=torch.float64), RUNS).tolist() == pytest.approx(
+    assert formula(torch.tensor(CONSTANTS, dtype=torch.float64), SETTINGS).tolist() == pytest.approx(
         [run.law for run in RUNS]
     )
 
@@ -47,9 +48,9 @@ def test_what_is_decided_wrongly_is_counted_by_hand() -> None:
 def test_a_fit_finds_a_law_that_runs_follow() -> None:
     """Oracle: losses of a law whose entries wait twice as dearly, and whose steps apart cost half."""
     other = torch.tensor(CONSTANTS, dtype=torch.float64) * torch.tensor([2.0, 0.5, *[1.0] * 6])
-    runs = [run._replace(loss=loss) for run, loss in zip(RUNS, formula(other, RUNS).tolist(), strict=True)]
+    runs = [run._replace(loss=loss) for run, loss in zip(RUNS, formula(other, SETTINGS).tolist(), strict=True)]
     found = fit(runs, 300)
-    errors = (formula(found, runs) - formula(other, runs)).abs()
+    errors = (formula(found, SETTINGS) - formula(other, SETTINGS)).abs()
     assert errors.mean() < 0.1
     assert found[0] == pytest.approx(0.07, rel=0.1)
     assert found[1] == pytest.approx(0.325, rel=0.2)

@@ -10,13 +10,13 @@ from unittest.mock import PropertyMock, patch
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, LearningRateFinder
+from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler
 from lightning.pytorch.core.saving import load_hparams_from_yaml
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import ConcatDataset, DataLoader
 
 from distributed.resuming import SaveAndStop, fit_half, without_times
-from distributed.training import Module, Noise, Watch, fit, loader, rank, trainer_for
+from distributed.training import Module, Noise, SearchLater, Watch, fit, loader, rank, trainer_for
 from lightning_dct import CompressionMonitor, DCTStrategy, law
 from lightning_dct.callbacks import run_advice
 from lightning_dct.config import DCTConfig
@@ -195,17 +195,6 @@ def test_a_second_fit_is_as_long_as_what_is_left_of_the_run(ranks: Any) -> None:
     assert len({chosen_for(steps) for steps in (24, 72, 96)}) == 3
     for seen in ranks(2).run(settings_of_the_second_fit):
         assert seen == [chosen_for(72)] * 72
-
-
-class SearchLater(LearningRateFinder):
-    """Searches at the start of the second epoch, as Lightning's documentation of the finder shows."""
-
-    def on_fit_start(self, *_: Any) -> None:
-        pass
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.current_epoch == 1:
-            self.lr_find(trainer, pl_module)
 
 
 def search_in_mid_run(folder: Path, searches: bool) -> tuple[list[tuple[int, float]], list[str]]:
