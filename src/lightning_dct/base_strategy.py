@@ -83,8 +83,8 @@ class DCTStrategyBase(CheckpointedStrategy):
     def connect(self, model: pl.LightningModule) -> None:
         """Add the callbacks that this strategy needs, unless the user has given them."""
         super().connect(model)
-        # Type checkers do not know `callbacks`, and substitutes for a module may have no Trainer.
-        trainer: Any = getattr(model, "_trainer", None)
+        # Type checkers do not know `callbacks`.
+        trainer: Any = self._attached_trainer
         if trainer is None:
             return
         for callback in trainer.callbacks if self.not_copied_because else ():
@@ -336,9 +336,9 @@ class DCTStrategyBase(CheckpointedStrategy):
 
     def teardown(self) -> None:
         """Close the exchange, and put the shared weights into the model; outside fit wait for the others before."""
-        state = None if self.lightning_module is None else self._module.trainer.state
+        trainer = self._attached_trainer
         # A rank without batches answers the look-ups of the others after this.
-        if state is not None and not self._tables and (state.fn, state.status) in OUTSIDE_FIT:
+        if trainer is not None and not self._tables and (trainer.state.fn, trainer.state.status) in OUTSIDE_FIT:
             self.come_to("the end")
         self._unseen_steps.stop()
         for table in self._tables:

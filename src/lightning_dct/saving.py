@@ -72,6 +72,13 @@ class CheckpointedStrategy(ParallelStrategy):
         return self.lightning_module
 
     @property
+    def _attached_trainer(self) -> pl.Trainer | None:
+        """The Trainer; None in a process that only starts the ranks, where the module is in none (`dct_spawn`)."""
+        # Type checkers do not know `_trainer`, and substitutes for a module may have none.
+        trainer: pl.Trainer | None = getattr(self.lightning_module, "_trainer", None)
+        return trainer
+
+    @property
     def updates(self) -> UpdateSynchronizer | None:
         """The synchronizer, if updates are exchanged."""
         return self.synchronizer if isinstance(self.synchronizer, UpdateSynchronizer) else None
@@ -90,7 +97,7 @@ class CheckpointedStrategy(ParallelStrategy):
                 f" are spread over all ranks. {self.without_tables}"
             )
         launched = getattr(self, "_start_method", "popen")
-        trainer = getattr(model, "_trainer", None)
+        trainer = self._attached_trainer
         if tables and launched != "popen" and trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             raise ValueError(
                 f"The rows of sharded tables ({', '.join(map(repr, tables))}) would end with the processes that"
@@ -161,7 +168,8 @@ class CheckpointedStrategy(ParallelStrategy):
             if self._is_shown_to_save and self.updates is not None:
                 self.updates.weights.hide()
             self._is_shown_to_save = False
-            callbacks: list[Any] = self._module.trainer.callbacks  # type: ignore[attr-defined]
+            # A callback may save on an exception where no training was: in the process that starts the ranks.
+            callbacks: list[Any] = getattr(self._attached_trainer, "callbacks", [])
             for advice in (one for one in callbacks if isinstance(one, RunAdvice)):
                 advice.pause()  # Lightning tells no callback of a save of weights alone
 
@@ -259,8 +267,7 @@ class CheckpointedStrategy(ParallelStrategy):
         note = next(iter(reading.agreed_notes(found, path, fingerprints)), {})
         if note.get("has_rows"):
             checkpoint[ROWS_KEY] = saved.rows_path(path, note)
-        # After `dct_spawn` the module has no Trainer in the process that started the others.
-        trainer = getattr(self.lightning_module, "_trainer", None)
+        trainer = self._attached_trainer
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             if note.get("has_state"):
                 checkpoint[STATE_KEY] = reading.restore_state(self, path, note, weights_only)

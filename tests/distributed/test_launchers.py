@@ -34,6 +34,47 @@ SCRIPT = """
         ).fit(Model())
     """
 
+# Of what goes wrong, what the process that starts the ranks says in the end.
+FAILING = """
+    import sys
+    import torch
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.callbacks import OnExceptionCheckpoint
+    from lightning.pytorch.demos.boring_classes import BoringModel
+    import lightning_dct
+
+    class Model(BoringModel):
+        def __init__(self, fails=False):
+            super().__init__()
+            split = lightning_dct.SplitPoint(density=0.5)
+            self.layer = torch.nn.Sequential(torch.nn.Linear(32, 8), split, torch.nn.Linear(8, 2))
+            self.fails = fails
+
+        def on_train_start(self):
+            if self.fails:
+                raise ValueError("the user's own")
+
+    def trainer(callbacks=()):
+        settings = {"enable_progress_bar": False, "enable_model_summary": False}
+        return Trainer(
+            strategy=sys.argv[1], accelerator="cpu", devices=2, max_steps=1, logger=False, limit_val_batches=0,
+            enable_checkpointing=bool(callbacks), callbacks=callbacks, **settings,
+        )
+
+    def told(work):
+        try:
+            work()
+        except Exception as error:
+            print("told:", type(error).__name__, str(error).strip().splitlines()[-1])
+
+    if __name__ == "__main__":
+        told(lambda: trainer([OnExceptionCheckpoint(".")]).fit(Model(fails=True)))
+        if "pipeline" not in sys.argv[1]:
+            again = trainer()
+            again.fit(Model())
+            told(lambda: again.fit(Model()))
+    """
+
 
 def assert_one_table(output: str) -> None:
     assert output.count("Synchronisation, rank 0 of 2, 3 optimizer steps") == 1, output
@@ -59,6 +100,17 @@ def test_exception_on_one_rank_ends_the_job(tmp_path: Path) -> None:
     status, output = Script(tmp_path, SCRIPT, "dct", "2", "1", "fails").end()
     assert status != 0
     assert "rank 1 has had enough" in output
+
+
+@pytest.mark.parametrize("strategy", ["ddp_spawn", "dct_spawn", "dct_fork", "dct_pipeline_spawn"])
+def test_what_goes_wrong_is_told_where_ranks_are_started(tmp_path: Path, strategy: str) -> None:
+    """Oracle: DDPStrategy, which tells the error of a rank, and those of a launch that Lightning refuses."""
+    status, output = Script(tmp_path, FAILING, strategy, "2").end()
+    assert status == 0, output
+    told = [line.removeprefix("told: ") for line in output.splitlines() if line.startswith("told: ")]
+    assert told[0] == "ProcessRaisedException ValueError: the user's own", output
+    if strategy != "dct_pipeline_spawn":  # whose batches of one example would not train
+        assert told[1].startswith("NotImplementedError Calling `trainer.fit()` twice"), output
 
 
 def test_two_nodes_launch(tmp_path: Path) -> None:

@@ -102,7 +102,8 @@ class MeshStrategy(ModelParallelStrategy):
     def teardown(self) -> None:
         """Restore the module's own ``configure_model``."""
         super().teardown()
-        vars(self.lightning_module).pop("configure_model", None)
+        if self.lightning_module is not None:
+            vars(self.lightning_module).pop("configure_model", None)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state for a folder; or for a file, on the first rank, as plain strategies save it."""
