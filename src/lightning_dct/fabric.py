@@ -37,7 +37,7 @@ from lightning_dct.sync import setup
 from lightning_dct.sync.optimizer_trial import refuse
 from lightning_dct.sync.synchronizer import Synchronizer
 from lightning_dct.sync.unseen_steps import UnseenStepCheck
-from lightning_dct.sync.updates import UpdateSynchronizer
+from lightning_dct.sync.updates import UpdateSynchronizer, take_number_of_dropped
 from lightning_dct.traffic import Traffic
 
 
@@ -170,7 +170,7 @@ class DCTStrategy(DDPStrategy):
             for _, synchronizer, optimizers in self._synchronized.values():
                 if len(optimizers) > 1 and synchronizer in updates:
                     self._come_to("the first step of an optimizer")
-                    _take_number_of_dropped(synchronizer, optimizers, optimizer)
+                    take_number_of_dropped(synchronizer, optimizers, optimizer)
         for synchronizer in updates:
             synchronizer.begin_step(optimizer)
         with self._unseen_steps.seen(optimizer):
@@ -336,18 +336,6 @@ class _Synchronized(NamedTuple):
     number: int
     synchronizer: Synchronizer
     optimizers: list[weakref.ref[Optimizer]]
-
-
-def _take_number_of_dropped(
-    synchronizer: UpdateSynchronizer, optimizers: list[weakref.ref[Optimizer]], successor: Optimizer
-) -> None:
-    """Give an optimizer the number of one that the user has dropped on every rank, if any; a collective call."""
-    dropped = [number for number, one in enumerate(optimizers) if one() is None]
-    # Ranks may collect garbage at different times.
-    if everywhere := set.intersection(*map(set, gather_objects(dropped))):
-        number, own = min(everywhere), [one() for one in optimizers].index(successor)
-        synchronizer.forget_optimizer(number)
-        optimizers[number], optimizers[own] = optimizers[own], optimizers[number]
 
 
 class _NoBackwardSync(BackwardSyncControl):

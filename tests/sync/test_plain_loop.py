@@ -1,6 +1,7 @@
 """`Updates` and `Gradients` in a loop without a Trainer: the bits of `DCTStrategy`, resume, misuse; on real ranks."""
 
 import copy
+import gc
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -355,18 +356,137 @@ def test_a_rank_that_trains_more_parameters_is_told(ranks: Any) -> None:
         assert "rank 1 to the first step of 2 parameters. Change `requires_grad`" in said
 
 
-def step_another_optimizer() -> list[str]:
+def train_in_phases(given: int) -> tuple[dict[str, Tensor], int, list[str]]:
+    """Two phases: a head by one optimizer, then everything by a new one, which `Updates` is given too, or is not."""
     model = perceptron()
+    model.first.requires_grad_(False)
+    optimizers = [optim.AdamW(model.second.parameters(), lr=0.01), optim.Adam(model.parameters(), lr=0.02)]
+    updates = Updates(model, optimizers[:given], density=0.2, warmup_steps=0)
+
+    def train() -> None:
+        for step, (inputs, outputs) in enumerate(loader(STEPS, 40, 8)):
+            if step == STEPS // 2:
+                model.first.requires_grad_(True)
+            (model(inputs) - outputs).square().mean().backward()
+            optimizers[step >= STEPS // 2].step()
+            model.zero_grad()
+
+    train()
+    said = warnings_of(updates.close)
+    return sums(model.state_dict()), updates.traffic.totals.steps, said
+
+
+def test_an_optimizer_that_is_made_later_is_exchanged_too(ranks: Any) -> None:
+    """Oracle: the bits of `Updates` that is given both optimizers from the start."""
+    both = ranks(2).run(train_in_phases, 2)
+    for (weights, steps, said), (theirs, _, _) in zip(ranks(2).run(train_in_phases, 1), both, strict=True):
+        assert steps == STEPS
+        assert not said
+        assert all(torch.equal(weights[name], one) for name, one in theirs.items())
+        assert all(torch.equal(weights[name], one) for name, one in both[0][0].items())
+
+
+def train_with_an_optimizer_for_each_phase() -> tuple[int, dict[str, int]]:
+    """The loop keeps one optimizer at a time; its successors take its number, as they do in a run that resumes."""
+    model = perceptron()
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    updates = Updates(model, optimizer, density=0.2)
+    for phase in range(3):
+        for inputs, outputs in loader(4, 40, 8):
+            (model(inputs) - outputs).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        clocks = updates.state_dict()["exchange_clocks"]
+        if phase < 2:
+            optimizer = optim.SGD(model.parameters(), lr=0.1)
+            gc.collect()
+    updates.close()
+    return updates.traffic.totals.steps, {key: one for key, one in clocks.items() if key.startswith("steps of")}
+
+
+def test_a_new_optimizer_takes_the_place_of_one_that_is_gone(ranks: Any) -> None:
+    assert ranks(2).run(train_with_an_optimizer_for_each_phase) == [(12, {"steps of 0": 4})] * 2
+
+
+class Twice(optim.Optimizer):
+    """Steps by another optimizer, as Lookahead and SAM do."""
+
+    def __init__(self, inner: optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.mul_(0.99)
+
+
+def step_around(is_given: bool, fails: bool) -> tuple[int, dict[str, Tensor]]:
+    """Steps of an optimizer within another's; `Updates` is given either of the two."""
+    model = perceptron()
+    inner = optim.SGD(model.parameters(), lr=0.1)
+    outer = Twice(inner)
+    updates = Updates(model, outer if is_given else inner, density=0.2)
+
+    def fail() -> None:
+        raise InterruptedError
+
+    for step, (inputs, outputs) in enumerate(loader(6, 40, 8)):
+        (model(inputs) - outputs).square().mean().backward()
+        if fails and step == 3:  # a batch that the user skips; then the inner one goes on alone
+            with pytest.raises(InterruptedError):
+                inner.step(fail)
+        (inner if fails and step > 3 else outer).step()
+        model.zero_grad()
+    updates.close()
+    return updates.traffic.totals.steps, sums(model.state_dict())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_step_within_another_is_a_part_of_it(ranks: Any, fails: bool) -> None:
+    """Whichever optimizer `Updates` knows; also after a step that has failed."""
+    (steps, weights), (_, others) = ranks(2).run(step_around, True, fails)
+    assert steps == 6
+    assert all(torch.equal(one, others[name]) for name, one in weights.items())
+    (steps, weights), (_, others) = ranks(2).run(step_around, False, fails)
+    assert steps == 6
+    assert all(torch.equal(one, others[name]) for name, one in weights.items())
+
+
+def step_a_new_one_on_one_rank() -> str:
+    model = perceptron()
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    Updates(model, optimizer, local_steps=1)
+    other = optim.Adam(model.parameters(), lr=0.1)
+
+    def train() -> None:
+        for step in range(4):
+            model(torch.randn(4, 40)).square().mean().backward()
+            (other if step == 2 and rank() == 1 else optimizer).step()
+
+    return message_of(train)
+
+
+def test_a_rank_that_alone_steps_a_new_optimizer_is_told(ranks: Any) -> None:
+    for said in ranks(2).run(step_a_new_one_on_one_rank):
+        assert "rank 1 to the first step of a new `Adam`" in said
+
+
+def train_others_and_nothing() -> list[str]:
+    """An optimizer of another model is none of its business, and one that nobody steps is said at the end."""
+    model, other = perceptron(), perceptron()
     updates = Updates(model, optim.SGD(model.parameters(), lr=0.1), local_steps=1)
-    optimizer = optim.Adam(model.parameters(), lr=0.1)
-    model(torch.randn(4, 40)).square().mean().backward()
+    optimizer = optim.Adam(other.parameters(), lr=0.1)
+    other(torch.randn(4, 40)).square().mean().backward()
     optimizer.step()
     return warnings_of(updates.close)
 
 
-def test_a_loop_that_steps_another_optimizer_is_told(ranks: Any) -> None:
-    first, _ = ranks(2).run(step_another_optimizer)
-    assert any("no optimizer that it was given has made a step" in said for said in first)
+def test_a_loop_that_steps_nothing_is_told(ranks: Any) -> None:
+    first, _ = ranks(2).run(train_others_and_nothing)
+    assert any("no optimizer has stepped parameters of the model" in said for said in first)
 
 
 def misuse(settings: dict[str, Any], kind: Any = optim.SGD, differ: bool = False) -> Any:

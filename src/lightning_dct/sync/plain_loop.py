@@ -10,6 +10,8 @@ updates.close()
 
 import math
 import os
+import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,11 +19,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
+from torch import Tensor
 from torch.amp import GradScaler
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from lightning_dct.agreement import check_agreement, describe_optimizers
@@ -31,6 +35,7 @@ from lightning_dct.failures.lifeline import lifeline_of_process
 from lightning_dct.law import Given, RunSettings
 from lightning_dct.sync.optimizer_trial import refuse
 from lightning_dct.sync.setup import check_settings, make_gradient_synchronizer, make_update_synchronizer
+from lightning_dct.sync.updates import take_number_of_dropped
 from lightning_dct.traffic import Traffic
 
 
@@ -73,7 +78,8 @@ class Updates(_Loop):
     """Exchanges the updates of a model's weights after its optimizers' steps.
 
     Each rank trains its own weights with its own optimizer on its own data. The optimizers' step hooks exchange what
-    weights have moved; :mod:`lightning_dct.sync.updates` has the equations. Do not wrap the model in
+    weights have moved; :mod:`lightning_dct.sync.updates` has the equations. An optimizer that is made later, as for a
+    second phase of the training, takes part from its first step on the model's parameters on. Do not wrap the model in
     ``DistributedDataParallel``. All ranks make this object together, after ``torch.distributed.init_process_group``;
     they continue with the weights of the first one. Every rank must make the same steps, or all end with an error: a
     loss scaler may skip a step on one rank, as with fp16. Use bf16. ``traffic`` counts bytes and times.
@@ -109,12 +115,12 @@ class Updates(_Loop):
         if isinstance(model, DistributedDataParallel):
             raise ValueError("`Updates` replaces `DistributedDataParallel`. Give it the model that is not wrapped.")
         group = process_group or dist.distributed_c10d._get_default_group()
-        self.optimizers = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
-        if not self.optimizers or not all(isinstance(one, Optimizer) for one in self.optimizers):
+        given_optimizers = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
+        if not given_optimizers or not all(isinstance(one, Optimizer) for one in given_optimizers):
             raise TypeError(
                 "`Updates` needs an optimizer after the model, or a list of several, each of torch's class."
             )
-        for optimizer in self.optimizers:
+        for optimizer in given_optimizers:
             refuse(optimizer)
         if steps is not None:
             check_integer("steps", steps, minimum=1)
@@ -122,25 +128,84 @@ class Updates(_Loop):
         run_settings = RunSettings(given, group.size(), math.inf if steps is None else steps)
         super().__init__(run_settings.at(0), model, group)
         check_settings(given.config, model, {"process_group": group}, {"steps": steps})
-        self.synchronizer = make_update_synchronizer(self, model, group, average_buffers, lambda: self.optimizers)
+        # Those that the user has dropped are None: a successor takes the number of one.
+        self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._group = group
+        self.synchronizer = make_update_synchronizer(
+            self, model, group, average_buffers, lambda: [one() for one in self._optimizers]
+        )
         self.synchronizer.run_settings = run_settings
         self.synchronizer.refresh_every = self.config.refresh_every
-        check_agreement(describe_optimizers(self.optimizers, self.synchronizer.parameter_names), model, group)
+        check_agreement(describe_optimizers(given_optimizers, self.synchronizer.parameter_names), model, group)
         self._handles: list[RemovableHandle] = []
-        self._begun: set[Optimizer] = set()
-        for optimizer in self.optimizers:
-            # Of a compiled `optimizer.step`, torch would compile the exchange, too.
-            self._handles.append(optimizer.register_step_pre_hook(torch.compiler.disable(self._begin_step)))
-            self._handles.append(optimizer.register_step_post_hook(torch.compiler.disable(self._end_step)))
+        # Whose steps have begun and not ended.
+        self._begun: list[Optimizer] = []
+        # Whether new optimizers are its own, and not those of a later one for the same model.
+        self._looks = True
+        for optimizer in given_optimizers:
+            self._follow(optimizer)
+        self._follow_new_ones()
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Those whose steps are exchanged."""
+        return [optimizer for one in self._optimizers if (optimizer := one()) is not None]
+
+    def _follow(self, optimizer: Optimizer) -> None:
+        """Exchange after each of an optimizer's steps."""
+        self._optimizers.append(weakref.ref(optimizer))
+        # Of a compiled `optimizer.step`, torch would compile the exchange, too.
+        self._handles.append(optimizer.register_step_pre_hook(torch.compiler.disable(self._begin_step)))
+        self._handles.append(optimizer.register_step_post_hook(torch.compiler.disable(self._end_step)))
+
+    def _follow_new_ones(self) -> None:
+        """Look at all optimizer steps of this process, for those of optimizers that are made from now on."""
+        own = self.synchronizer.parameter_names.keys()
+        for other in _looking:  # at the same model, and not closed
+            if not own.isdisjoint(other.synchronizer.parameter_names):
+                other._looks = False
+        _looking.add(self)
+        ours = weakref.ref(self)  # this object may be dropped and never closed
+
+        def look(optimizer: Optimizer, *_: Any) -> None:
+            if (one := ours()) is not None:
+                one._look_at(optimizer)
+
+        handle = register_optimizer_step_pre_hook(torch.compiler.disable(look))
+        weakref.finalize(self, handle.remove)
+        self._handles.append(handle)
+
+    def _look_at(self, optimizer: Optimizer) -> None:
+        """Exchange also the steps of an optimizer that is new, from this step on, which all ranks begin."""
+        # What is written into shared weights while they are shown is taken over.
+        if not self._looks or self.synchronizer.evaluates or any(one is optimizer for one in self.optimizers):
+            return
+        known = self.synchronizer.parameter_names
+        if not any(one in known and one.requires_grad for one in _stepped_by(optimizer)) or self._is_inside(optimizer):
+            return
+        kind = type(optimizer).__name__
+        self.synchronizer.come_to("the first step of an optimizer", f"the first step of a new `{kind}`")
+        check_agreement(describe_optimizers([optimizer], known), Module(), self._group)
+        self._follow(optimizer)
+        take_number_of_dropped(self.synchronizer, self._optimizers, optimizer, self._group)
+        rank_zero_info(f"`Updates` exchanges the steps of another optimizer, a new `{kind}`, from now on.")
+
+    def _is_inside(self, optimizer: Optimizer) -> bool:
+        """Whether a step is a part of one that has begun, and changes nothing else."""
+        others = [one for one in self._begun if one is not optimizer and _is_running(one)]
+        return any(set(_stepped_by(one)).issuperset(_stepped_by(optimizer)) for one in others)
 
     def _begin_step(self, optimizer: Optimizer, *_: Any) -> None:
-        self._begun.add(optimizer)
-        self.synchronizer.begin_step(optimizer)
+        # A step that has failed has begun and never ends.
+        self._begun = [one for one in self._begun if one is not optimizer and _is_running(one)]
+        if not self._is_inside(optimizer):
+            self._begun.append(optimizer)
+            self.synchronizer.begin_step(optimizer)
 
     def _end_step(self, optimizer: Optimizer, *_: Any) -> None:
         # A class whose `step` calls that of its base has two of them with hooks.
-        if optimizer in self._begun:
-            self._begun.remove(optimizer)
+        if any(one is optimizer for one in self._begun):
+            self._begun = [one for one in self._begun if one is not optimizer]
             self.synchronizer.after_step(optimizer)
 
     @contextmanager
@@ -164,11 +229,28 @@ class Updates(_Loop):
             self._handles.pop().remove()
         self.synchronizer.come_to("the end", "`close`")
         if not self.traffic.totals.steps:
-            rank_zero_warn("`Updates` has exchanged nothing: no optimizer that it was given has made a step.")
+            rank_zero_warn("`Updates` has exchanged nothing: no optimizer has stepped parameters of the model.")
         self.synchronizer.warn_if_unsent()
         self.synchronizer.apply_all()
         with self.shared_weights():  # they stay
             self.synchronizer.exchange.close()
+
+
+_looking: weakref.WeakSet[Updates] = weakref.WeakSet()
+
+
+def _stepped_by(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _is_running(optimizer: Optimizer) -> bool:
+    """Whether a method of an optimizer is being executed."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_locals.get("self") is optimizer:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 class Gradients(_Loop):

@@ -34,7 +34,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_dct.agreement import check_alike
+from lightning_dct.agreement import check_alike, gather_objects
 from lightning_dct.compress.bucket_plan import Sending, local_of, real_numel
 from lightning_dct.config import DCTConfig
 from lightning_dct.failures.collective_order import EXCHANGE
@@ -330,3 +330,18 @@ class UpdateSynchronizer(UpdateState):
             f"An optimizer ({type(optimizer).__name__}) has made a step, but `configure_optimizers` did not return it."
             " Return it there too, so that all ranks know when it steps."
         )
+
+
+def take_number_of_dropped(
+    synchronizer: UpdateSynchronizer,
+    optimizers: list[ref[Optimizer]],
+    successor: Optimizer,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Give an optimizer the number of one that the user has dropped on every rank, if any; a collective call."""
+    dropped = [number for number, one in enumerate(optimizers) if one() is None]
+    # Ranks may collect garbage at different times.
+    if everywhere := set.intersection(*map(set, gather_objects(dropped, group))):
+        number, own = min(everywhere), [one() for one in optimizers].index(successor)
+        synchronizer.forget_optimizer(number)
+        optimizers[number], optimizers[own] = optimizers[own], optimizers[number]
