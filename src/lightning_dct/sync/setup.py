@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
@@ -70,6 +72,7 @@ def make_gradient_synchronizer(host: Host, wrapped: DistributedDataParallel, sca
         ValueError: The exchange or the kernel does not work here.
     """
     names = _synchronised_names(wrapped.module, wrapped.parameters_to_ignore)
+    refuse_shards(wrapped.module, names, wrapped.process_group)
     unused = wrapped.find_unused_parameters
     exchange = make_exchange(host, names, wrapped.process_group, defer_unused=unused)
     scale = None if scaler is None else scaler.get_scale
@@ -100,6 +103,7 @@ def make_update_synchronizer(
     group = group or dist.distributed_c10d._get_default_group()
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     names = _synchronised_names(module, ignored)
+    refuse_shards(module, names, group)
     exchange = make_exchange(host, names, group)
     start_alike([tensor for name, tensor in module.named_parameters() if name not in ignored], group)
     # Not over the exchange's own group: training waits for buffers, and not for updates in flight.
@@ -114,6 +118,32 @@ def make_update_synchronizer(
     made.project = None if host.project is None else partial(host.project, module)
     made.compare_places(host.lifeline, group)
     return made
+
+
+def refuse_shards(module: Module, names: Mapping[Tensor, str], group: dist.ProcessGroup) -> None:
+    """Refuse parameters of which the ranks of a group hold a part each: an exchange takes them for replicas.
+
+    Raises:
+        ValueError: There are some; the message names the first, and the remedy.
+    """
+    ranks = set(dist.get_process_group_ranks(group))
+    for parameter, name in names.items():
+        holders = parameter.device_mesh.mesh.flatten().tolist() if isinstance(parameter, DTensor) else []
+        if len(ranks.intersection(holders)) > 1:
+            raise ValueError(
+                f"The parameter {name!r} is spread over the ranks {holders}, and these ranks exchange it as"
+                " if each had the whole. For a model that `fully_shard` has sharded use Lightning's"
+                " `Trainer(strategy='dct_fsdp')`, which exchanges between replicas. Or do not shard the model."
+            )
+    for name, one in module.named_modules():
+        holders = dist.get_process_group_ranks(one.process_group) if isinstance(one, FullyShardedDataParallel) else []
+        if len(ranks.intersection(holders)) > 1:
+            raise ValueError(
+                f"{f'The module {plain_name(name)!r}' if name else 'The model'} is in `FullyShardedDataParallel`, so"
+                " each rank has a part of its parameters, which an exchange takes for the whole. Use Lightning's"
+                " `Trainer(strategy='dct_fsdp')`, which shards by `fully_shard` and exchanges between replicas. Or do"
+                " not shard the model."
+            )
 
 
 def exchanges_buffers(ddp_settings: Mapping[str, Any]) -> bool:
