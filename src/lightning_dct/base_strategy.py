@@ -174,7 +174,11 @@ class DCTStrategyBase(CheckpointedStrategy):
 
     def _expect_rest(self, updates: UpdateSynchronizer) -> None:
         self.length = self._agreed_length()
-        updates.follow(RunSettings(self.given, self.world_size // self.stages, *self.length[:2]))
+        updates.follow(RunSettings(self.given, self._ranks_that_exchange(updates), *self.length[:2]))
+
+    def _ranks_that_exchange(self, updates: UpdateSynchronizer) -> int:
+        """The number of ranks, or replicas, that exchange with each other: with `process_group` some of all."""
+        return updates.exchange.everyone.size
 
     def set_density(self, density: float) -> None:
         """Send this share of each tensor's entries from the next exchange on; all ranks call this together.

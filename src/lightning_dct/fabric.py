@@ -87,9 +87,7 @@ class DCTStrategy(DDPStrategy):
         self.traffic.clock = clock_of(self.root_device)
         if self._checkpoint_io is None:
             self._checkpoint_io = AtomicCheckpointIO()
-        # Fabric does not know how long a run is, so its settings follow the steps that it has made.
-        self._run_settings = RunSettings(self.given, self.world_size, math.inf)
-        self.config = self._run_settings.at(0)
+        self._expect(self.world_size)
         # In the order of setup. Programs such as a cross-validation set up many, and drop them again. Here, because
         # the strategy is pickled before.
         self._synchronized: weakref.WeakKeyDictionary[Module, _Synchronized] = weakref.WeakKeyDictionary()
@@ -97,6 +95,14 @@ class DCTStrategy(DDPStrategy):
         self._trained: weakref.WeakKeyDictionary[Optimizer, list[Any]] = weakref.WeakKeyDictionary()
         self._numbers = count()
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+    def _expect(self, ranks: int) -> None:
+        """Take the settings of a run in which so many ranks exchange with each other.
+
+        Fabric does not know how long a run is, so its settings follow the steps that it has made.
+        """
+        self._run_settings = RunSettings(self.given, ranks, math.inf)
+        self.config = self._run_settings.at(0)
 
     def setup_module(self, module: Module) -> Any:
         """Set up synchronisation, and wrap the module with DDP if gradients are exchanged."""
@@ -107,7 +113,9 @@ class DCTStrategy(DDPStrategy):
             )
         if self.config.compress == "updates":
             self._refuse_shared(module)
-        group = setup.check_settings(self.config, module, self._ddp_kwargs, {})
+        group = setup.check_settings(self.given.config, module, self._ddp_kwargs, {})
+        if (ranks := self.world_size if group is None else group.size()) != self._run_settings.ranks:
+            self._expect(ranks)
         synchronizer: Synchronizer
         optimizers: list[weakref.ref[Optimizer]] = []
         if self.config.compress == "gradients":

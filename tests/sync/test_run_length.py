@@ -9,6 +9,7 @@ from unittest.mock import PropertyMock, patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler
 from lightning.pytorch.core.saving import load_hparams_from_yaml
@@ -16,10 +17,11 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import ConcatDataset, DataLoader
 
 from distributed.resuming import SaveAndStop, fit_half, without_times
-from distributed.training import Module, Noise, SearchLater, Watch, fit, loader, rank, trainer_for
+from distributed.training import Module, Noise, SearchLater, Watch, fit, launched, loader, perceptron, rank, trainer_for
 from lightning_dct import CompressionMonitor, DCTStrategy, law
 from lightning_dct.callbacks import run_advice
 from lightning_dct.config import DCTConfig
+from lightning_dct.fabric import DCTStrategy as FabricDCTStrategy
 from lightning_dct.law import Given
 
 
@@ -40,6 +42,42 @@ def test_a_run_takes_the_settings_of_its_length(ranks: Any) -> None:
     """Eight batches are too few for more than the first settings, whatever the ranks; what is given is kept."""
     assert ranks(2).run(settings_of, 8, {}) == [[(1, 0.3)] * 8] * 2
     assert ranks(3).run(settings_of, 8, {"local_steps": 4}) == [[(4, 0.3)] * 8] * 3
+
+
+def two_of_three() -> dist.ProcessGroup:
+    groups = [dist.new_group([0, 1]), dist.new_group([2])]
+    return groups[rank() == 2]
+
+
+def needed_by_ranks(config: DCTConfig, ranks: int) -> int:
+    return int(10 * ranks * config.local_steps / config.density)
+
+
+def density_in_a_group() -> list[float]:
+    """Of the Trainer, with what it says at its start, and of Fabric."""
+    with patch.object(law, "steps_needed", needed_by_ranks), patch.object(run_advice, "rank_zero_info") as said:
+        strategy = DCTStrategy(process_group=two_of_three)
+        fit(strategy, Module(), 100, callbacks=[Stops(3)])
+        told = " ".join(call.args[0] for call in said.call_args_list)
+        fabric = launched(FabricDCTStrategy(process_group=two_of_three))
+        with patch.object(law, "SHORTEST", 100):
+            fabric.setup(model := perceptron(), torch.optim.SGD(model.parameters(), lr=0.1))
+    assert rank() or f"density={strategy.config.density:g}" in told
+    return [strategy.config.density, fabric.strategy.config.density]
+
+
+class Stops(Callback):
+    def __init__(self, after: int) -> None:
+        self.after = after
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        trainer.should_stop = trainer.global_step >= self.after
+
+
+def test_the_ranks_of_a_process_group_are_counted(ranks: Any) -> None:
+    """Oracle: the settings for two ranks and a hundred steps. Three would take 0.3; the one by itself sends nothing."""
+    two, also_two, _ = ranks(3).run(density_in_a_group)
+    assert two == also_two == [0.2, 0.2]
 
 
 def needed(config: DCTConfig, ranks: int) -> int:

@@ -1,5 +1,6 @@
 """A density that is set in mid-run: sent from the next exchange on, kept by checkpoints, and the same on all ranks."""
 
+import copy
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
+from torch.nn.parallel import DistributedDataParallel
 
 from distributed.resuming import SaveAndStop, twice_ten_batches
 from distributed.training import (
@@ -22,7 +24,7 @@ from distributed.training import (
     rank,
     trainer_for,
 )
-from lightning_dct import DCTElasticStrategy, DCTStrategy
+from lightning_dct import DCTElasticStrategy, DCTStrategy, Gradients
 from lightning_dct.fabric import DCTStrategy as FabricStrategy
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -136,7 +138,7 @@ def with_fabric() -> list[float]:
 
 def go_back(path: Path, settings: dict[str, Any]) -> tuple[float, bool]:
     """Save at a step, set a density later, load, and go on: the density then, and whether the weights are the same."""
-    strategy = FabricStrategy(warmup_steps=0, refresh_every=10, **settings)
+    strategy = FabricStrategy(refresh_every=10, **settings)
     fabric = launched(strategy)
     model = perceptron()
     model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -158,10 +160,35 @@ def go_back(path: Path, settings: dict[str, Any]) -> tuple[float, bool]:
     return strategy.synchronizers[0].config.density, all(torch.equal(weights[name], expected[name]) for name in weights)
 
 
-@pytest.mark.parametrize("settings", [{"local_steps": 8, "density": 0.3}, {"density": 0.3}])
+BEFORE: list[dict[str, Any]] = [
+    {"local_steps": 8, "density": 0.3, "warmup_steps": 0},
+    {"density": 0.3, "warmup_steps": 0},
+    {"compress": "gradients", "density": 0.3},
+]
+
+
+@pytest.mark.parametrize("settings", BEFORE)
 def test_a_checkpoint_from_before_brings_its_density_back(ranks: Any, tmp_path: Path, settings: dict[str, Any]) -> None:
     """At step 24 a refresh of thresholds is requested for an exchange that the loaded state does not make."""
     assert ranks(2).run(go_back, tmp_path / "x.ckpt", settings) == [(0.3, True)] * 2
+
+
+def go_back_with_gradients() -> list[float]:
+    """The density of a plain loop: after one was set, and after states of before and of after that are loaded."""
+    wrapped = DistributedDataParallel(perceptron())
+    gradients, found = Gradients(wrapped, density=0.3), []
+    wrapped(torch.randn(4, 40)).square().mean().backward()
+    before = copy.deepcopy(gradients.state_dict())
+    gradients.synchronizer.set_density(LATER)
+    after = copy.deepcopy(gradients.state_dict())
+    for state in (before, after, before):
+        found.append(gradients.synchronizer.config.density)
+        gradients.load_state_dict(state)
+    return [*found, gradients.synchronizer.config.density]
+
+
+def test_a_state_from_before_brings_the_density_of_gradients_back(ranks: Any) -> None:
+    assert ranks(2).run(go_back_with_gradients) == [[LATER, 0.3, LATER, 0.3]] * 2
 
 
 def test_fabric(ranks: Any) -> None:

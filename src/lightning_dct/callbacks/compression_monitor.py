@@ -113,7 +113,7 @@ class CompressionMonitor(pl.Callback):
         self._bytes_of_ddp, self._began_at = None, trainer.global_step
         if type(strategy) is DDPStrategy and strategy._ddp_comm_hook is None:
             entries = sum(real_numel(parameter) for parameter in pl_module.parameters() if parameter.requires_grad)
-            self._bytes_of_ddp = all_reduce_bytes(FP32_BYTES * entries, trainer.world_size)
+            self._bytes_of_ddp = all_reduce_bytes(FP32_BYTES * entries, _ranks_of(strategy))
         totals = self._at_fit_start = self._at_last_log = self._totals(trainer)
         self._steps_before = totals["dp"].steps if totals else 0
         if not totals:
@@ -290,3 +290,8 @@ def _not_sent(trainer: pl.Trainer) -> float | None:
 
 def _modules_of(trainer: pl.Trainer) -> list[CompressedModule]:
     return getattr(trainer.strategy, "activation_modules", [])
+
+
+def _ranks_of(strategy: DDPStrategy) -> int:
+    group = strategy._ddp_kwargs.get("process_group")
+    return strategy.world_size if group is None else group.size()

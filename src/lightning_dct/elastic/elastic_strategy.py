@@ -45,6 +45,7 @@ from lightning_dct.saving import STATE_KEY
 from lightning_dct.strategy import DCTStrategy
 from lightning_dct.sync.buffers import PresentBuffers
 from lightning_dct.sync.setup import buffers_of, exchanges_buffers, parameter_names, statistics_of
+from lightning_dct.sync.updates import UpdateSynchronizer
 from lightning_dct.traffic import plain_table
 
 # How long a rank waits at the start of a run for the others that were asked for.
@@ -238,6 +239,9 @@ class DCTElasticStrategy(DCTStrategy):
 
     def _settings(self) -> dict[str, str]:
         return joining.settings_of(self._module, self.given.config, self.fits)
+
+    def _ranks_that_exchange(self, updates: UpdateSynchronizer) -> int:
+        return self.world_size  # as many as were asked for, whoever is present
 
     def _agreed_length(self) -> RunLength:
         return self.length  # as the first rank has expected

@@ -72,6 +72,7 @@ class Synchronizer:
         of_updates: bool = False,
     ) -> None:
         self.plans = Plans(config, exchange.link_traversals)
+        self._first_config = config
         self.exchange = exchange
         self.traffic = exchange.everyone.traffic
         self.feedback = ErrorFeedback(exchange.pieces, config.adapt_threshold, undoable, config.kernel, of_updates)
@@ -201,6 +202,9 @@ class Synchronizer:
         self.refresh_requested = False  # until the loaded steps request one
         if "density" in state:
             self.set_density(state["density"])
+        elif self.given_density is not None:  # it was set after the save
+            self.given_density = None
+            self.plans.change(self._first_config)
 
     def shared_state(self) -> dict[str, Any]:
         """The part of the state that is equal on all ranks of the exchange, by name: numbers and tensors."""
