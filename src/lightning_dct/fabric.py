@@ -76,6 +76,7 @@ class DCTStrategy(DDPStrategy):
         super().__init__(accelerator=accelerator, **kwargs)
         self.traffic = Traffic(recorded)
         self._unseen_steps = UnseenStepCheck()
+        self._has_told_of_flight = False
         if self.config.compress == "updates":
             self._backward_sync_control = _NoBackwardSync()
 
@@ -218,7 +219,10 @@ class DCTStrategy(DDPStrategy):
 
     @contextmanager
     def shared_weights(self) -> Iterator[None]:
-        """Have the weights that all ranks share in the modules, to evaluate them; a collective call."""
+        """Have the weights that all ranks share in the modules, to evaluate or save them; a collective call.
+
+        Updates in flight, as with ``overlap_steps``, are applied before: Fabric has no end of a run that would do it.
+        """
         # As where a function that evaluates calls another. Modules that have been trained since are shown again.
         if self._updates and all(one.evaluates for one in self._updates):
             yield
@@ -232,6 +236,7 @@ class DCTStrategy(DDPStrategy):
         updates = [one for one in found if isinstance(one, UpdateSynchronizer) and not one.evaluates]
         with self._shared_weights():
             for synchronizer in updates:
+                synchronizer.apply_all()
                 synchronizer.begin_evaluation()
                 synchronizer.check_alike()
             try:
@@ -249,6 +254,7 @@ class DCTStrategy(DDPStrategy):
         """Save Fabric's checkpoint from rank 0, and beside it the state of each rank of the modules in ``state``."""
         path, save = self.broadcast((str(path), secrets.token_hex(4)))
         modules = self._modules_in(state)
+        self._tell_of_flight([synchronizer for _, synchronizer in modules], path)
         parts = [_part(path, index) for index in range(len(modules))]
         while saved.files_beside(earlier := _part(path, len(parts))):  # left by a save of more modules
             parts.append(earlier)
@@ -276,6 +282,17 @@ class DCTStrategy(DDPStrategy):
             for part in parts:
                 saved.finish(self.checkpoint_io, part, outdated[part])
         unlock(path)
+
+    def _tell_of_flight(self, saved_ones: list[Synchronizer], path: str) -> None:
+        """Say once that a checkpoint's weights lack updates in flight: a resumed run needs them as they are."""
+        lacks = any(isinstance(one, UpdateSynchronizer) and one.is_in_flight for one in saved_ones)
+        if lacks and not self._has_told_of_flight:
+            self._has_told_of_flight = True
+            rank_zero_info(
+                f"The weights in {path!r} lack the updates that are in flight (`overlap_steps`), which a run that"
+                " resumes from it applies. Save the weights of a run that ends within"
+                " `with fabric.strategy.shared_weights():`, which applies them before."
+            )
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None

@@ -6,6 +6,7 @@ import weakref
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,8 +16,18 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
 
 from distributed.harness import RankFailure
-from distributed.training import Module, Noise, Perceptron, fit, launched, rank, train_in_fabric
-from lightning_dct import DCTStrategy
+from distributed.training import (
+    Module,
+    Noise,
+    Perceptron,
+    fit,
+    launched,
+    perceptron,
+    rank,
+    train_in_fabric,
+    weights_of,
+)
+from lightning_dct import DCTStrategy, Updates
 from lightning_dct.fabric import DCTStrategy as FabricDCTStrategy
 from one_card import accelerator
 
@@ -103,6 +114,43 @@ def test_updates_are_exchanged_and_saved(ranks: Any, tmp_path: Path) -> None:
     resumed = ranks(2).run(train_with_fabric, settings, tmp_path / "fabric.ckpt")
     assert torch.equal(resumed[0]["weights"], one["weights"])
     assert torch.equal(resumed[1]["own"], other["own"])
+
+
+def end_with_updates_in_flight(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[str]]:
+    """The final weights: of an evaluation, with what is saved in it; and of a plain loop, which ends with `close`."""
+    settings = {"local_steps": 3, "overlap_steps": 3, "density": 0.2, "warmup_steps": 0}
+    batches = list(Noise(10, 40, 8, rank=rank()))
+    strategy = FabricDCTStrategy(**settings)
+    fabric = launched(strategy)
+    with patch("lightning_dct.fabric.rank_zero_info") as said:
+        module, optimizer = fabric.setup(model := perceptron(), torch.optim.SGD(model.parameters(), lr=0.1))
+        for inputs, _ in batches:
+            fabric.backward(module(fabric.to_device(inputs)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        for _ in range(2):
+            fabric.save(path, {"module": module})
+        with strategy.shared_weights():
+            fabric.save(path, {"module": module})
+            shown = weights_of(model)
+    saved = torch.load(path, weights_only=True)["module"]
+    assert all(torch.equal(saved[name].to(one.device), one) for name, one in shown.items())
+    other = perceptron()
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    updates = Updates(other, optimizer, **settings)
+    for inputs, _ in batches:
+        other(inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    updates.close()
+    return shown, weights_of(other), [call.args[0] for call in said.call_args_list]
+
+
+def test_the_last_exchange_is_applied(ranks: Any, tmp_path: Path) -> None:
+    """Oracle: a plain loop. A checkpoint of updates in flight lacks them, which is said once."""
+    for shown, expected, said in ranks(2).run(end_with_updates_in_flight, tmp_path / "a.ckpt"):
+        assert all(torch.equal(one.cpu(), expected[name]) for name, one in shown.items())
+        assert ["lack the updates that are in flight" in one for one in said] == [True]
 
 
 class Bounded(torch.nn.Module):

@@ -66,6 +66,11 @@ class UpdateState(Synchronizer):
         """Parameters whose gradients have turned out to be sparse; known from their first step on."""
         return {parameter for rounds in self._rounds.values() for parameter in rounds.sparse}
 
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether updates have been sent and not applied yet."""
+        return any(rounds.in_flight for rounds in self._rounds.values())
+
     def norms(self) -> dict[str, float]:
         """Euclidean norm of this rank's residual of each parameter, of its own updates and of sums."""
         own, of_sums = self.weights.norms(), self.feedback.norms()
