@@ -105,7 +105,7 @@ class DCTStrategyBase(CheckpointedStrategy):
 
     def setup_environment(self) -> None:
         """Start the processes, then make the rows of embedding tables that each rank owns."""
-        with group_is_made(self._lifelines, self._timeout):
+        with group_is_made(self, self._lifelines, self._timeout):
             super().setup_environment()
         self.lifeline = Lifeline.open(self._lifelines)
         if self.lightning_module is not None:

@@ -82,7 +82,7 @@ class DCTStrategy(DDPStrategy):
 
     def setup_environment(self) -> None:
         """Start the processes."""
-        with group_is_made(self._lifelines, self._timeout):
+        with group_is_made(self, self._lifelines, self._timeout):
             super().setup_environment()
         self.lifeline = lifeline_of_process(self._lifelines)
         self.traffic.clock = clock_of(self.root_device)

@@ -51,7 +51,8 @@ class DCTStrategy(DCTStrategyBase, DDPStrategy):
             ones. Processes that are started with ``"spawn"`` need a function that can be pickled.
         missing_state: ``"error"``, or ``"reset"`` to resume also without the folder that was saved with a checkpoint.
         lifelines: False to disable everything that keeps ranks from waiting for one that has died, failed or been
-            signalled: see ``docs/reliability.md``. A number is the port at which rank 0 listens, by default a free one.
+            signalled: see ``docs/reliability.md``. A number is the port at which rank 0 listens, by default a free one;
+            under torchrun it also listens at the next one.
         gradient_as_bucket_view: As for DistributedDataParallel: gradients are views of the buckets, without copies.
         **kwargs: Everything DDPStrategy and DistributedDataParallel take, by keyword. ``process_group`` may also be a
             function without arguments that returns the group; it is called once the processes are up.

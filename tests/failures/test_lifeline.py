@@ -267,7 +267,7 @@ def train_without() -> dict[str, Any]:
     strategy = DCTStrategy(density=0.1, lifelines=False)
     trainer = trainer_for(strategy)
     with (
-        patch("lightning_dct.failures.process_group.meet_in_fresh_store") as meet,
+        patch("lightning_dct.failures.process_group.meet") as meet,
         patch("lightning_dct.failures.process_group.atexit.register") as pause,
     ):
         trainer.fit(Module(), loader(2, 40, 8))

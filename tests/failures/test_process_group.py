@@ -7,9 +7,11 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments import LightningEnvironment
 
 from distributed.harness import CONTEXT, started
-from lightning_dct.failures.process_group import meet_in_fresh_store
+from lightning_dct.failures.meeting import Job
+from lightning_dct.failures.process_group import job_of, meet
 
 WORLD_SIZE = 3
 # Far more than any of it takes on a quiet machine.
@@ -18,16 +20,10 @@ PATIENCE = timedelta(seconds=240)
 
 def start(rank: int, port: int, answer: Connection) -> None:
     """What a rank does under torchrun's agent, whose store is at ``port``."""
-    os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(WORLD_SIZE),
-        MASTER_ADDR="localhost",
-        MASTER_PORT=str(port),
-        TORCHELASTIC_USE_AGENT_STORE="True",
-    )
-    meet_in_fresh_store(PATIENCE)
-    meet_in_fresh_store(PATIENCE)  # the second time there is nothing to do
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD_SIZE), MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    store = meet(Job(rank, WORLD_SIZE, "localhost", port, has_store=True), PATIENCE)
     dist.init_process_group("gloo", timeout=PATIENCE)
+    del store
     total = torch.tensor([float(rank)])
     dist.all_reduce(total)
     answer.send((total.item(), os.environ["MASTER_PORT"]))
@@ -61,24 +57,25 @@ def test_every_start_has_a_store_of_its_own(agent: dist.TCPStore) -> None:
     assert str(agent.port) not in ports
 
 
-@pytest.mark.parametrize(("rank", "says"), [("0", r"ranks \[1, 2\]"), ("1", "nothing from rank 0")])
-def test_ranks_that_do_not_come_are_named(
-    agent: dist.TCPStore, monkeypatch: pytest.MonkeyPatch, rank: str, says: str
-) -> None:
+@pytest.mark.parametrize(("rank", "says"), [(0, "ranks 1, 2 of 3"), (1, "no rank 0 of this start")])
+def test_ranks_that_do_not_come_are_named(agent: dist.TCPStore, rank: int, says: str) -> None:
     """Oracle: who is missing."""
-    for name, value in {"RANK": rank, "WORLD_SIZE": "3", "MASTER_ADDR": "localhost"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("MASTER_PORT", str(agent.port))
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     with pytest.raises(RuntimeError, match=says):
-        meet_in_fresh_store(timedelta(seconds=3))  # enough to connect to the store on a busy machine
+        meet(Job(rank, 3, "localhost", agent.port, has_store=True), timedelta(seconds=3))
 
 
-def test_nothing_happens_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the environment, which stays as it is."""
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+class Strategy:
+    """What a job is made of."""
+
+    cluster_environment, world_size, global_rank, local_rank = LightningEnvironment(), 2, 1, 0
+    set_world_ranks = _get_process_group_backend = str
+
+    def __init__(self, num_nodes: int) -> None:
+        self.num_nodes = num_nodes
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_only_ranks_of_several_hosts_meet_without_torchrun(monkeypatch: pytest.MonkeyPatch, num_nodes: int) -> None:
+    """Oracle: on one host nothing is between the ranks."""
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    before = dict(os.environ)
-    meet_in_fresh_store(timedelta(seconds=0.1))
-    assert dict(os.environ) == before
+    assert (job_of(Strategy(num_nodes)) is None) == (num_nodes == 1)

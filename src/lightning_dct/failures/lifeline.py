@@ -208,8 +208,8 @@ def lifeline_of_process(wanted: bool | int = True) -> Lifeline | None:
 
 def check_lifelines(wanted: bool | int) -> None:
     """Refuse a value that is neither True, False nor a port, with a ValueError."""
-    if not (isinstance(wanted, bool) or (type(wanted) is int and 0 < wanted < 1 << 16)):
-        raise ValueError(f"`lifelines` must be True, False or a port from 1 to 65535, got {wanted!r}.")
+    if not (isinstance(wanted, bool) or (type(wanted) is int and 0 < wanted < (1 << 16) - 1)):
+        raise ValueError(f"`lifelines` must be True, False or a port from 1 to 65534, got {wanted!r}.")
 
 
 def _start_hub(wanted: bool | int) -> tuple[Hub | None, Any]:

@@ -1,108 +1,119 @@
-"""Works around two faults of torch's process groups that sometimes fail a job when it restarts or ends.
+"""Has the ranks meet before their process group is made, and works around two faults of torch's process groups.
+
+Ranks of several hosts first meet (:mod:`lightning_dct.failures.meeting`), which names whatever would keep the group
+from connecting. The faults sometimes fail a job when it restarts or ends:
 
 *A restart reads stale addresses.* Since torch 2.5 the agents of torchrun keep one store for all starts of a job
 (``DynamicRendezvousHandler._shared_tcp_store_server``), with the same keys for every start
 (``torch.distributed.rendezvous._create_c10d_store``). After a restart a rank may read the address of a dead one, and
 fail ("connection refused") or wait forever. Plain DDP has this fault as well. Here rank 0 opens a fresh store, and
-publishes its address in the old one:
-
-    rank r     request/r = a new random word       the store of torchrun's agent, full of stale keys
-    rank 0     reply/word = address                only a living rank 0 can answer that word
-    rank r     connects, arrived/r = yes           the fresh store
+tells the others its address when they meet in the old one.
 
 *A thread outlives the interpreter.* A gloo thread needs the interpreter to release a collective's tensors, after the
 waiting ranks have continued. If the process is ending by then, C++ aborts it ("terminate called without an active
 exception"), and torchrun restarts a finished job.
 """
 
+from __future__ import annotations
+
 import atexit
 import os
-import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.constants import default_pg_timeout
 
+from lightning_dct.failures.meeting import Job, Meeting, new_store
 from lightning_dct.failures.sockets import name_of_this_host
+from lightning_dct.failures.waiting import waiting
 
 FROM_AGENT = "TORCHELASTIC_USE_AGENT_STORE"
-PREFIX = "lightning_dct"
-POLL_S = 0.01
 LET_FINISH_S = 0.1  # far longer than gloo's threads need for the interpreter
 # Kept until this process ends, because the other ranks may use the store until they end.
 _own: list[TCPStore] = []
 
 
-def meet_in_fresh_store(timeout: timedelta | None) -> None:
-    """Let this process use a store of this start only; call it before the process group is made.
+def job_of(strategy: Any) -> Job | None:
+    """What a rank of Lightning's or Fabric's strategy knows of its job; None if its ranks need not meet.
 
-    Does nothing without torchrun, for a single rank, the second time, and if the group exists. After ``timeout``, by
-    default torch's half an hour, a RuntimeError names the ranks that have not come.
+    That is so for a single rank, and on one host without torchrun, where nothing is between the ranks.
     """
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    if os.environ.get(FROM_AGENT) != "True" or world_size == 1 or dist.is_initialized():
-        return
-    host, timeout = os.environ["MASTER_ADDR"], timeout or default_pg_timeout
-    old = TCPStore(host, int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
-    # After a host has left, rank 0 may be on another one than the agent with the store.
-    where = _invite(old, name_of_this_host(host), world_size, timeout) if rank == 0 else _request(old, rank, timeout)
-    # torch's `env://` reads these; the process that holds the store makes no second one.
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = where
-    os.environ[FROM_AGENT] = "False"
+    name = "set_world_ranks" if hasattr(strategy, "set_world_ranks") else "_set_world_ranks"  # of Fabric's strategies
+    getattr(strategy, name)()
+    environment, has_store = strategy.cluster_environment, os.environ.get(FROM_AGENT) == "True"
+    if environment is None or strategy.world_size == 1 or not (has_store or strategy.num_nodes > 1):
+        return None
+    return Job(
+        rank=strategy.global_rank,
+        world_size=strategy.world_size,
+        host=environment.main_address,
+        port=environment.main_port,
+        backend=strategy._get_process_group_backend(),
+        has_store=has_store,
+        local_rank=strategy.local_rank,
+    )
 
 
 @contextmanager
-def group_is_made(lifelines: bool | int, timeout: timedelta | None) -> Iterator[None]:
-    """Surround the code that makes the process group; does nothing without lifelines."""
-    if lifelines:
-        meet_in_fresh_store(timeout)
-    yield
-    if lifelines:
-        atexit.unregister(_let_finish)
-        atexit.register(_let_finish)
+def group_is_made(strategy: Any, lifelines: bool | int, timeout: timedelta | None) -> Iterator[None]:
+    """Surround the code that makes a strategy's process group; does nothing without lifelines, or if there is a group.
+
+    If ``lifelines`` is a port, rank 0 opens a store of this start at the next one.
+
+    Raises:
+        RuntimeError: The ranks cannot meet within the timeout, by default torch's half an hour, or cannot reach each
+            other. Raised on every rank that has come.
+    """
+    if not lifelines:
+        yield
+        return
+    job = None if dist.is_initialized() else job_of(strategy)
+    if job is None:
+        yield
+    else:
+        # The store lives at least until the group has it.
+        store = meet(job, timeout or default_pg_timeout, 0 if lifelines is True else lifelines + 1)
+        with waiting(job.rank, _why_no_group):
+            yield
+        del store
+    atexit.unregister(_let_finish)
+    atexit.register(_let_finish)
+
+
+def meet(job: Job, timeout: timedelta, port: int = 0) -> TCPStore:
+    """Have all ranks meet, and the group use a store of this start alone; see :class:`Meeting` for errors.
+
+    Under torchrun that is a fresh one, which rank 0 opens at ``port``, 0 for any free one.
+    """
+    meeting = Meeting(job, timeout)
+
+    def open_store() -> dict[str, Any]:
+        if not job.has_store:
+            return {}
+        # After a host has left, rank 0 may be on another one than the agent with the store.
+        host = name_of_this_host(job.host)
+        _own.append(new_store(host, port, timeout))
+        return {"store": [host, _own[-1].port]}
+
+    if store := meeting.hold(open_store).get("store"):
+        # torch's `env://` reads these; the process that holds the store makes no second one.
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = store[0], str(store[1])
+        os.environ[FROM_AGENT] = "False"
+    return meeting.store
+
+
+def _why_no_group() -> str:
+    return (
+        "for the process group to connect all ranks. They have met, and their hosts reach each other, so one of them"
+        " has failed or been stopped since: look at the output of all ranks. torch waits until its timeout."
+    )
 
 
 def _let_finish() -> None:
     """Let gloo's threads finish before this process ends."""
     time.sleep(LET_FINISH_S)  # other threads run meanwhile
-
-
-def _invite(old: TCPStore, host: str, world_size: int, timeout: timedelta) -> tuple[str, str]:
-    # `multi_tenant` lets `init_process_group` share it.
-    fresh = TCPStore(host, 0, is_master=True, wait_for_workers=False, multi_tenant=True, timeout=timeout)
-    _own.append(fresh)
-    answered: set[str] = set()
-    missing = list(range(1, world_size))
-    deadline = time.monotonic() + timeout.total_seconds()
-    while missing:
-        for rank in missing:
-            request = f"{PREFIX}/request/{rank}"
-            if old.check([request]) and (word := old.get(request).decode()) not in answered:
-                answered.add(word)
-                old.set(f"{PREFIX}/reply/{word}", f"{host} {fresh.port}")
-        missing = [rank for rank in missing if not fresh.check([f"{PREFIX}/arrived/{rank}"])]
-        if missing and time.monotonic() > deadline:
-            raise RuntimeError(
-                f"Rank 0 has waited {timeout.total_seconds():.0f} s for ranks {missing}, which have not connected. Look"
-                " at their output, and check that they have the same MASTER_ADDR and MASTER_PORT."
-            )
-        time.sleep(POLL_S)
-    return host, str(fresh.port)
-
-
-def _request(old: TCPStore, rank: int, timeout: timedelta) -> tuple[str, str]:
-    word = secrets.token_hex(16)
-    old.set(f"{PREFIX}/request/{rank}", word)
-    try:
-        host, port = old.get(f"{PREFIX}/reply/{word}").decode().split()
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"Rank {rank} has received nothing from rank 0 for {timeout.total_seconds():.0f} s. Look at the output of"
-            " rank 0."
-        ) from error
-    TCPStore(host, int(port), is_master=False, timeout=timeout).set(f"{PREFIX}/arrived/{rank}", "yes")
-    return host, port

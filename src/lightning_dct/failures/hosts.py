@@ -1,0 +1,93 @@
+"""Judges what the hosts of a job say of themselves: versions, interfaces, and whom they can reach."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_dct.failures.addresses import VARIABLES, in_words, is_loopback
+
+MOST_NAMED = 8  # hosts or ranks in a message
+
+
+def plan_of(notes: list[dict[str, Any]], backend: str) -> dict[str, Any]:
+    """What rank 0 makes of all ranks' notes: problems, the first rank of each host, and interfaces to take.
+
+    ``is_split`` says whether there are several hosts. Interfaces are those of hosts whose name leads back to them.
+    """
+    firsts: dict[str, dict[str, Any]] = {}
+    for note in sorted(notes, key=lambda one: (not one["is_first"], one["rank"])):
+        firsts.setdefault(note["machine"], note)
+    problems = [note["problem"] for note in firsts.values() if note["problem"]]
+    for package in notes[0]["versions"]:
+        found = {note["versions"].get(package) for note in notes}
+        if len(found) > 1:
+            each = ", ".join(f"{one['host']} has {one['versions'].get(package)}" for one in firsts.values())
+            problems.append(f"the hosts have different versions of {package}: {each}. Install the same one on all")
+    chosen: dict[str, tuple[str, str]] = {}
+    is_split = len(firsts) > 1
+    if is_split and not problems and backend == "gloo":
+        for one in firsts.values():
+            if is_loopback(one["address"]):
+                if one["chosen"] or (found_one := _leads_out(one, notes)) is None:
+                    problems.append(_no_way_out(one))
+                else:
+                    chosen[one["machine"]] = found_one
+                    one["address"] = found_one[1]
+    return {
+        "problem": f"The ranks cannot start: {'; '.join(problems)}." if problems else "",
+        "is_split": is_split,
+        "interfaces": chosen,
+        "firsts": firsts,
+    }
+
+
+def _leads_out(note: dict[str, Any], notes: list[dict[str, Any]]) -> tuple[str, str] | None:
+    """The interface of a host, and its address, by which the hosts reach each other: on the way to ``MASTER_ADDR``."""
+    candidates = [note["towards"], *(one["master"] for one in notes if one["machine"] != note["machine"])]
+    for candidate in candidates:
+        for name, addresses in note["interfaces"].items():
+            if candidate in addresses and not is_loopback(candidate):
+                return name, candidate
+    return None
+
+
+def _no_way_out(note: dict[str, Any]) -> str:
+    return (
+        f"the ranks on {note['host']!r} would have the address {note['address']}, which leads every other host to"
+        f" itself. Put `{VARIABLES['gloo']}=NAME` before the command on {note['host']!r}; its interfaces are"
+        f" {in_words(note['interfaces'])}. If none of them is in a network that the other hosts reach, as behind NAT,"
+        " join the hosts by a VPN"
+    )
+
+
+def must_connect(one: Mapping[str, Any], other: Mapping[str, Any], backend: str) -> bool:
+    """Whether ranks of the first host connect to the other: all to rank 0; gloo's to those of smaller addresses."""
+    if other["rank"] == 0 or backend != "gloo":
+        return True
+    try:
+        mine, theirs = (ipaddress.ip_address(host["address"]).packed for host in (one, other))
+    except ValueError:
+        return True
+    return mine > theirs
+
+
+def unreachable(failed: list[tuple[dict[str, Any], dict[str, Any], str]], backend: str) -> str:
+    """The error for hosts that cannot connect to others: who, to whom, and why; empty if all can."""
+    if not failed:
+        return ""
+    variable = VARIABLES.get(backend, VARIABLES["gloo"])
+    each = "; ".join(
+        f"host {one['host']!r} cannot connect to {other['host']!r} at {other['address']}, port {other['port']} ({why})"
+        for one, other, why in failed[:MOST_NAMED]
+    )
+    callers = " ".join(sorted({one["towards"] or one["address"] for one, _, _ in failed}))
+    called = {other["machine"]: other for _, other, _ in failed}
+    where = "; ".join(f"{other['host']!r} has {in_words(other['interfaces'])}" for other in called.values())
+    return (
+        f"The ranks cannot start: {each}. The ranks connect at ports that the system chooses, not only at MASTER_PORT."
+        f" If that is a firewall, let the other hosts in at all ports (`sudo ufw allow from {callers}` on the host that"
+        f" is called). If it is the wrong address, name the interface: {where}; put `{variable}=NAME` before the"
+        " command there."
+    )
