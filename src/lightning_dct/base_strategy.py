@@ -76,6 +76,11 @@ class DCTStrategyBase(CheckpointedStrategy):
         """The settings now: a fit may change them as it goes on."""
         return self.given.config if self.synchronizer is None else self.synchronizer.config
 
+    @property
+    def _scaler(self) -> Any:
+        """The loss scaler, which may skip steps; None if there is none."""
+        return getattr(self.precision_plugin, "scaler", None)
+
     def __repr__(self) -> str:
         # The Trainer of pytorch_lightning quotes this in an error.
         return f"{type(self).__name__}({self.config}) for lightning.pytorch.Trainer, not pytorch_lightning.Trainer"
@@ -132,7 +137,7 @@ class DCTStrategyBase(CheckpointedStrategy):
         self._splits = any(isinstance(module, SplitPoint) for module in self.activation_modules)
         tables = self.sharded_tables()
         self._tables = tuple(tables.values())
-        if tables and getattr(self.precision_plugin, "scaler", None) is not None:
+        if tables and self._scaler is not None:
             raise MisconfigurationException(
                 "Sharded embedding tables do not work with a loss scaler: their residuals would be rescaled in every"
                 " step. Use `precision='bf16-mixed'` instead of `'16-mixed'`."
@@ -164,6 +169,7 @@ class DCTStrategyBase(CheckpointedStrategy):
             for optimizer in self.optimizers:
                 updates.register(optimizer)  # a forward's writes before the first step are sent, too
             updates.check_alike()
+            updates.may_skip |= self._scaler is not None
             self._unseen_steps.watch(lambda: (updates,))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -320,7 +326,7 @@ class DCTStrategyBase(CheckpointedStrategy):
             output = super().optimizer_step(optimizer, forward_and_backward, model, **kwargs)
         self._stepped.add(optimizer)
         if updates is not None:
-            updates.after_step(optimizer)
+            updates.after_step(optimizer, was_made=self._scaler is None or self._unseen_steps.was_made)
         elif self.project is not None:
             self.project(self._module)
         return output

@@ -130,6 +130,7 @@ class DCTStrategy(DDPStrategy):
                 self, proxy, group, setup.exchanges_buffers(self._ddp_kwargs), lambda: [one() for one in optimizers]
             )
             updates.run_settings = self._run_settings
+            updates.may_skip = getattr(self.precision, "scaler", None) is not None
             ours = weakref.ref(self)  # the check may outlive a Fabric that is never torn down
             self._unseen_steps.watch(lambda: () if (one := ours()) is None else one._updates)
         # The synchronizer itself requests refreshes: if a strategy overrides `backward`, Fabric forbids
@@ -185,7 +186,7 @@ class DCTStrategy(DDPStrategy):
         with self._unseen_steps.seen(optimizer):
             output = super().optimizer_step(optimizer, **kwargs)
         for synchronizer in updates:
-            synchronizer.after_step(optimizer)
+            synchronizer.after_step(optimizer, was_made=not synchronizer.may_skip or self._unseen_steps.was_made)
         if self.project is not None and not updates:
             for module in self._trained[optimizer]:
                 self.project(module.module)

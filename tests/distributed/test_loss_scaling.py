@@ -167,3 +167,34 @@ def train_updates(save: Path | None, load: Path | None) -> Any:
     dist.all_gather_object(scales, scale)
     assert scales[0] != scales[1]
     return hashes, {**state, "scale": scale}
+
+
+RATE, DECAY = 0.125, 0.25
+
+
+def decay_under_a_scaler(skipping: tuple[int, ...], fused: bool, local_steps: int) -> list[float]:
+    """By how much nearly all shared weights have shrunk after each of three steps, the first skipped by some ranks."""
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**8))
+    module = Overflowing(True, everything=tuple((0, one) for one in skipping))
+    module.optimizer, module.optimizer_settings = torch.optim.AdamW, {"lr": RATE, "weight_decay": DECAY, "fused": fused}
+    before = module.model.first.weight.detach().clone()
+
+    def shrunk(trainer: Trainer) -> float:
+        shared = trainer.strategy.updates.weights.shared("model.first.weight")
+        return float((shared / before).median())
+
+    strategy = DCTStrategy(local_steps=local_steps, density=0.1, warmup_steps=0)
+    return fit(strategy, module, 4, watch=Watch(look=shrunk), plugins=[plugin]).seen
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("skipping", [(), (1,), (0, 1)])
+def test_a_skipped_step_does_not_decay(ranks: Any, skipping: tuple[int, ...], fused: bool) -> None:
+    """Oracle: the mean of what the ranks have decayed by. Most entries have moved by nothing else, so far."""
+    one_step = 1 - RATE * DECAY
+    first = (one_step * (2 - len(skipping)) + len(skipping)) / 2
+    for seen in ranks(2).run(decay_under_a_scaler, skipping, fused, 1):
+        assert seen == pytest.approx([first * one_step**step for step in range(4)], rel=1e-6)
+    for seen in ranks(2).run(decay_under_a_scaler, skipping, fused, 2):
+        later = (one_step**2 * (2 - len(skipping)) + one_step * len(skipping)) / 2
+        assert seen == pytest.approx([1.0, later, later, later * one_step**2], rel=1e-6)

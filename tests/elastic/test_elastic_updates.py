@@ -1,5 +1,6 @@
 """What a rank does with an exchange that fails or that it misses, against plain arithmetic; one process, no torchft."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -304,3 +305,54 @@ def test_both_sets_of_weights_stay_within_bounds(gradient: torch.Tensor) -> None
     for _ in range(3):
         rank.train_and_meet(gradient)
         assert float(rank.shared.abs().max()) == float(rank.parameter.data.abs().max()) == 0.5
+
+
+def decaying(density: float = 0.25) -> Rank:
+    """A rank with 400 weights of 2, which shrink by a hundredth in each step; half of them have gradients."""
+    rank = Rank(partial(torch.optim.AdamW, weight_decay=0.01), density=density, value_format="fp32")
+    rank.parameter.data.fill_(2.0)
+    return rank
+
+
+def test_decay_is_no_update(gradient: torch.Tensor) -> None:
+    """Oracle: weights without gradients shrink as they do on one rank, on all ranks; also after a failed exchange."""
+    gradient[200:] = 0.0
+    rank = decaying()
+    rank.present.others = [lambda sent: sent]
+    for commits in (True, True, False, False, True):
+        rank.present.commits = commits
+        rank.train_and_meet(gradient)
+    torch.testing.assert_close(rank.shared[200:], torch.full((200,), 2.0 * 0.99**5))
+    torch.testing.assert_close(rank.parameter.data[200:], rank.shared[200:])
+
+
+def test_ranks_that_have_decayed_differently_decay_by_the_mean(gradient: torch.Tensor) -> None:
+    """One that has made two steps since its last exchange and one that has made one; what they hold back stays."""
+    gradient[200:] = 0.0
+    rank, other = decaying(), decaying()
+    other.train_and_meet(gradient)
+    rank.hear(other)
+    rank.step(gradient)
+    rank.updates._the_rounds.steps = 0  # the other has missed a step
+    rank.step(gradient)
+    before = rank.parameter.data - 0.99**2 * rank.shared
+    rank.updates.exchange_updates()
+    torch.testing.assert_close(rank.shared[200:], torch.full((200,), 2.0 * (0.99**2 + 0.99) / 2))
+    left = (rank.parameter.data - rank.shared)[200:]
+    torch.testing.assert_close(left, before[200:], atol=1e-6, rtol=0.0)
+
+
+def test_a_rank_that_is_behind_takes_weights_that_have_decayed(gradient: torch.Tensor) -> None:
+    """What it has moved, and not sent, has no decay in it."""
+    rank = decaying()
+    rank.present.commits = False
+    rank.train_and_meet(gradient)
+    moved = rank.parameter.data - 0.99 * 2.0
+    rank.updates._unsure = None
+    theirs = torch.randn(400)
+    given = {"step": 1, "commits": [(0, 9)], "history": 7, "buffers": {}, "shared": {"w": theirs}}
+    state = rank.updates.state_dict()
+    rank.updates.catch_up(given)
+    torch.testing.assert_close(rank.parameter.data, theirs + moved)
+    assert state["own_decay"] == {0: {"w": 0.99}}
+    assert "own_decay" not in rank.updates.state_dict()

@@ -254,7 +254,7 @@ class DCTElasticStrategy(DCTStrategy):
         shared = {name: weights.shared(name) for name in weights.parameters}
         with weights.in_model():
             checkpoint = checkpoint_of(self._module.trainer)
-        checkpoint[STATE_KEY] = {**merge_states([self._state()]), "weights": {}, "shared": {}}
+        checkpoint[STATE_KEY] = {**merge_states([self._state()]), "weights": {}, "shared": {}, "own_decay": {}}
         situation = joining.situation_of(self._module, self.length[:2])
         given = {"settings": self._settings(), "situation": situation, "checkpoint": checkpoint, "shared": shared}
         return {**self._elastic.give(), **given}

@@ -5,6 +5,9 @@
                    all-gather of c_r and the buffers that have changed on a rank, then the vote
     committed      m = f / W * sum of c_r,   S += m,   w_r += m - c_r                       W: those that have sent
 
+Decoupled weight decay is no update: senders tell by how much they have decayed, and the shared weights decay by the
+mean (:class:`~lightning_dct.sync.shared_decay.OwnDecay`).
+
 Nothing changes before the vote. So a rank that has failed before it is behind by this round and has lost nothing: at
 its next meeting it takes the shared weights ``S'`` of a peer, and ``w_r += S' - S``, less ``c_r`` if the others have
 added that. Between two exchanges ranks do not depend on each other.
@@ -97,6 +100,7 @@ class ElasticUpdates(UpdateSynchronizer):
 
     present: PresentRanks
     buffers: PresentBuffers
+    may_skip = True  # a rank may pass over steps
 
     def __init__(self, *args: Any, rank: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -127,9 +131,10 @@ class ElasticUpdates(UpdateSynchronizer):
         """Whether this rank trains the next step, or passes over it."""
         return self.step >= self.resume_at and (not self.train_until or self.step < self.train_until)
 
-    def after_step(self, optimizer: Optimizer) -> None:
+    def after_step(self, optimizer: Optimizer, was_made: bool = True) -> None:
         """Count a step; the exchange comes when the batch ends, where a checkpoint can be made for a joiner."""
         rounds = self._count_step(optimizer)
+        self._decay(rounds, optimizer, was_made)
         if self.project is not None:
             self.project()  # this rank's own; the shared ones do not change here
         is_due = bool(rounds.due(self.config.length_at(rounds.steps), takes_turns=False))
@@ -198,7 +203,9 @@ class ElasticUpdates(UpdateSynchronizer):
         if rounds.cosine.has_begun(rounds.steps):
             sampled = rounds.cosine.sampled(rounds.steps, self._own_of(rounds))
         # Those of all buffers, of which ranks then send those that have changed on one of them.
-        num_bytes = sum(plan.layout.num_bytes for _, plan in buckets) + self.buffers.num_bytes + sampled.nbytes
+        decayed = rounds.own_decay.of(rounds.names if rounds.decays else ()).view(torch.uint8)
+        compressed = sum(plan.layout.num_bytes for _, plan in buckets)
+        num_bytes = decayed.numel() + compressed + self.buffers.num_bytes + sampled.nbytes
         nanoseconds = int(1e9 * median(self._times or (0.0,)))
         shared = {"cosine": rounds.cosine.value, "history": self._history, "buffers": self.buffers.changed()}
         header = Header(self._rank, rounds.steps, self._trained, num_bytes, nanoseconds, **shared)
@@ -236,8 +243,9 @@ class ElasticUpdates(UpdateSynchronizer):
         self.feedback.begin()
         if sends := present.rank() in senders:
             self._forget_thresholds([names for names, _ in buckets])
-            payloads = [self._compress(names, plan) for names, plan in buckets]
-            sent = torch.cat([*payloads, uncompressed, sampled.view(torch.uint8)])
+            with rounds.own_decay.in_shared(rounds.names, self.weights):
+                payloads = [self._compress(names, plan) for names, plan in buckets]
+            sent = torch.cat([decayed, *payloads, uncompressed, sampled.view(torch.uint8)])
         self.traffic.add(bytes_of_buffers=all_gather_bytes(uncompressed.numel(), present.size()))
         self.exchange.everyone.count(all_gather_bytes(size, present.size()))
         this_round, quorum = present.round, present.quorum
@@ -254,11 +262,23 @@ class ElasticUpdates(UpdateSynchronizer):
         rounds.cosine.value = next(header.cosine for header in headers if header.step == step)
         if senders:
             how = Sending(lengthening=self._lengthening(rounds, len(senders), step))
-            self._take(buckets, rows[senders], senders.index(present.rank()) if sends else None, changed, how)
+            rows_sent = self._decay_as_agreed(rows[senders])
+            self._take(buckets, rows_sent, senders.index(present.rank()) if sends else None, changed, how)
         if own.step < step:
             self.resume_at = step
         self._note(headers, step)
         self._trained = 0
+
+    def _decay_as_agreed(self, rows: Tensor) -> Tensor:
+        """Decay the shared weights by the mean of what the senders' rows begin with; return the rest of the rows."""
+        rounds = self._the_rounds
+        if not rounds.decays:
+            return rows
+        size = rounds.own_decay.of(rounds.names).nbytes
+        factors = rows[:, :size].contiguous().view(torch.float64)
+        same = (factors == factors[0]).all(0)  # a mean of equal numbers may be another one
+        rounds.own_decay.take(rounds.names, torch.where(same, factors[0], factors.mean(0)).tolist(), self.weights)
+        return rows[:, size:]
 
     def _take(
         self, buckets: list[tuple[list[str], BucketPlan]], rows: Tensor, own: int | None, changed: int, how: Sending
@@ -330,6 +350,7 @@ class ElasticUpdates(UpdateSynchronizer):
             if name not in self.weights.parameters:
                 continue
             base, own = self.weights.shared(name), self.weights.own(name)
+            base.mul_(self._the_rounds.own_decay.factors.pop(name, 1.0))  # as the peers' have decayed
             own.add_(shared - base) if kept else own.copy_(shared)
             base.copy_(shared)
         self.resume_at = max(self.resume_at, int(given["step"]))

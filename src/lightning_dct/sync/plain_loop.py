@@ -35,6 +35,7 @@ from lightning_dct.failures.lifeline import lifeline_of_process
 from lightning_dct.law import Given, RunSettings
 from lightning_dct.sync.optimizer_trial import refuse
 from lightning_dct.sync.setup import check_settings, make_gradient_synchronizer, make_update_synchronizer
+from lightning_dct.sync.unseen_steps import is_skipped
 from lightning_dct.sync.updates import take_number_of_dropped
 from lightning_dct.traffic import Traffic
 
@@ -206,7 +207,9 @@ class Updates(_Loop):
         # A class whose `step` calls that of its base has two of them with hooks.
         if any(one is optimizer for one in self._begun):
             self._begun = [one for one in self._begun if one is not optimizer]
-            self.synchronizer.after_step(optimizer)
+            # A scaler tells fused optimizers to skip a step, and calls no step of others.
+            self.synchronizer.may_skip |= hasattr(optimizer, "found_inf")
+            self.synchronizer.after_step(optimizer, not is_skipped(optimizer))
 
     @contextmanager
     def shared_weights(self) -> Iterator[None]:

@@ -14,7 +14,7 @@ from lightning_dct.compress.codec import apply, counting, decompress, decompress
 from lightning_dct.compress.error_feedback import ErrorFeedback
 from lightning_dct.exchange.base import Exchange, Message, finish
 from lightning_dct.sync.optimizer_trial import Trial
-from lightning_dct.sync.shared_decay import SharedDecay
+from lightning_dct.sync.shared_decay import OwnDecay, SharedDecay
 from lightning_dct.sync.shared_weights import SharedWeights
 from lightning_dct.sync.step_cosine import StepCosine
 from lightning_dct.traffic import FP32_BYTES, all_gather_bytes, all_reduce_bytes
@@ -68,6 +68,7 @@ class Rounds:
         in_flight: Updates that have not been applied.
         cosine: How alike the steps of the ranks are.
         decay: Decays their shared weights.
+        own_decay: Does so where ranks may make different steps.
         tried: The optimizer that ``trial`` is of, and how many groups it had.
         trial: How its steps depend on gradients and weight decay.
         since_buffers: Its steps since an exchange has averaged buffers.
@@ -85,6 +86,7 @@ class Rounds:
     in_flight: list[InFlight] = field(default_factory=list)
     cosine: StepCosine = field(default_factory=StepCosine)
     decay: SharedDecay = field(default_factory=SharedDecay)
+    own_decay: OwnDecay = field(default_factory=OwnDecay)
     tried: tuple[ref[Optimizer], int] | None = None
     trial: Trial = field(default_factory=Trial)
     since_buffers: int = 0
@@ -93,6 +95,11 @@ class Rounds:
     def exchanges(self) -> bool:
         """Whether its optimizer steps parameters that take part; true of one that has not stepped since a resume."""
         return bool(self.names) or self.tried is None
+
+    @property
+    def decays(self) -> bool:
+        """Whether its shared weights decay by themselves."""
+        return self.trial.chooses_length and any(self.trial.decays)
 
     def due(self, length: int, takes_turns: bool) -> list[list[str]]:
         """The buckets that are sent after this step, ``length`` steps after the last time.

@@ -17,9 +17,14 @@ from lightning_dct.sync.updates import UpdateSynchronizer
 
 
 class UnseenStepCheck:
-    """Watches all optimizer steps of this process between :meth:`watch` and :meth:`stop`."""
+    """Watches all optimizer steps of this process between :meth:`watch` and :meth:`stop`.
+
+    Attributes:
+        was_made: Whether the last step that was seen has changed weights: a loss scaler may have skipped it.
+    """
 
     def __init__(self) -> None:
+        self.was_made = False
         self._stepping: Optimizer | None = None
         self._synchronizers: Callable[[], Sequence[UpdateSynchronizer]] = tuple
         self._handle: RemovableHandle | None = None
@@ -38,7 +43,7 @@ class UnseenStepCheck:
     @contextmanager
     def seen(self, optimizer: Optimizer) -> Iterator[None]:
         """A step that the strategy sees."""
-        before, self._stepping = self._stepping, optimizer
+        before, self._stepping, self.was_made = self._stepping, optimizer, False
         try:
             yield
         finally:
@@ -46,6 +51,7 @@ class UnseenStepCheck:
 
     def _check(self, optimizer: Optimizer, *_: Any) -> None:
         if optimizer is self._stepping:
+            self.was_made = not is_skipped(optimizer)
             return
         stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for updates, parameter in product(self._synchronizers(), stepped):
@@ -59,3 +65,9 @@ class UnseenStepCheck:
                     " rank would exchange it. Step what `self.optimizers()` or `fabric.setup` returns, and return every"
                     " optimizer from `configure_optimizers`. Or use `compress='gradients'`."
                 )
+
+
+def is_skipped(optimizer: Optimizer) -> bool:
+    """Whether a step that is called changes nothing, because of infinite gradients: fused ones are told by a scaler."""
+    found = getattr(optimizer, "found_inf", None)
+    return found is not None and bool(found)

@@ -92,6 +92,7 @@ class UpdateState(Synchronizer):
             "shared": {name: checksum_of(shared) for name, (_, shared) in settled.items()},
             "exchange_clocks": {**clocks, COUNTED_STEPS: self._counted},
             "in_flight": in_flight,
+            **({"own_decay": own_decay} if (own_decay := self._own_decay()) else {}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -140,6 +141,8 @@ class UpdateState(Synchronizer):
         clocks = dict(state.get("exchange_clocks", {}))
         self._counted = clocks.pop(COUNTED_STEPS, 0)
         self._load_rounds(clocks, state.get("in_flight", {}))
+        for number, factors in state.get("own_decay", {}).items():
+            self._rounds.setdefault(number, Rounds()).own_decay.factors = dict(factors)
         self.unclocked = self.synchronisations - sum(rounds.steps for rounds in self._rounds.values())
         for item in (item for rounds in self._rounds.values() for item in rounds.in_flight):
             if item.names[0] in edited:  # saved ones have one parameter each
@@ -161,6 +164,11 @@ class UpdateState(Synchronizer):
         means = {name: mean for name, mean in in_flight.items() if name.startswith("mean of ")}
         shared = {f"shared weights of {name}": self.weights.shared(name) for name in self.weights.parameters}
         return {**super().shared_state(), **clocks, COUNTED_STEPS: self._counted, **means, **shared}
+
+    def _own_decay(self) -> dict[int, dict[str, float]]:
+        """What this rank's weights have decayed by since the last exchange, by optimizer and parameter."""
+        found = {number: dict(rounds.own_decay.factors) for number, rounds in self._rounds.items()}
+        return {number: factors for number, factors in found.items() if factors}
 
     def _save_rounds(self) -> tuple[dict[str, int], dict[str, Tensor]]:
         """The clocks as numbers, and the completed updates in flight as CPU tensors by parameter."""

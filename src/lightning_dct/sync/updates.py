@@ -57,10 +57,12 @@ class UpdateSynchronizer(UpdateState):
     Attributes:
         run_settings: Chooses settings as the run goes on; None if they stay.
         project: Brings the weights in the model back into their bounds; None if they have none.
+        may_skip: Whether a rank may skip a step by itself, as under a loss scaler; the same on all ranks.
     """
 
     run_settings: RunSettings | None = None
     project: Callable[[], None] | None = None
+    may_skip: bool = False
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Take the settings of a run of this length, and register parameters that are stepped for the first time."""
@@ -174,11 +176,13 @@ class UpdateSynchronizer(UpdateState):
             )
             self.plans.change(self._with_density(config))
 
-    def after_step(self, optimizer: Optimizer) -> None:
-        """Count a step, apply updates that are due, and send the buckets that are due; a collective call."""
+    def after_step(self, optimizer: Optimizer, was_made: bool = True) -> None:
+        """Count a step, apply updates that are due, and send the buckets that are due; a collective call.
+
+        ``was_made`` is False for a step that a loss scaler has skipped.
+        """
         rounds, config = self._count_step(optimizer), self.config
-        if rounds.trial.chooses_length:
-            rounds.decay.after_step(optimizer, rounds.trial.decays, self.parameter_names, self.weights)
+        self._decay(rounds, optimizer, was_made)
         if arrived := [item for item in rounds.in_flight if item.due <= rounds.steps]:
             if self.exchange.num_collectives > 1:  # the last of its collectives takes all ranks
                 self.come_to(
@@ -190,6 +194,8 @@ class UpdateSynchronizer(UpdateState):
             own = f", step {rounds.steps} of optimizer {self._number_of(optimizer)}" if len(self._rounds) > 1 else ""
             self.come_to(rounds.what, f"{rounds.said}{own}, in optimizer step {self.synchronisations}")
             self._measure(rounds, length)
+            if self.may_skip and rounds.decays:
+                rounds.own_decay.agree(rounds.names, self.weights, self.exchange.everyone)
             self._forget_thresholds(sending)
             self.feedback.begin()
             lost = 1.0 - config.residual_decay if rounds.steps <= config.warmup_steps else 0.0
@@ -209,6 +215,15 @@ class UpdateSynchronizer(UpdateState):
                 self._exchange_buffers_with(rounds)
         self.weights.project(self.project)
         self.feedback.awaited.poll()
+
+    def _decay(self, rounds: Rounds, optimizer: Optimizer, was_made: bool) -> None:
+        """Decay the shared weights as a step has decayed this rank's own, or note that for the next exchange."""
+        if not rounds.decays or not was_made:
+            return
+        if self.may_skip:
+            rounds.own_decay.after_step(optimizer, rounds.trial.decays, self.parameter_names)
+        else:
+            rounds.decay.after_step(optimizer, rounds.trial.decays, self.parameter_names, self.weights)
 
     def _exchange_buffers_with(self, rounds: Rounds) -> None:
         """Exchange buffers when the first optimizer exchanges, or another one while the first rests."""
@@ -250,7 +265,7 @@ class UpdateSynchronizer(UpdateState):
             if rounds.cosine.has_begun(rounds.steps):
                 rounds.cosine.measure(rounds.steps, self._own_of(rounds), everyone, awaited)
             is_due = is_measured(rounds.steps) if length == 1 else rounds.steps % (EVERY * length) == 0
-            if is_due and rounds.trial.chooses_length and any(rounds.trial.decays):
+            if is_due and rounds.decays and not self.may_skip:
                 rounds.decay.agree(rounds.names, self.weights.parameters, everyone, awaited)
 
     def _lengthening(self, rounds: Rounds, ranks: int, step: int) -> float | None:
