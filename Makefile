@@ -8,7 +8,7 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 # Where torch brings none: its interpreter runs the kernels for GPUs in the tests.
 TRITON := 3.6.0
 
-.PHONY: demo test test-all gpu lint format docs release-check clean
+.PHONY: demo test test-all test-torchrec gpu lint format docs release-check clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/compiled
@@ -24,6 +24,21 @@ test: $(VENV)/compiled
 
 test-all: $(VENV)/compiled
 	$(PYTEST) -n 4 --hypothesis-profile=all
+
+# TorchRec's own classes and models on a CPU, in an environment of its own that sees the packages of the first one. The
+# other tests run a stand-in. TorchRec asks for fbgemm's build for CUDA, so that nothing may bring its dependencies.
+TORCHREC := .venv-torchrec
+test-torchrec: $(TORCHREC)/installed
+	$(TORCHREC)/bin/python -m pytest tests/embedding/test_torchrec.py
+
+$(TORCHREC)/installed: $(VENV)/installed
+	$(PYTHON) -m venv $(TORCHREC)
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
+		$$($(TORCHREC)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/first.pth
+	$(TORCHREC)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps \
+		torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0 tensordict pyvers cloudpickle pyre-extensions iopath typing-inspect \
+		mypy-extensions portalocker orjson importlib_metadata zipp
+	touch $@
 
 # On a machine with one NVIDIA GPU or more.
 gpu: $(VENV)/installed
@@ -71,4 +86,4 @@ $(VENV)/compiled: $(VENV)/installed $(wildcard src/lightning_dct/kernels/numba_*
 	touch $@
 
 clean:
-	rm -rf $(VENV) outputs site multirun .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
+	rm -rf $(VENV) $(TORCHREC) outputs site multirun .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist

@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Callable
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -48,9 +49,11 @@ def named(page: Path) -> str:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=named)
-def test_snippets_run(page: Path) -> None:
+def test_snippets_run(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One after the other, as a reader would type them; none of them trains."""
     namespace: dict[str, Any] = {"__name__": "snippet"}
+    if find_spec("torchrec") is None:
+        monkeypatch.syspath_prepend(str(ROOT / "tests/stand_in"))
     with patch.dict(os.environ):  # `seed_everything` sets variables
         for block in blocks(page, "python"):
             exec(compile(block, named(page), "exec"), namespace)

@@ -25,6 +25,7 @@ OPTIONAL = [
     "matplotlib",
     "transformers",
     "torchft",
+    "torchrec",
     "triton",
 ]
 

@@ -56,7 +56,7 @@ RECOMMENDERS: dict[str, Recommender] = {
             f"TorchRec, {name} rows": _peer(partial(TorchRecTables, row_format=name))
             for name in ("fp32", "fp16", "bf16", "int8")
         }
-        if find_spec("torchrec")
+        if find_spec("torchrec") and find_spec("fbgemm_gpu")
         else {}
     ),
     "changes, 5%, 1 bit": _ours(_GRADIENTS),

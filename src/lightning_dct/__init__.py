@@ -16,7 +16,9 @@ from lightning_dct.checksums import CheckpointError
 from lightning_dct.config import DCTConfig
 from lightning_dct.embedding.growing import GrowingEmbeddingBags
 from lightning_dct.embedding.optimizers import RowWiseAdagrad
-from lightning_dct.embedding.sharded import ShardedEmbeddingBags
+from lightning_dct.embedding.sharded import ShardedEmbeddingBags, ShardedEmbeddings
+from lightning_dct.embedding.tables import EmbeddingTable
+from lightning_dct.embedding.whole_tables import gather_tables
 from lightning_dct.pipeline.sequential import SplitSequential
 from lightning_dct.registration import register_strategies
 from lightning_dct.sync.plain_loop import Gradients, Updates
@@ -40,15 +42,18 @@ __all__ = [
     "DCTPipelineStrategy",
     "DCTStrategy",
     "EmbeddingPruning",
+    "EmbeddingTable",
     "Gradients",
     "GrowingEmbeddingBags",
     "RowWiseAdagrad",
     "ShardedEmbeddingBags",
+    "ShardedEmbeddings",
     "SplitPoint",
     "SplitSequential",
     "ThresholdRefresh",
     "Updates",
     "__version__",
+    "gather_tables",
     "subspace",
 ]
 

@@ -7,11 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_dct.embedding.bags import Bags, read_bags
+from lightning_dct.embedding.bags import Bags, Features, read_bags
+from lightning_dct.embedding.tables import described_tables
 from strategies_for_hypothesis import examples
 
 DIM = 3
 POOLINGS = ["sum", "mean"]
+
+
+def form(sizes: list[int], pooling: str) -> Features:
+    return Features.of(described_tables(sizes, DIM, pooling, None))
 
 
 @st.composite
@@ -48,9 +53,9 @@ def some_tables(sizes: list[int], dtype: torch.dtype) -> list[Tensor]:
 def test_bags_as_torch_pools_them(case: tuple[list[int], list[list[list[int]]]], pooling: str) -> None:
     sizes, content = case
     ids, offsets = laid_flat(content)
-    bags = read_bags(ids, offsets, sizes, pooling)
+    bags = read_bags(ids, offsets, form(sizes, pooling))
     samples = len(content[0])
-    assert (bags.num_samples, bags.num_tables) == (samples, len(sizes))
+    assert bags.shape == (samples, len(sizes))
     tables = some_tables(sizes, torch.float64)
     pooled = bags.pool(looked_up(bags, tables))
     assert pooled.shape == (samples, len(sizes), DIM)
@@ -80,7 +85,7 @@ def test_bags_as_torch_pools_them(case: tuple[list[int], list[list[list[int]]]],
 def test_one_row_of_each_table_a_sample(sizes: list[int], data: st.DataObject, pooling: str) -> None:
     drawn = data.draw(st.lists(st.tuples(*(st.integers(0, rows - 1) for rows in sizes)), max_size=6))
     ids = torch.tensor(drawn, dtype=data.draw(st.sampled_from([torch.int64, torch.int32, torch.uint8])))
-    bags = read_bags(ids.reshape(-1, len(sizes)), None, sizes, pooling)
+    bags = read_bags(ids.reshape(-1, len(sizes)), None, form(sizes, pooling))
     tables = some_tables(sizes, torch.float32)
     rows = looked_up(bags, tables)
     pooled = bags.pool(rows)
@@ -91,21 +96,21 @@ def test_one_row_of_each_table_a_sample(sizes: list[int], data: st.DataObject, p
     assert torch.equal(bags.spread(pooled).view_as(rows), rows)
     # As bags of one row each.
     flat, offsets = laid_flat([[[chosen[table]] for chosen in drawn] for table in range(len(sizes))])
-    same = read_bags(flat, offsets, sizes, pooling)
+    same = read_bags(flat, offsets, form(sizes, pooling))
     assert torch.equal(same.pool(looked_up(same, tables)), pooled)
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_pooling_keeps_the_dtype(pooling: str, dtype: torch.dtype) -> None:
-    bags = read_bags(torch.tensor([0, 1, 2]), torch.tensor([0, 3, 3]), [4], pooling)
+    bags = read_bags(torch.tensor([0, 1, 2]), torch.tensor([0, 3, 3]), form([4], pooling))
     pooled = bags.pool(torch.ones(3, DIM, dtype=dtype))
     assert pooled.dtype == bags.spread(pooled).dtype == dtype
     assert pooled[:, 0, 0].tolist() == [3 if pooling == "sum" else 1, 0]
 
 
 def test_a_third_has_as_many_digits_as_the_rows() -> None:
-    bags = read_bags(torch.tensor([0, 1, 2]), torch.tensor([0, 3]), [4], "mean")
+    bags = read_bags(torch.tensor([0, 1, 2]), torch.tensor([0, 3]), form([4], "mean"))
     assert bags.spread(torch.ones(1, 1, 1, dtype=torch.float64)).tolist() == [[1 / 3]] * 3
 
 
@@ -133,13 +138,13 @@ ONE = torch.tensor([1])
 )
 def test_malformed_input(ids: Tensor, offsets: Tensor | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        read_bags(ids, offsets, [5, 2], "sum")
+        read_bags(ids, offsets, form([5, 2], "sum"))
 
 
 @pytest.mark.parametrize("bad", [-1, 2, 2**40])
 def test_ids_out_of_range(bad: int) -> None:
     message = re.escape(f"Id {bad} is out of range: table 1 has 2 rows (2 of 6 ids are out of range). Correct the ids")
     with pytest.raises(IndexError, match=message):
-        read_bags(torch.tensor([[4, 1], [0, bad], [5, 0]]), None, [5, 2], "sum")
+        read_bags(torch.tensor([[4, 1], [0, bad], [5, 0]]), None, form([5, 2], "sum"))
     with pytest.raises(IndexError, match=message):
-        read_bags(torch.tensor([4, 0, 1, bad, 0, 2]), torch.tensor([0, 2, 2, 4, 6]), [5, 2], "sum")
+        read_bags(torch.tensor([4, 0, 1, bad, 0, 2]), torch.tensor([0, 2, 2, 4, 6]), form([5, 2], "sum"))

@@ -190,7 +190,7 @@ def messages_of_wrong_batches(kind: type, settings: dict[str, Any]) -> tuple[lis
 @pytest.mark.parametrize(
     ("kind", "settings", "rows", "remedy"),
     [
-        (ShardedEmbeddingBags, {"table_rows": [9, 7]}, "has 9 rows", "Correct the ids or `table_rows`."),
+        (ShardedEmbeddingBags, {"tables": [9, 7]}, "has 9 rows", "Correct the ids or the number of rows."),
         (GrowingEmbeddingBags, {"num_tables": 2, "max_rows": 9}, "takes ids from 0 to 2", "`ids & (2**63 - 1)`"),
     ],
 )

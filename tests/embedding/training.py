@@ -73,14 +73,14 @@ def train_beside(
         tables.advance(step)
         inputs = {peer: INPUTS[kind](step, peer, samples_of(step, peer), sizes) for peer in world}
         bags = {peer: bags_of(*inputs[peer], len(sizes)) for peer in world}
-        expected = emulation.forward(step, bags, tables.pooling)
+        expected = emulation.forward(step, bags, tables.tables[0].pooling)
         pooled = tables(*given(*inputs[rank]))
         gradients = {}
         for peer in world:
             leaf = expected[peer].clone().requires_grad_()
             loss_of(leaf, targets(step, peer, leaf)).backward()
             gradients[peer] = leaf.grad
-        dense = emulation.backward(bags, gradients, tables.pooling)
+        dense = emulation.backward(bags, gradients, tables.tables[0].pooling)
         optimizer.zero_grad()
         loss_of(pooled, targets(step, rank, pooled)).backward()
         optimizer.step()

@@ -2,103 +2,194 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_dct.embedding.owners import ID_SPACE, Int64Array, RowOwners
+from lightning_dct.embedding.tables import EmbeddingTable
 from lightning_dct.kernels import add_in_order
 
-Pooling = Literal["sum", "mean"]
+
+class Features(NamedTuple):
+    """The features of some tables, in the order of the tables."""
+
+    names: tuple[str, ...]
+    table_of: tuple[int, ...]  # of each feature, the number of its table
+    is_mean: tuple[bool, ...]  # of each feature, whether its bags are averaged
+    table_rows: tuple[int, ...]  # of each table
+    table_names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, tables: Sequence[EmbeddingTable]) -> "Features":
+        """Those of some tables."""
+        listed = [(name, number, table) for number, table in enumerate(tables) for name in table.features]
+        names, numbers, owners = zip(*listed, strict=True)
+        is_mean, rows = tuple(table.pooling == "mean" for table in owners), tuple(table.rows for table in tables)
+        return cls(names, numbers, is_mean, rows, tuple(table.name for table in tables))
 
 
 @dataclass(frozen=True)
 class Bags:
-    """Flattened look-ups."""
+    """Flattened look-ups, on the device of the ids.
 
-    tables: Int64Array  # shape `[lookups]`
-    rows: Int64Array  # shape `[lookups]`
-    # Shape `[lookups]`, int64 on the model's device: `sample * tables + table`; None if each bag has one look-up, in
-    # this order.
+    A bag's number is ``sample * features + feature``, or counts through feature after feature if features have
+    different numbers of samples.
+    """
+
+    tables: Tensor  # shape `[lookups]`, int64
+    rows: Tensor  # shape `[lookups]`, int64
+    # Shape `[lookups]`, int64: the bag of each look-up; None if each bag has one look-up, in this order.
     bags: Tensor | None
     divisors: Tensor | None  # shape `[bags, 1]`, int64: of each bag's sum; None for plain sums
-    num_samples: int
-    num_tables: int
+    weights: Tensor | None  # shape `[lookups]`: factors of rows
+    shape: tuple[int, ...]  # of the bags: `[samples, features]` or `[bags]`
+
+    @property
+    def is_one_each(self) -> bool:
+        """Whether the bags are the look-ups' rows as they are."""
+        return self.bags is None and self.divisors is None and self.weights is None
 
     def pool(self, rows: Tensor) -> Tensor:
-        """Sum or average rows (``[lookups, dim]``) into bags (``[samples, tables, dim]``)."""
+        """Sum or average rows (``[lookups, dim]``), times their weights, into bags (``[*shape, dim]``)."""
+        if self.weights is not None:
+            rows = rows * self.weights.to(rows).unsqueeze(1)
+        if self.bags is None and self.divisors is None:
+            return rows.view(*self.shape, rows.shape[1])
+        pooled: Tensor = PoolRows.apply(rows, self)
+        return pooled
+
+    def sums(self, rows: Tensor) -> Tensor:
+        """The bags' sums or means, without weights."""
         pooled = rows
         if self.bags is not None:
-            pooled = rows.new_zeros(self.num_samples * self.num_tables, rows.shape[1])
-            add_in_order(pooled, self.bags, rows)
+            pooled = rows.new_zeros(int(np.prod(self.shape)), rows.shape[1])
+            add_in_order(pooled, self.bags.to(rows.device), rows)
         if self.divisors is not None:
-            pooled = pooled / self.divisors
-        return pooled.view(self.num_samples, self.num_tables, rows.shape[1])
+            pooled = pooled / self.divisors.to(rows.device)
+        return pooled.view(*self.shape, rows.shape[1])
 
     def spread(self, gradient: Tensor) -> Tensor:
-        """Map the gradient of bags (``[samples, tables, dim]``) to that of look-ups (``[lookups, dim]``).
-
-        If each bag has one look-up, the gradient of bags is that of look-ups already.
-        """
-        if self.bags is None:
-            return gradient
-        flat = gradient.reshape(self.num_samples * self.num_tables, gradient.shape[2])
-        return (flat if self.divisors is None else flat / self.divisors).index_select(0, self.bags)
+        """Map the gradient of bags (``[*shape, dim]``) to that of look-ups (``[lookups, dim]``), without weights."""
+        flat = gradient.reshape(-1, gradient.shape[-1])
+        if self.divisors is not None:
+            flat = flat / self.divisors.to(flat.device)
+        return flat if self.bags is None else flat.index_select(0, self.bags.to(flat.device))
 
 
-def read_bags(ids: Tensor, offsets: Tensor | None, table_rows: Sequence[int], pooling: str) -> Bags:
+class PoolRows(torch.autograd.Function):
+    """Pools the rows of look-ups: forward is :meth:`Bags.sums`, backward :meth:`Bags.spread`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, bags: Bags) -> Tensor:
+        """The bags."""
+        ctx.bags = bags
+        return bags.sums(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """The gradient of each row."""
+        return ctx.bags.spread(gradient), None
+
+
+def read_bags(
+    ids: Tensor,
+    offsets: Tensor | None,
+    features: Features,
+    weights: Tensor | None = None,
+    samples: Sequence[int] | None = None,
+) -> Bags:
     """Check and flatten ids and offsets as :meth:`lightning_dct.ShardedEmbeddingBags.forward` takes them.
 
     Raises:
         ValueError: Shapes, dtypes or offsets are not as there.
         IndexError: An id is out of its table's range; the message names both.
     """
-    num_tables = len(table_rows)
+    number = len(features.names)
     for name, given in (("ids", ids), ("offsets", offsets)):
         if given is not None and (given.is_floating_point() or given.is_complex() or given.dtype == torch.bool):
             raise ValueError(f"`{name}` must be whole numbers, int64 or int32; they are {given.dtype}.")
+    ids = ids.detach().to(torch.int64)
+    table_of = torch.tensor(features.table_of, device=ids.device)
+    bags: Tensor | None
+    divisors: Tensor | None
     if offsets is None:
-        if ids.ndim != 2 or ids.shape[1] != num_tables:
+        if ids.ndim != 2 or ids.shape[1] != number:
             raise ValueError(
-                f"Without `offsets`, `ids` must have the shape [samples, {num_tables}] (one row of each table); they"
+                f"Without `offsets`, `ids` must have the shape [samples, {number}] (one row for each feature); they"
                 f" have {list(ids.shape)}. Give `offsets` for bags of several rows."
             )
-        num_samples, flat = ids.shape[0], ids.detach().cpu().numpy().astype(np.int64).reshape(-1)
-        tables = np.tile(np.arange(num_tables, dtype=np.int64), num_samples)
+        flat, tables, shape = ids.reshape(-1), table_of.repeat(len(ids)), tuple(ids.shape)
         bags = divisors = None
     else:
-        flat, ends = ids.detach().cpu().numpy().astype(np.int64), offsets.detach().cpu().numpy().astype(np.int64)
-        num_samples, odd = divmod(ends.size - 1, num_tables)
-        if ids.ndim != 1 or offsets.ndim != 1 or ends.size == 0 or odd:
-            raise ValueError(
-                f"With `offsets`, `ids` must have the shape [lookups] and `offsets` [{num_tables} * samples + 1]; they"
-                f" have {list(ids.shape)} and {list(offsets.shape)}."
-            )
-        lengths = np.diff(ends)
-        if ends[0] != 0 or ends[-1] != flat.size or (lengths < 0).any():
-            raise ValueError(f"`offsets` must ascend from 0 to the number of look-ups, {flat.size}.")
-        by_table = np.repeat(np.arange(num_tables * num_samples), lengths)
-        tables, samples = np.divmod(by_table, max(num_samples, 1))
-        bags = torch.from_numpy(samples * num_tables + tables).to(ids.device)
-        divisors = None
-        if pooling == "mean":
-            counts = torch.from_numpy(lengths.reshape(num_tables, num_samples).T.copy()).to(ids.device)
-            divisors = counts.clamp(min=1).reshape(-1, 1)
-    bad = (flat < 0) | (flat > np.array([rows - 1 for rows in table_rows], dtype=np.int64)[tables])
-    if bad.any():
-        first = int(bad.argmax())
-        rows = table_rows[tables[first]]
-        if rows == ID_SPACE:
-            has, remedy = "takes ids from 0 to 2**63 - 1", "Make hashes positive: `ids & (2**63 - 1)`."
-        else:
-            has, remedy = f"has {rows} rows", "Correct the ids or `table_rows`."
-        raise IndexError(
-            f"Id {flat[first]} is out of range: table {tables[first]} {has}"
-            f" ({int(bad.sum())} of {flat.size} ids are out of range). {remedy}"
+        flat, ends = ids, offsets.detach().to(ids.device, torch.int64)
+        bags, divisors, shape = _read_offsets(flat, ends, features, samples)
+        feature = bags % number if len(shape) == 2 else torch.bucketize(bags, _ends_of(samples, bags), right=True)
+        tables = table_of[feature]
+    if weights is not None and (weights.shape != flat.shape or not weights.is_floating_point()):
+        raise ValueError(
+            f"`per_sample_weights` must be one floating-point number for each of the {flat.numel()} look-ups; they have"
+            f" shape {list(weights.shape)} and dtype {weights.dtype}."
         )
-    return Bags(tables, flat, bags, divisors, num_samples, num_tables)
+    _check_range(flat, tables, features)
+    return Bags(tables, flat, bags, divisors, weights, shape)
+
+
+def _read_offsets(
+    flat: Tensor, ends: Tensor, features: Features, samples: Sequence[int] | None
+) -> tuple[Tensor, Tensor | None, tuple[int, ...]]:
+    """The bag of each look-up, the bags' divisors, and their shape."""
+    number = len(features.names)
+    if samples is not None and len(samples) != number:
+        raise ValueError(f"`samples` must have a number for each of the {number} features; it has {len(samples)}.")
+    num_bags = ends.numel() - 1
+    fits = num_bags % number == 0 if samples is None else num_bags == sum(samples)
+    if flat.ndim != 1 or ends.ndim != 1 or num_bags < 0 or not fits:
+        bags_asked = f"{number} * samples" if samples is None else str(sum(samples))
+        raise ValueError(
+            f"With `offsets`, `ids` must have the shape [lookups] and `offsets` [{bags_asked} + 1]; they"
+            f" have {list(flat.shape)} and {list(ends.shape)}."
+        )
+    lengths = ends.diff()
+    if bool((ends[0] != 0) | (ends[-1] != flat.numel()) | (lengths < 0).any()):
+        raise ValueError(f"`offsets` must ascend from 0 to the number of look-ups, {flat.numel()}.")
+    given = torch.repeat_interleave(torch.arange(num_bags, device=flat.device), lengths, output_size=flat.numel())
+    counts = lengths.clamp(min=1)
+    is_mean = torch.tensor(features.is_mean, device=flat.device)
+    if samples is None:  # from feature after feature to sample after sample
+        each = num_bags // number
+        bags = given % max(each, 1) * number + given // max(each, 1)
+        divisors = torch.where(is_mean, counts.view(number, each).T, 1).reshape(-1, 1)
+        shape: tuple[int, ...] = (each, number)
+    else:
+        of_bags = is_mean.repeat_interleave(torch.tensor(samples, device=flat.device), output_size=num_bags)
+        bags, divisors, shape = given, torch.where(of_bags, counts, 1).view(-1, 1), (num_bags,)
+    return bags, divisors if any(features.is_mean) else None, shape
+
+
+def _ends_of(samples: Sequence[int] | None, like: Tensor) -> Tensor:
+    """Where the bags of each feature end."""
+    return torch.tensor(samples, device=like.device).cumsum(0)
+
+
+def _check_range(flat: Tensor, tables: Tensor, features: Features) -> None:
+    last = torch.tensor([rows - 1 for rows in features.table_rows], device=flat.device)[tables]
+    bad = (flat < 0) | (flat > last)
+    if not bad.any():
+        return
+    first = int(bad.to(torch.uint8).argmax())
+    table = int(tables[first])
+    rows = features.table_rows[table]
+    if rows == ID_SPACE:
+        has, remedy = "takes ids from 0 to 2**63 - 1", "Make hashes positive: `ids & (2**63 - 1)`."
+    else:
+        has, remedy = f"has {rows} rows", "Correct the ids or the number of rows."
+    raise IndexError(
+        f"Id {int(flat[first])} is out of range: table {features.table_names[table]} {has}"
+        f" ({int(bad.sum())} of {flat.numel()} ids are out of range). {remedy}"
+    )
 
 
 class DistinctRows:
@@ -113,7 +204,7 @@ class DistinctRows:
     """
 
     def __init__(self, bags: Bags, placement: RowOwners, device: torch.device) -> None:
-        owners, places = placement.locate(bags.tables, bags.rows)
+        owners, places = placement.locate(bags.tables.cpu().numpy(), bags.rows.cpu().numpy())
         inverse = np.empty(places.size, dtype=np.int64)
         self.bags = bags
         self.wanted: list[Int64Array] = []

@@ -187,13 +187,13 @@ class CollectedGradients:
 
 
 class DeliverRows(torch.autograd.Function):
-    """Makes backward call ``send_gradient`` with the gradient of ``pooled``. It sets the gradient of ``weight``."""
+    """Makes backward call ``send_gradient`` with the gradient of ``rows``. It sets the gradient of ``weight``."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, pooled: Tensor, send_gradient: Callable[[Tensor], None]) -> Tensor:
-        """The pooled rows, as they are."""
+    def forward(ctx: Any, weight: Tensor, rows: Tensor, send_gradient: Callable[[Tensor], None]) -> Tensor:
+        """The rows, as they are."""
         ctx.send_gradient = send_gradient
-        return pooled.view_as(pooled)
+        return rows.view_as(rows)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:

@@ -14,9 +14,7 @@ A training look-up requests each distinct row once::
 
 What is below the threshold is sent later. The paper instead sends pooled embeddings and sets the small ones to zero.
 
-Outside training ranks may have different numbers of batches, and a collective needs every rank. So in each round every
-rank announces how many rows it requests, or that it has no more batches. It then answers the others until no rank has
-batches. The modules of one model share their rounds: ranks may request rows of different modules in the same round.
+:mod:`lightning_dct.embedding.exact` has the look-ups outside training.
 """
 
 from __future__ import annotations
@@ -33,11 +31,12 @@ from lightning_dct.embedding import messages
 from lightning_dct.embedding.bags import Bags, DistinctRows, read_bags
 from lightning_dct.embedding.cache import Admission, RememberedRows, add_entries
 from lightning_dct.embedding.collected import FAULT, DeliverRows
+from lightning_dct.embedding.exact import ANNOUNCED_EXACT, FINISHED, ExactReader
 from lightning_dct.embedding.owners import Int64Array
 from lightning_dct.kernels import add_rows
 from lightning_dct.traffic import FP32_BYTES, ID_BYTES
 from lightning_dct.wire.payload import unpack
-from lightning_dct.wire.positions import PayloadError, PositionCode, reading
+from lightning_dct.wire.positions import PayloadError, reading
 
 if TYPE_CHECKING:
     from lightning_dct.embedding.sharded import ShardedEmbeddingBags
@@ -66,16 +65,19 @@ class _Requested(NamedTuple):
 ANNOUNCED = 4
 REQUEST, END = 0, 1
 MOST_LOOKUPS = 31
-# What a round of exact rows announces: the module's index, and the number of rows or that there are no more batches.
-ANNOUNCED_EXACT = 2
-FINISHED = -1
 
 
-def look_up(module: ShardedEmbeddingBags, ids: Tensor, offsets: Tensor | None) -> ChangesLookup | ExactReader:
+def look_up(
+    module: ShardedEmbeddingBags,
+    ids: Tensor,
+    offsets: Tensor | None,
+    weights: Tensor | None = None,
+    samples: Sequence[int] | None = None,
+) -> ChangesLookup | ExactReader:
     """Start a look-up: of changes if a gradient is wanted, else of exact rows."""
     is_exact = not (module.weight.requires_grad and torch.is_grad_enabled())
     try:
-        bags = read_bags(ids, offsets, module.table_rows, module.pooling)
+        bags = read_bags(ids, offsets, module.features, weights, samples)
     except (IndexError, ValueError) as fault:
         # The others wait for an announcement. With this one they all fail.
         exchange = ((module.evaluated_with or (module,))[0] if is_exact else module).exchange_group
@@ -149,7 +151,21 @@ class ChangesLookup:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def pooled(self) -> Tensor:
-        """Wait for the rows and pool them, ``[samples, tables, dim]``."""
+        """Wait for the rows and pool them, ``[samples, features, dim]``."""
+        bags = self._rows.bags
+        if bags.is_one_each:
+            # The gradient then comes as it lies, for example a part of a concatenation, and is not copied.
+            return DeliverRows.apply(self._module.weight, bags.pool(self._each()), self.reach)
+        rows = self.rows()
+        with self._module.traffic.timed():
+            return bags.pool(rows)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def rows(self) -> Tensor:
+        """Wait for the rows, and give that of each look-up, ``[lookups, dim]``."""
+        return DeliverRows.apply(self._module.weight, self._each(), self.reach)
+
+    def _each(self) -> Tensor:
         module, rows = self._module, self._rows
         self.take_answers()
         with module.traffic.timed():
@@ -160,18 +176,17 @@ class ChangesLookup:
                     continue
                 self._sent[rank].check_not_evicted()
                 torch.index_select(self._sent[rank].rows.copies, 0, self._sent[rank].slots, out=part)
-            pooled = rows.bags.pool(found.to(module.weight.dtype).index_select(0, rows.inverse))
-        return DeliverRows.apply(module.weight, pooled, self.reach)
+            return found.to(module.weight.dtype).index_select(0, rows.inverse)
 
-    def reach(self, pooled_gradient: Tensor) -> None:
-        """Note the gradient of pooled rows, which is sent when backward ends."""
+    def reach(self, gradient: Tensor) -> None:
+        """Note the gradient of the look-ups' rows, ``[..., dim]``, which is sent when backward ends."""
         module, rows = self._module, self._rows
         if self not in module.lookups:
             raise RuntimeError(
                 f"A backward has come to a look-up before the last {MOST_LOOKUPS}, or one that has ended."
             )
         with module.traffic.timed():
-            each = rows.bags.spread(pooled_gradient).to(module.remembered_dtype)
+            each = gradient.to(module.remembered_dtype)
             if self.gradient is None:
                 self.gradient = each.new_zeros(sum(rows.sizes), module.embedding_dim)
             add_rows(self.gradient, rows.inverse, each)
@@ -336,61 +351,3 @@ def _announce(module: ShardedEmbeddingBags, numbers: Int64Array) -> Int64Array:
             " often. A rank without ids gives an empty batch."
         )
     return announced
-
-
-class ExactReader:
-    """A look-up of exact rows: the constructor reads them, :meth:`pooled` pools them."""
-
-    def __init__(self, module: ShardedEmbeddingBags, bags: Bags) -> None:
-        self._rows = DistinctRows(bags, module.placement, module.weight.device)
-        rows = exact_round(module, self._rows.wanted)
-        assert rows is not None  # this rank has not finished
-        self._distinct = rows
-        lookups = int(sum(self._rows.lookups[peer] for peer in module.exchange_group.peers))
-        row_bytes = FP32_BYTES * module.embedding_dim
-        module.evaluation_traffic.add(steps=1, bytes_dense=lookups * (ID_BYTES + 2 * row_bytes))
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def pooled(self) -> Tensor:
-        """The pooled rows, ``[samples, tables, dim]``."""
-        return self._rows.bags.pool(self._distinct[self._rows.inverse])
-
-
-def exact_round(module: ShardedEmbeddingBags, wanted: list[Int64Array] | None) -> Tensor | None:
-    """Request rows of a module, None if this rank has no more batches, and answer the others.
-
-    The result has the rows of all owners, ``[k, dim]``; it is None if all ranks have finished.
-    """
-    modules = module.evaluated_with or (module,)  # in the same order on every rank
-    exchange, placement, traffic = modules[0].exchange_group, module.placement, module.evaluation_traffic
-    weight, row_bytes = module.weight, module.embedding_dim * module.weight.element_size()
-    places = [np.empty(0, dtype=np.int64)] * placement.world_size if wanted is None else wanted
-    which = modules.index(module)
-    numbers = [(which, FINISHED if wanted is None else len(part)) for part in places]
-    announced = exchange.announce(np.array(numbers, dtype=np.int64), traffic, FINISHED)
-    requested = announced[:, 0]
-    if (requested < 0).any() or (requested >= len(modules)).any():
-        raise PayloadError(f"A rank requests module {requested.max()} of {len(modules)} sharded tables.")
-    if wanted is None and (announced[:, 1] == FINISHED).all():
-        return None
-    payloads: dict[int, Tensor] = {}
-    codes: dict[int, PositionCode] = {}
-    for peer in exchange.peers:
-        count, universe = max(int(announced[peer, 1]), 0), modules[requested[peer]].placement.owned_rows[exchange.rank]
-        if count > universe:
-            raise PayloadError(f"Rank {peer} requests {count} rows where there are {universe}.")
-        codes[peer] = PositionCode(universe, count)
-        own = PositionCode(placement.owned_rows[peer], places[peer].size)
-        payloads[peer] = own.encode(torch.from_numpy(places[peer]).to(weight.device))
-    sizes = {peer: code.num_bytes for peer, code in codes.items()}
-    requests = exchange.start(payloads, sizes, traffic)()
-    answers = {}
-    for peer, code in codes.items():
-        with reading(f"Ids that rank {peer} of the process group requests"):
-            requested_places = code.decode(requests[peer], code.capacity).cpu().numpy()
-        answers[peer] = modules[requested[peer]].own_rows(requested_places).view(-1).view(torch.uint8)
-        sizes[peer] = len(places[peer]) * row_bytes
-    received = exchange.start(answers, sizes, traffic)()
-    rows = [part.clone().view(weight.dtype).view(-1, module.embedding_dim) for part in received]
-    rows[exchange.rank] = module.own_rows(places[exchange.rank])
-    return torch.cat(rows)

@@ -178,11 +178,19 @@ class UnmadeRows(nn.parameter.UninitializedParameter):
     ]
 
 
-def initial_rows(seed: int, tables: Int64Array, rows: Int64Array, bounds: Sequence[float], dim: int) -> Tensor:
+def initial_rows(
+    seed: int,
+    tables: Int64Array,
+    rows: Int64Array,
+    bounds: Sequence[float],
+    dim: int,
+    centres: Sequence[float] | None = None,
+) -> Tensor:
     """Rows ``rows`` of ``tables``, both shape ``[n]``: fp32 ``[n, dim]``, uniform on ``[-bound, bound)`` of the table.
 
-    ``bounds`` has an entry for each table. The owner's row, and the copy on a rank that requests it for the first time,
-    both start from this value. So they differ only by the changes of training.
+    ``bounds`` has an entry for each table, and so has ``centres``, which are added. The owner's row, and the copy on a
+    rank that requests it for the first time, both start from this value. So they differ only by the changes of
+    training.
     """
     bound_of = np.array(bounds, dtype=np.float32)[tables]
     state = np.full(1, seed % 2**64, dtype=np.uint64)
@@ -191,12 +199,14 @@ def initial_rows(seed: int, tables: Int64Array, rows: Int64Array, bounds: Sequen
     if (kernel := compiled("cpu", loops="numba_rows")) is not None:
         values = np.empty((rows.size, dim), dtype=np.float32)
         kernel.fill_uniform(values, state, bound_of)
-        return torch.from_numpy(values)
-    state = mix(state[:, None] + np.arange(1, dim + 1, dtype=np.uint64) * GOLDEN)
-    # An fp32 holds 24 bits exactly, so only the last product rounds.
-    uniform = (state >> np.uint64(40)).astype(np.float32) * np.float32(2**-23) - np.float32(1)
-    uniform *= bound_of[:, None]
-    return torch.from_numpy(uniform)
+    else:
+        state = mix(state[:, None] + np.arange(1, dim + 1, dtype=np.uint64) * GOLDEN)
+        # An fp32 holds 24 bits exactly, so only the last product rounds.
+        values = (state >> np.uint64(40)).astype(np.float32) * np.float32(2**-23) - np.float32(1)
+        values *= bound_of[:, None]
+    if centres is not None and any(centres):
+        values += np.array(centres, dtype=np.float32)[tables][:, None]
+    return torch.from_numpy(values)
 
 
 def mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

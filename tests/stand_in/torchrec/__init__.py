@@ -1,0 +1,1 @@
+"""What `lightning_dct.torchrec` uses of TorchRec, in the same shape, where TorchRec is not installed."""
