@@ -10,12 +10,10 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from torchrec.modules.embedding_configs import DataType, PoolingType
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from distributed.training import trainer_for
 from embedding.training import generator
-from embedding.with_torchrec import IS_REAL
+from embedding.with_torchrec import IS_REAL, DataType, KeyedJaggedTensor, KeyedTensor, PoolingType
 from lightning_dct import DCTStrategy, RowWiseAdagrad
 from lightning_dct.torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
 
@@ -28,7 +26,7 @@ needs_torchrec = pytest.mark.skipif(not IS_REAL, reason="needs TorchRec: `make t
 def configs(dim: int = 4, **query: Any) -> list[EmbeddingBagConfig]:
     """Tables of two dims, one with two features; a feature is looked up in two tables."""
     return [
-        EmbeddingBagConfig(12, dim, "items", feature_names=["bought", "seen"], pooling=PoolingType.MEAN),
+        EmbeddingBagConfig(12, dim, "goods", feature_names=["bought", "seen"], pooling=PoolingType.MEAN),
         EmbeddingBagConfig(30, 3, "words", feature_names=["query"], **query),
         EmbeddingBagConfig(5, dim, "ages", feature_names=["age"]),
         EmbeddingBagConfig(12, dim, "more", feature_names=["seen"], init_fn=partial(nn.init.normal_, std=0.1)),
@@ -130,7 +128,7 @@ def test_a_collection_trains_as_whole_tables(
 ) -> None:
     for worst, keys in ranks(world_size).run(trained, weighted, unequal, str(tmp_path / "serving")):
         assert worst < 1e-5
-        assert keys == ["bought", "seen@items", "query", "age", "seen@more"]
+        assert keys == ["bought", "seen@goods", "query", "age", "seen@more"]
     for name, rows in state_of(configs()).items():
         file = tmp_path / "serving" / f"{name.split('.')[1]}.pt"
         assert torch.load(file, weights_only=True).shape == rows.shape
@@ -260,7 +258,7 @@ def test_torchrecs_models_train(ranks: Any, model: str) -> None:
 def test_the_same_as_torchrecs_own_collection_in_one_process(tmp_path: Path) -> None:
     from torchrec.modules.embedding_modules import EmbeddingBagCollection as Theirs
 
-    theirs, ours = Theirs(tables=configs(), is_weighted=True), EmbeddingBagCollection(configs(), is_weighted=True)
+    theirs, ours = Theirs(tables=configs()), EmbeddingBagCollection(configs())
     # One process may load what TorchRec saved.
     ours.load_state_dict(theirs.state_dict())
     for shard in ours.shards:

@@ -1,9 +1,14 @@
-"""Import this before `lightning_dct.torchrec`: a stand-in takes TorchRec's place where that is not installed."""
+"""Names of TorchRec for tests. A stand-in takes its place where it is not installed, so import this before it."""
 
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
 IS_REAL = find_spec("torchrec") is not None and find_spec("fbgemm_gpu") is not None
 if not IS_REAL:
     sys.path.append(str(Path(__file__).parents[1] / "stand_in"))
+
+_configs, _tensors = import_module("torchrec.modules.embedding_configs"), import_module("torchrec.sparse.jagged_tensor")
+DataType, PoolingType = _configs.DataType, _configs.PoolingType
+KeyedJaggedTensor, KeyedTensor = _tensors.KeyedJaggedTensor, _tensors.KeyedTensor
