@@ -13,9 +13,8 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import Tensor
 
-from lightning_dct import CheckpointError, DCTStrategy
+from lightning_dct import CheckpointError, DCTStrategy, agreement
 from lightning_dct.checkpoint import format as saved
-from lightning_dct.checkpoint import reading
 from lightning_dct.checkpoint.format import check_state
 from lightning_dct.checkpoint.reading import agreed_notes, compared, merge_states, read_state, with_edited_groups
 from lightning_dct.embedding.table_files import RowFiles, write_rows
@@ -347,7 +346,8 @@ def test_files_that_lie_elsewhere_are_kept_and_read(tmp_path: Path) -> None:
 
 def test_a_rank_without_the_checkpoint_is_named(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where it was not copied to each machine; another rank has it."""
-    monkeypatch.setattr(reading, "gather_objects", lambda mine: [("5f0c93ab", None, "None"), mine])
+    there = ("5f0c93ab", path), None, "None", None
+    monkeypatch.setattr(agreement, "gather_objects", lambda mine: [there, mine])
     with pytest.raises(FileNotFoundError, match=rf"'{path}' is not there on ranks \[1\]"), compared(path):
         pass
 

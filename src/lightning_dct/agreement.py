@@ -1,9 +1,9 @@
 """Compares settings, versions, the model and its optimizers over all ranks at setup, and names the first difference."""
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,13 +14,15 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_dct.__about__ import __version__
-from lightning_dct.checksums import checksums_of
+from lightning_dct.checksums import CheckpointError, checksums_of
 
 TRAINER_SETTINGS = (
     *("max_epochs", "max_steps", "min_epochs", "min_steps", "accumulate_grad_batches", "gradient_clip_val"),
     *("gradient_clip_algorithm", "limit_train_batches", "limit_val_batches", "val_check_interval"),
     *("check_val_every_n_epoch", "num_sanity_val_steps", "precision"),
 )
+
+Result = TypeVar("Result")
 
 
 def check_agreement(settings: Mapping[str, Any], model: Module, group: dist.ProcessGroup | None) -> None:
@@ -144,6 +146,52 @@ def gather_objects(mine: Any, group: dist.ProcessGroup | None = None) -> list[An
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
     return everyone
+
+
+def on_all_ranks(work: Callable[[], Result], told: Callable[[Exception], Exception]) -> list[Result]:
+    """The results of all ranks by rank, or the error of one rank, raised on every rank; a collective call.
+
+    Without it the others would wait in their next collective for the rank that has failed. ``work`` makes no collective
+    call. ``told`` gives the error that users see, which may be the error itself.
+    """
+    result: Any = None
+    failure: Exception | None = None
+    try:
+        result = work()
+    except Exception as error:
+        failure = told(error)
+        if failure is not error:
+            failure.__cause__ = error
+    kind = None if failure is None else _kind_elsewhere(failure)
+    everyone = gather_objects((result, kind, str(failure), getattr(failure, "errno", None)))
+    failed = [theirs[1:] for theirs in everyone if theirs[1] is not None]
+    if not failed:
+        return [theirs[0] for theirs in everyone]
+    # All ranks raise the same kind of error, each its own if it has one.
+    worst, message, number = next((one for one in failed if one[0] is CheckpointError), failed[0])
+    if failure is not None and kind is worst:
+        raise failure
+    elsewhere = worst(message)
+    if isinstance(elsewhere, OSError):
+        elsewhere.errno = number
+    raise elsewhere from failure
+
+
+def like(error: OSError, message: str) -> OSError:
+    """An error of the same kind and number with another message."""
+    kind = _kind_elsewhere(error)
+    explained = kind(message)
+    assert isinstance(explained, OSError)
+    explained.errno = error.errno
+    return explained
+
+
+def _kind_elsewhere(failure: Exception) -> type[Exception]:
+    """The kind of a failure on ranks that have not failed, which may not know its class: one that takes a message."""
+    if type(failure) in (CheckpointError, ValueError, TypeError):
+        return type(failure)
+    of_files = (kind for kind in type(failure).__mro__ if kind.__module__ == "builtins" and issubclass(kind, OSError))
+    return next(of_files, RuntimeError)
 
 
 def _compare(subject: str, values: list[Any]) -> None:

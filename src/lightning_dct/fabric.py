@@ -23,7 +23,7 @@ from lightning_dct.activations.module import modules_of
 from lightning_dct.agreement import check_agreement, describe_optimizers, gather_objects
 from lightning_dct.checkpoint import format as saved
 from lightning_dct.checkpoint import reading
-from lightning_dct.checkpoint.files import AtomicCheckpointIO, cleans_own_disk, lock, unlock
+from lightning_dct.checkpoint.files import AtomicCheckpointIO, cleans_own_disk, lock, unlock, write_on_all_ranks
 from lightning_dct.compress.awaited import clock_of, recorded
 from lightning_dct.config import DCTConfig, check_density, check_keywords
 from lightning_dct.embedding.sharded import ShardedEmbeddingBags
@@ -254,6 +254,12 @@ class DCTStrategy(DDPStrategy):
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Save Fabric's checkpoint from rank 0, and beside it the state of each rank of the modules in ``state``."""
         path, save = self.broadcast((str(path), secrets.token_hex(4)))
+        try:
+            self._save(path, save, state, *args, **kwargs)
+        finally:
+            unlock(path)
+
+    def _save(self, path: str, save: str, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         modules = self._modules_in(state)
         self._tell_of_flight([synchronizer for _, synchronizer in modules], path)
         parts = [_part(path, index) for index in range(len(modules))]
@@ -275,14 +281,14 @@ class DCTStrategy(DDPStrategy):
             ]
             groups = self.broadcast({name: reading.checksum_of_groups([one]) for name, one in optimizers})
             own = {**synchronizer.state_dict(), "optimizers": optimizers, "optimizer_groups": groups}
-            written = saved.write_state(self.checkpoint_io, _part(path, index), note, self.global_rank, own)
-            notes.append({**saved.seal(note, gather_objects(written)), "module": key})
+            place = _part(path, index)
+            write = partial(saved.write_state, self.checkpoint_io, place, note, self.global_rank, own)
+            notes.append({**saved.seal(note, write_on_all_ranks(write, place)), "module": key})
         super().save_checkpoint(path, {**state, saved.CHECKPOINT_KEY: notes}, *args, **kwargs)
         self.barrier()
         if self.is_global_zero or cleans_own_disk(self, path):
             for part in parts:
                 saved.finish(self.checkpoint_io, part, outdated[part])
-        unlock(path)
 
     def _tell_of_flight(self, saved_ones: list[Synchronizer], path: str) -> None:
         """Say once that a checkpoint's weights lack updates in flight: a resumed run needs them as they are."""
@@ -313,7 +319,7 @@ class DCTStrategy(DDPStrategy):
         for key, synchronizer in self._modules_in(wanted):
             if key in by_key:
                 load = partial(_continue, synchronizer, reading.restore_state(self, *by_key[key], weights_only), wanted)
-                reading.check_replicas(reading.on_all_ranks(load, file), file)
+                reading.check_replicas(reading.read_on_all_ranks(load, file), file)
             else:
                 rank_zero_info(f"{path} holds no state of DCTStrategy for {key!r}: its residuals start at zero.")
                 traffic = synchronizer.traffic.state_dict()  # of all modules

@@ -4,6 +4,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
@@ -18,7 +19,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dct.activations.module import CompressedModule, modules_of, plain_name
-from lightning_dct.agreement import gather_objects
 from lightning_dct.callbacks.run_advice import RunAdvice
 from lightning_dct.checkpoint import files, reading
 from lightning_dct.checkpoint import format as saved
@@ -164,6 +164,9 @@ class CheckpointedStrategy(ParallelStrategy):
         """
         try:
             self._save(checkpoint, filepath, storage_options)
+        except BaseException:
+            files.unlock(str(filepath))
+            raise
         finally:
             if self._is_shown_to_save and self.updates is not None:
                 self.updates.weights.hide()
@@ -181,10 +184,13 @@ class CheckpointedStrategy(ParallelStrategy):
             self.synchronizer.flush()
         self._finish_saving()
         # Under SLURM every rank looks for a free name, and they may find different ones.
-        save, groups = "", reading.checksum_of_groups(checkpoint.get("optimizer_states", []))
-        if self.is_global_zero:
-            save = self._begin_saving(str(filepath))
-        path, save, groups = self.broadcast((str(filepath), save, groups))
+        groups = reading.checksum_of_groups(checkpoint.get("optimizer_states", []))
+
+        def begin() -> tuple[str, str, int]:
+            return str(filepath), self._begin_saving(str(filepath)) if self.is_global_zero else "", groups
+
+        self.come_to("a checkpoint to save")
+        path, save, groups = files.write_on_all_ranks(begin, str(filepath))[0]
         if self.updates is not None and self.is_fitting:
             self.updates.check_alike()
         if files.cleans_own_disk(self, path):
@@ -198,20 +204,25 @@ class CheckpointedStrategy(ParallelStrategy):
         if has_state or tables:
             steps = int(checkpoint["global_step"]) if self.synchronizer is None else self.synchronizer.synchronisations
             note = saved.make_note(self.world_size, steps, save, has_state, bool(tables), self.stages)
-            written = ""
+            written = [""] * self.world_size
             if has_state:
                 io, state = files.write_at_once(self.checkpoint_io), {**self._state(), "groups": groups}
-                written = saved.write_state(io, path, note, self.global_rank, state)
+                write = partial(saved.write_state, io, path, note, self.global_rank, state)
+                written = files.write_on_all_ranks(write, path)
             if tables:
                 save_rows(saved.rows_path(path, note), tables, self.optimizers if has_state else [])
             # Lightning's file comes last and points at files that all ranks have completed.
-            checkpoint[saved.CHECKPOINT_KEY] = saved.seal(note, gather_objects(written))
+            checkpoint[saved.CHECKPOINT_KEY] = saved.seal(note, written)
         # Of averages Lightning saves a copy of the module, whose thresholds are those before training.
         compressed = self.compressed_modules()
         for name, value in checkpoint.get("current_model_state", {}).items():
             if plain_name(name.removesuffix("._extra_state")) in compressed:
                 checkpoint["state_dict"][name] = value
-        super().save_checkpoint(checkpoint, path, storage_options)
+        write_lightnings = partial(super().save_checkpoint, checkpoint, path, storage_options)
+        if self.holds_shards:
+            write_lightnings()  # together
+        else:
+            files.write_on_all_ranks(write_lightnings, path)
         if self.is_global_zero:
             self._unfinished[path] = self._outdated
         if not isinstance(self.checkpoint_io, AsyncCheckpointIO):
@@ -309,7 +320,7 @@ class CheckpointedStrategy(ParallelStrategy):
             return reading.digest_of(self.synchronizer)
 
         path = str(self._module.trainer.ckpt_path)
-        reading.check_replicas(reading.on_all_ranks(load, path), path)
+        reading.check_replicas(reading.read_on_all_ranks(load, path), path)
         if ROWS_KEY in checkpoint:
             load_row_states(checkpoint[ROWS_KEY], self.sharded_tables(), self.optimizers)
 

@@ -145,6 +145,27 @@ def test_rank_zero_names_the_checkpoint(ranks: Any, tmp_path: Path) -> None:
     assert len(list((tmp_path / "0.ckpt.dct").iterdir())) == 2
 
 
+class NamedByRank(Module):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("own", float(self.global_rank + 1))
+
+
+def choose_the_best(folder: Path) -> str:
+    saver = ModelCheckpoint(folder, "{own:.0f}", monitor="own")
+    trainer = trainer_for(DCTStrategy(**SETTINGS), callbacks=[saver], enable_checkpointing=True)
+    module = NamedByRank()
+    trainer.fit(module, loader(3, 40, 8), loader(1, 40, 8))
+    return message_of(trainer.validate, module, loader(1, 40, 8), ckpt_path="best")
+
+
+def test_ranks_that_choose_checkpoints_of_different_names(ranks: Any, tmp_path: Path) -> None:
+    """Oracle: both names, which came from a metric that each rank has logged for itself, and what to do."""
+    for message in ranks(2).run(choose_the_best, tmp_path):
+        assert f"rank 0 {str(tmp_path / 'own=1.ckpt')!r}, rank 1 {str(tmp_path / 'own=2.ckpt')!r}" in message
+        assert "`sync_dist=True`" in message
+        assert "all machines" not in message
+
+
 def save_over_a_link(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Save rows, train on, and save where a link to the first checkpoint lies."""
     module = Hybrid({"density": 0.2})

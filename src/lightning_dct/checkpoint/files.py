@@ -6,16 +6,19 @@ import os
 import shutil
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
 import torch
+import torch.distributed as dist
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_dct.agreement import Result, like, on_all_ranks
 from lightning_dct.checkpoint.format import no_checkpoint_name
 from lightning_dct.lightning_private import METADATA_FILENAME
 
@@ -47,6 +50,28 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             raise
         finally:
             unlock(local_path)
+
+
+def write_on_all_ranks(write: Callable[[], Result], path: str) -> list[Result]:
+    """The results of all ranks, or the error of one rank, raised on every rank; a collective call.
+
+    ``write`` writes this rank's part of the checkpoint ``path``, without a collective call. An OSError names the
+    checkpoint; its kind and number stay. Other errors stay as they are, and are a RuntimeError on the other ranks.
+    """
+    return on_all_ranks(write, lambda error: _of_writing(path, error))
+
+
+def _of_writing(path: str, error: Exception) -> Exception:
+    if not isinstance(error, OSError):
+        return error
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    place = f"rank {rank} on {socket.gethostname()}"
+    return like(
+        error,
+        f"The checkpoint {path!r} is not saved, because {place} cannot write its part ({type(error).__name__}:"
+        f" {error}). What was saved there before is whole. Look at the disk and the folder, or choose others:"
+        " `default_root_dir` of the Trainer, `dirpath` of `ModelCheckpoint`.",
+    )
 
 
 def lock(path: str) -> None:

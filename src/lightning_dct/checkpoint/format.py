@@ -5,6 +5,7 @@ other save has. So a job that is killed while it overwrites a checkpoint finds t
 Lightning's file, rank 0 removes the files that were there before.
 """
 
+import errno
 import hashlib
 import os
 import re
@@ -232,9 +233,9 @@ def read_checked(
         found = fingerprint_of(file, compare=True)
         state = checkpoint_io.load_checkpoint(file, weights_only=weights_only is not False)
         check_state(state)
-    except (FileNotFoundError, PermissionError):
-        raise
     except Exception as error:
+        if is_failed_access(error):
+            raise
         # zipfile, pickle and torch raise many kinds of errors on a corrupt file.
         raise CheckpointError(
             f"The file {file!r}, one rank's part of a checkpoint, is damaged or is something else ({error}). {REMEDY}"
@@ -252,6 +253,12 @@ def read_checked(
             f" than the checkpoint says. {REMEDY}"
         )
     return state
+
+
+def is_failed_access(error: Exception) -> bool:
+    """Whether an error says that a file is missing or that a disk or a service has failed, and nothing of a file."""
+    # A damaged archive may point to a place before its beginning, where nobody can read: an invalid argument.
+    return isinstance(error, OSError) and error.errno != errno.EINVAL
 
 
 def check_state(state: Any) -> None:

@@ -5,10 +5,11 @@ in their next collective.
 """
 
 import math
+import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
@@ -16,7 +17,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_dct.agreement import gather_objects
+from lightning_dct.agreement import Result, like, on_all_ranks
 from lightning_dct.checkpoint import format as saved
 from lightning_dct.checksums import CheckpointError, checksum_of
 from lightning_dct.compress.error_feedback import add_pieces, pieces_extent
@@ -26,42 +27,29 @@ RESETTABLE = (FileNotFoundError, ValueError)  # errors after which `missing_stat
 # Parts of a state without a meaning in another layout. A mean of the ranks' optimizers or loss scalers would continue
 # none of them, and of shards they have other rows. Updates in flight are still in the ranks' own weights: sent again.
 OF_ONE_RANK = ("optimizers", "scaler", "in_flight")
-Result = TypeVar("Result")
 
 
-def on_all_ranks(
-    read: Callable[[], Result], path: str, kinds: tuple[type[Exception], ...] = (FileNotFoundError,)
-) -> list[Result]:
+def read_on_all_ranks(read: Callable[[], Result], path: str, kinds: tuple[type[Exception], ...] = ()) -> list[Result]:
     """The results of all ranks, or the error of one rank, raised on every rank; a collective call.
 
-    ``read`` reads a part of the checkpoint ``path``, without a collective call. Errors of these ``kinds`` are raised as
-    they are, if no rank has another one; any other error becomes a CheckpointError.
+    ``read`` reads a part of the checkpoint ``path``, without a collective call. An error of these ``kinds``, and a file
+    that is missing, stay as they are, if no rank has another error. An OSError says that a disk or a service has
+    failed. Any other error becomes a CheckpointError.
     """
-    result: Any = None
-    failure: Exception | None = None
-    try:
-        result = read()
-    except Exception as error:
-        # torch, zipfile and pickle raise a dozen kinds of errors on what does not fit.
-        failure = error if type(error) in (*kinds, CheckpointError) else _unreadable(path, error)
-    kind = None if failure is None else type(failure)
-    everyone = gather_objects((result, kind, str(failure)))
-    failed = [(kind, message) for _, kind, message in everyone if kind is not None]
-    if not failed:
-        return [theirs for theirs, _, _ in everyone]
-    # All ranks raise the same kind of error, each its own if it has one.
-    worst = next((one for one in failed if one[0] is CheckpointError), failed[0])
-    if failure is not None and kind is worst[0]:
-        raise failure
-    raise worst[0](worst[1]) from failure
+    return on_all_ranks(read, lambda error: _of_reading(path, error, kinds))
 
 
-def _unreadable(path: str, error: Exception) -> CheckpointError:
-    chained = CheckpointError(
+def _of_reading(path: str, error: Exception, kinds: tuple[type[Exception], ...] = ()) -> Exception:
+    if type(error) in (*kinds, CheckpointError) or isinstance(error, FileNotFoundError):
+        return error
+    if isinstance(error, OSError) and saved.is_failed_access(error):
+        return like(
+            error, f"The checkpoint {path!r} cannot be read ({type(error).__name__}: {error}). It may be whole."
+        )
+    # torch, zipfile and pickle raise a dozen kinds of errors on what does not fit.
+    return CheckpointError(
         f"The checkpoint {path!r} is damaged or does not fit ({type(error).__name__}: {error}). {saved.REMEDY}"
     )
-    chained.__cause__ = error
-    return chained
 
 
 @contextmanager
@@ -70,19 +58,37 @@ def compared(path: str) -> Iterator[list[str | None]]:
 
     A collective call: if some rank's file is missing or corrupt, all raise a FileNotFoundError or a CheckpointError.
     """
-    found = on_all_ranks(lambda: saved.fingerprint_of(path, compare=True), path)
+    everyone = read_on_all_ranks(lambda: (saved.fingerprint_of(path, compare=True), path), path)
+    found, paths = [theirs for theirs, _ in everyone], [their_path for _, their_path in everyone]
     if missing := [rank for rank, theirs in enumerate(found) if theirs is None and any(found)]:
-        raise FileNotFoundError(f"The checkpoint {path!r} is not there on ranks {missing}. Copy it to all machines.")
+        remedy = _other_names(paths) or "Copy it to all machines."
+        raise FileNotFoundError(f"The checkpoint {path!r} is not there on ranks {missing}. {remedy}")
     if not all(found):
         # Only some are files of `torch.save`: reading them would fail on some ranks.
         check_alike({rank: {"checksum": theirs} for rank, theirs in enumerate(found)}, path)
     try:
         yield found
     except Exception as error:
-        if all(found) or isinstance(error, FileNotFoundError):
+        if all(found):
             raise
         # It is no file of `torch.save`, and may raise anything.
-        raise _unreadable(path, error) from error
+        if (explained := _of_reading(path, error)) is error:
+            raise
+        raise explained from error
+
+
+def _other_names(paths: Sequence[str]) -> str:
+    """What to tell ranks that have chosen checkpoints of different names; empty if they have not."""
+    first = next(
+        (rank for rank, path in enumerate(paths) if os.path.basename(path) != os.path.basename(paths[0])), None
+    )
+    if first is None:
+        return ""
+    return (
+        f"The ranks have chosen different ones: rank 0 {paths[0]!r}, rank {first} {paths[first]!r}. Rank 0 names what"
+        " is saved. If a metric is in the name, or chooses the best, log it with `sync_dist=True`, which makes it the"
+        " same on all ranks. Or give every rank the path that rank 0 has."
+    )
 
 
 def agreed_notes(notes: Any, path: str, fingerprints: Sequence[str | None] = ()) -> list[dict[str, Any]]:
@@ -105,7 +111,7 @@ def agreed_notes(notes: Any, path: str, fingerprints: Sequence[str | None] = ())
             for field in saved.NOTE_FIELDS
         }
 
-    check_alike(dict(enumerate(on_all_ranks(read, path))), path)
+    check_alike(dict(enumerate(read_on_all_ranks(read, path))), path)
     check_alike({rank: {"checksum": theirs} for rank, theirs in enumerate(fingerprints)}, path)
     return notes
 
@@ -164,7 +170,7 @@ def restore_state(
             )
 
     try:
-        on_all_ranks(read, path, RESETTABLE)
+        read_on_all_ranks(read, path, RESETTABLE)
     except RESETTABLE as error:
         if config.missing_state != "reset" or type(error) not in RESETTABLE:
             raise

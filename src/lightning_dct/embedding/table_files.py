@@ -43,7 +43,8 @@ from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_dct.checkpoint.reading import on_all_ranks
+from lightning_dct.checkpoint.files import write_on_all_ranks
+from lightning_dct.checkpoint.reading import read_on_all_ranks
 from lightning_dct.checksums import bytes_of, with_checksum, without_checksum
 from lightning_dct.embedding.growing import GrowingEmbeddingBags, group_of
 from lightning_dct.embedding.owners import ROWS_AT_A_TIME, Int64Array, in_parts
@@ -93,7 +94,7 @@ def load_rows(folder: str, tables: Tables) -> None:
                 _load_kept(files, name, module)
             _load_values(files, name, name, module, module.weight.detach())
 
-    on_all_ranks(load, folder)
+    read_on_all_ranks(load, folder)
 
 
 def load_row_states(folder: str, tables: Tables, optimizers: list[Optimizer]) -> None:
@@ -113,7 +114,7 @@ def load_row_states(folder: str, tables: Tables, optimizers: list[Optimizer]) ->
                     optimizer.state[module.weight][key.removeprefix(prefix)] = values
                     _load_values(files, name, key, module, values)
 
-    on_all_ranks(load, folder)
+    read_on_all_ranks(load, folder)
 
 
 def without_rows(state: dict[str, Any], optimizer: Optimizer, tables: Tables) -> dict[str, Any]:
@@ -296,7 +297,7 @@ def write_rows(folder: str, pieces: Iterable[Piece]) -> None:
         OSError: Some rank cannot write, for example because its disk is full. Raised on every rank.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
-    everyone = on_all_ranks(lambda: _write_pieces(folder, pieces, rank), folder, (OSError, PermissionError))
+    everyone = write_on_all_ranks(lambda: _write_pieces(folder, pieces, rank), folder)
     if rank == 0:
         merged: dict[str, dict[str, Any]] = {}
         for written in everyone:

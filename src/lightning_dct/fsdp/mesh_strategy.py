@@ -25,9 +25,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from lightning_dct.activations.module import plain_name
-from lightning_dct.agreement import gather_objects
-from lightning_dct.checkpoint.files import beside, replace
-from lightning_dct.checkpoint.reading import on_all_ranks
+from lightning_dct.checkpoint.files import beside, replace, write_on_all_ranks
+from lightning_dct.checkpoint.reading import read_on_all_ranks
 from lightning_dct.checksums import SUMS, check_sums, checksum_of_file, with_checksum
 from lightning_dct.compress.bucket_plan import local_of
 from lightning_dct.lightning_private import METADATA_FILENAME
@@ -121,27 +120,37 @@ class MeshStrategy(ModelParallelStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)  # refuses them
         if not self._save_distributed_checkpoint:
             # Lightning would have every rank delete a folder at this path, before the file is there.
-            Strategy.save_checkpoint(self, checkpoint, filepath)
+            write_on_all_ranks(lambda: Strategy.save_checkpoint(self, checkpoint, filepath), str(path))
             return
         part = Path(beside(str(path), "part"))
-        if self.is_global_zero:
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir(parents=True)
-        self.barrier()
+
+        def begin() -> None:
+            if self.is_global_zero:
+                shutil.rmtree(part, ignore_errors=True)
+                part.mkdir(parents=True)
+
+        write_on_all_ranks(begin, str(path))
         tensors = {f"optimizer_{number}": one for number, one in enumerate(checkpoint.pop("optimizer_states", []))}
         tensors["state_dict"] = checkpoint.pop("state_dict")
-        sums = {}
-        if self.global_rank < self.stages:
+
+        def write() -> dict[str, int]:
+            if self.global_rank >= self.stages:
+                return {}
+            # Of one replica, whose ranks all fail if one does.
             save(tensors, checkpoint_id=part, process_group=self.device_mesh[AXES[1]].get_group())
             files = sorted(file.name for file in part.iterdir())
-            sums = {name: checksum_of_file(part / name) for name in files[self.global_rank :: self.stages]}
-        gathered = gather_objects(sums)
-        if self.is_global_zero:
-            of_all = {name: one for theirs in gathered for name, one in theirs.items()}
-            (part / SUMS).write_bytes(with_checksum(json.dumps(of_all).encode()))
-            torch.save(checkpoint, part / METADATA_FILENAME)
-            replace(part, path)
-        self.barrier()
+            return {name: checksum_of_file(part / name) for name in files[self.global_rank :: self.stages]}
+
+        gathered = write_on_all_ranks(write, str(path))
+
+        def finish() -> None:
+            if self.is_global_zero:
+                of_all = {name: one for theirs in gathered for name, one in theirs.items()}
+                (part / SUMS).write_bytes(with_checksum(json.dumps(of_all).encode()))
+                torch.save(checkpoint, part / METADATA_FILENAME)
+                replace(part, path)
+
+        write_on_all_ranks(finish, str(path))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load the model and, in fit, the optimizers of a folder. Those of a file are loaded later, as elsewhere.
@@ -153,7 +162,7 @@ class MeshStrategy(ModelParallelStrategy):
             CheckpointError: A file is damaged or was changed.
         """
         path = Path(self.broadcast(checkpoint_path))
-        on_all_ranks(lambda: check_sums(path, self.local_rank, self.num_processes), str(path))
+        read_on_all_ranks(lambda: check_sums(path, self.local_rank, self.num_processes), str(path))
         module: Any = self.lightning_module
         keys = FileSystemReader(path).read_metadata().state_dict_metadata if path.is_dir() else {}
         saved = [key.partition(".state.") for key in keys if not key.startswith("state_dict.")]

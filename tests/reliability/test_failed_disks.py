@@ -1,0 +1,143 @@
+"""A disk or a service that fails is named as that, on every rank, and is no damage to a checkpoint."""
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lightning_dct.fabric
+from distributed.training import launched, message_of, rank, trainer_for
+from embedding.hybrid import Hybrid, batches
+from lightning_dct import DCTStrategy
+from lightning_dct.checkpoint import files
+from lightning_dct.checkpoint import format as saved
+from lightning_dct.checkpoint.files import AtomicCheckpointIO
+from lightning_dct.embedding import table_files
+
+FAILURES: list[OSError] = [
+    NotADirectoryError(errno.ENOTDIR, "Not a directory"),
+    FileExistsError(errno.EEXIST, "File exists"),
+    FileNotFoundError(errno.ENOENT, "No such file or directory"),
+    PermissionError(errno.EACCES, "Permission denied"),
+    TimeoutError("the storage does not answer"),
+    ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"),
+    OSError(errno.ENOSPC, "No space left on device"),
+]
+# A file that is missing is told apart: `test_saving.py`.
+FAILURES_TO_READ = [failure for failure in FAILURES if not isinstance(failure, FileNotFoundError)]
+# Where a rank fails, of the rank and of what it does.
+WRITES = {"its state": (1, saved, "write_state"), "rows": (1, table_files, "_write_pieces"), "lock": (0, files, "lock")}
+READS = {"a state": (1, saved, "read_checked"), "rows": (1, table_files, "_load_values")}
+Seen = tuple[type[Exception], int | None, str]
+
+
+def seen(work: Callable[[], Any]) -> Seen:
+    with pytest.raises(Exception) as caught:
+        work()
+    return type(caught.value), getattr(caught.value, "errno", None), str(caught.value)
+
+
+def fails(failure: Exception) -> Callable[..., Any]:
+    def raises(*_: Any, **__: Any) -> Any:
+        raise failure
+
+    return raises
+
+
+def trainer_of_tables(epochs: int = 1) -> Any:
+    return trainer_for(DCTStrategy(density=0.5, min_tensor_size=1), max_epochs=epochs)
+
+
+def save_where_one_rank_fails(path: Path) -> list[Seen]:
+    trainer = trainer_of_tables()
+    trainer.fit(Hybrid({"density": 0.2}), batches(2))
+    trainer.save_checkpoint(path)
+    answers = []
+    for who, module, name in WRITES.values():
+        for failure in FAILURES:
+            with pytest.MonkeyPatch.context() as patch:
+                if rank() == who:
+                    patch.setattr(module, name, fails(failure))
+                answers.append(seen(lambda: trainer.save_checkpoint(path)))
+    return answers
+
+
+def read_where_one_rank_fails(path: Path) -> list[Seen]:
+    answers = []
+    for who, module, name in READS.values():
+        for failure in FAILURES_TO_READ:
+            with pytest.MonkeyPatch.context() as patch:
+                if rank() == who:
+                    patch.setattr(module, name, fails(failure))
+                fit = lambda: trainer_of_tables(2).fit(Hybrid({"density": 0.2}), batches(2), ckpt_path=str(path))  # noqa: E731
+                answers.append(seen(fit))
+    trainer_of_tables(2).fit(Hybrid({"density": 0.2}), batches(2), ckpt_path=str(path))
+    return answers
+
+
+def test_a_failed_disk_is_no_damage(ranks: Any, tmp_path: Path) -> None:
+    """Oracle: the kind of error that one rank has met, on both ranks; the checkpoint of before is whole after all."""
+    path = tmp_path / "a.ckpt"
+    for answers in ranks(2).run(save_where_one_rank_fails, path):
+        expectations = [(who, failure) for who, _, _ in WRITES.values() for failure in FAILURES]
+        for (kind, number, message), (who, expected) in zip(answers, expectations, strict=True):
+            assert (kind, number) == (type(expected), expected.errno)
+            assert f"The checkpoint {str(path)!r}" in message or "-rows' is not saved" in message
+            assert f"is not saved, because rank {who} on " in message
+            assert expected.args[-1] in message
+            assert "damaged" not in message
+    for answers in ranks(2).run(read_where_one_rank_fails, path):
+        for (kind, number, message), expected in zip(answers, FAILURES_TO_READ * len(READS), strict=True):
+            assert (kind, number) == (type(expected), expected.errno)
+            assert expected.args[-1] in message
+            assert "damaged" not in message
+
+
+class StoreError(Exception):
+    """As those of storage services, which take other arguments than a message."""
+
+    def __init__(self, code: int, *, answer: str) -> None:
+        super().__init__(f"{code}: {answer}")
+
+
+def save_in_a_store_that_fails(path: Path) -> Seen:
+    trainer = trainer_of_tables()
+    trainer.fit(Hybrid({"density": 0.2}), batches(2))
+    if rank() == 1:
+        trainer.strategy.checkpoint_io.save_checkpoint = fails(StoreError(503, answer="slow down"))
+    return seen(lambda: trainer.save_checkpoint(path))
+
+
+def test_an_error_of_a_class_that_other_ranks_do_not_know(ranks: Any, tmp_path: Path) -> None:
+    first, second = ranks(2).run(save_in_a_store_that_fails, tmp_path / "a.ckpt")
+    assert first == (RuntimeError, None, "503: slow down")
+    assert second == (StoreError, None, "503: slow down")
+
+
+def locks_after_a_failed_save(folder: Path, in_fabric: bool) -> list[str]:
+    """What keeps other processes from saving the checkpoint while this process goes on."""
+    if in_fabric:
+        fabric: Any = launched(lightning_dct.fabric.DCTStrategy(density=0.5))
+        module = torch.nn.Linear(40, 8)
+        module, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), 0.1))
+        state, strategy = {"module": module, "optimizer": optimizer}, fabric.strategy
+        save = lambda: fabric.save(folder / "a.ckpt", state)  # noqa: E731
+    else:
+        trainer = trainer_of_tables()
+        trainer.fit(Hybrid({"density": 0.2}), batches(2))
+        strategy = trainer.strategy
+        save = lambda: trainer.save_checkpoint(folder / "a.ckpt")  # noqa: E731
+    strategy.checkpoint_io = AtomicCheckpointIO()
+    strategy.checkpoint_io.save_checkpoint = fails(OSError(errno.ENOSPC, "No space left on device"))
+    assert "No space left on device" in message_of(save)
+    torch.distributed.barrier()
+    return [name for name in os.listdir(folder) if name.endswith(".lock")]
+
+
+@pytest.mark.parametrize("in_fabric", [True, False])
+def test_a_save_that_fails_leaves_no_lock(ranks: Any, tmp_path: Path, in_fabric: bool) -> None:
+    assert ranks(2).run(locks_after_a_failed_save, tmp_path, in_fabric) == [[], []]
