@@ -14,7 +14,9 @@ import torch.distributed as dist
 from lightning.fabric.accelerators.accelerator import Accelerator
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies.ddp import DDPStrategy
+from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -249,7 +251,8 @@ class DCTStrategy(DDPStrategy):
     def get_module_state_dict(self, module: Module) -> dict[str, Any]:
         """The state of a module, with the weights that all ranks share."""
         with self._shared_weights():
-            return super().get_module_state_dict(module)
+            # Copies, because the memory of some weights holds each rank's own again afterwards.
+            return apply_to_collection(super().get_module_state_dict(module), Tensor, Tensor.clone)
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Save Fabric's checkpoint from rank 0, and beside it the state of each rank of the modules in ``state``."""

@@ -44,7 +44,13 @@ from lightning_dct.lightning_private import checkpoint_of, restore_from
 from lightning_dct.saving import STATE_KEY
 from lightning_dct.strategy import DCTStrategy
 from lightning_dct.sync.buffers import PresentBuffers
-from lightning_dct.sync.setup import buffers_of, exchanges_buffers, parameter_names, statistics_of
+from lightning_dct.sync.setup import (
+    buffers_of,
+    exchanges_buffers,
+    parameter_names,
+    refuse_same_memory,
+    statistics_of,
+)
 from lightning_dct.sync.updates import UpdateSynchronizer
 from lightning_dct.traffic import plain_table
 
@@ -169,6 +175,7 @@ class DCTElasticStrategy(DCTStrategy):
     def _make_updates(self) -> ElasticUpdates:
         names = parameter_names(self._module)
         refuse_not_in_place(names)
+        refuse_same_memory(names)
         lighthouse = os.environ.get(LIGHTHOUSE)
         if not lighthouse:
             raise ValueError(

@@ -209,30 +209,24 @@ class ShardWeights(SharedWeights):
     def show(self) -> None:
         """Put the shared weights into the model."""
         if not self.shown:
-            self._own, self._shared = self._shared, self._exchange_contents(self._shared)
-            self._before = {name: shown.clone() for name, shown in self._shared.items()}
+            self._free_gathered()
+        super().show()
 
     def hide(self) -> None:
         """Put this rank's own weights into the model again."""
         if self.shown:
-            self.settle()
-            self._exchange_contents(self._own)
-            self._shared.update(self._own)
-            self._own, self._before = {}, {}
+            self._free_gathered()
+        super().hide()
+
+    def _is_seen_by_others(self, parameter: Tensor, ours: Mapping[int, int]) -> bool:
+        return True
+
+    def _free_gathered(self) -> None:
+        for module in self._modules:
+            module.reshard()
 
     def follow_parameters(self) -> None:
         """Do nothing: the parameters stay where they are when training ends."""
-
-    def _exchange_contents(self, others: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Exchange the contents of the model's weights and of others, by name, and return the model's."""
-        for module in self._modules:
-            module.reshard()
-        in_model = {name: local_of(self.parameters[name]).data for name in others}
-        for name, local in in_model.items():
-            before = local.clone()
-            local.copy_(others[name])
-            others[name].copy_(before)
-        return in_model
 
 
 class _Counted(AllGather, ReduceScatter):

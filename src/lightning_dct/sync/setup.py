@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -104,6 +105,7 @@ def make_update_synchronizer(
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     names = _synchronised_names(module, ignored)
     refuse_shards(module, names, group)
+    refuse_same_memory(names)
     exchange = make_exchange(host, names, group)
     start_alike([tensor for name, tensor in module.named_parameters() if name not in ignored], group)
     # Not over the exchange's own group: training waits for buffers, and not for updates in flight.
@@ -143,6 +145,27 @@ def refuse_shards(module: Module, names: Mapping[Tensor, str], group: dist.Proce
                 " each rank has a part of its parameters, which an exchange takes for the whole. Use Lightning's"
                 " `Trainer(strategy='dct_fsdp')`, which shards by `fully_shard` and exchanges between replicas. Or do"
                 " not shard the model."
+            )
+
+
+def refuse_same_memory(names: Mapping[Tensor, str]) -> None:
+    """Refuse trained parameters that are several objects over the same memory: an exchange would move it twice.
+
+    Raises:
+        ValueError: There are some; the message names both.
+    """
+    spans = [
+        (one.device, one.data_ptr(), one.data_ptr() + one.nbytes, name)
+        for one, name in names.items()
+        if one.requires_grad and one.numel() and one.is_contiguous() and not (one.is_meta or isinstance(one, DTensor))
+    ]
+    spans.sort(key=lambda span: (str(span[0]), *span[1:]))
+    for (device, _, end, name), (other_device, start, _, other) in pairwise(spans):
+        if device == other_device and start < end:
+            raise ValueError(
+                f"The parameters {name!r} and {other!r} are two objects over the same memory, as after"
+                " `one.data = other.data`, so an exchange would move that memory twice. Make them one parameter, as by"
+                " `decoder.weight = encoder.weight`, or give each its own memory by `one.data = one.data.clone()`."
             )
 
 

@@ -3,11 +3,13 @@
 A rank trains its *own* weights. The *shared* weights change at exchanges only, by the same amount on every rank, so
 they are bitwise identical everywhere. The difference of the two is the residual.
 
-Either set can be in the model. Exchanging them exchanges pointers and copies nothing.
+Either set can be in the model. Exchanging them exchanges pointers and copies nothing. If others see the memory of a
+parameter, as a view that the user has kept, or another process, contents are exchanged instead: it stays one memory.
 """
 
 import ctypes
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 
@@ -21,6 +23,8 @@ from lightning_dct.compress.bucket_plan import Bucket, local_of, real_numel
 
 # What kernels can read and write in place.
 IN_PLACE = {torch.float32, torch.float64}
+# Who hold the storage of a parameter that nobody else sees: the parameter, and the object that is asked.
+HOLDERS = 2
 _compare_memory = ctypes.CDLL(None).memcmp
 _compare_memory.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
@@ -39,9 +43,11 @@ class SharedWeights:
         self._shared: dict[str, Tensor] = {}
         # Kept as long as their weights lie at the same addresses.
         self._buckets: dict[tuple[str, ...], tuple[list[int], Bucket | None]] = {}
-        # While the shared weights are in the model: this rank's own, and copies of the shared ones to compare with.
+        # While the shared weights are in the model: this rank's own, and copies of the shared ones to compare with. And
+        # the parameters of which contents have been exchanged; their copies are the memory of the shared weights.
         self._own: dict[str, Tensor] = {}
         self._before: dict[str, Tensor] = {}
+        self._exchanged: set[str] = set()
         # What was written over since training was interrupted, by parameter: the shared weights, and this rank's own.
         self._unwritten: dict[str, tuple[Tensor, Tensor]] = {}
 
@@ -77,9 +83,33 @@ class SharedWeights:
         """Put the shared weights into the model."""
         if self.shown:
             return
+        ours = self._views_of_storages()
         for name, parameter in self.parameters.items():
-            self._own[name], parameter.data = parameter.data, self._shared[name]
-            self._before[name] = self._shared[name].clone()
+            shared = self._shared[name]
+            if self._is_seen_by_others(parameter, ours):
+                self._exchanged.add(name)
+                self._shared[name] = local_of(parameter).data
+                self._own[name], self._before[name] = self._shared[name].clone(), shared
+                self._shared[name].copy_(shared)
+            else:
+                self._own[name], parameter.data = parameter.data, shared
+                self._before[name] = shared.clone()
+
+    def _views_of_storages(self) -> Counter[int]:
+        """How many tensors with each storage, by address, this object keeps in buckets: views, and what they are of."""
+        buckets = [bucket for _, bucket in self._buckets.values() if bucket is not None]
+        views = [view for bucket in buckets for view in (*bucket.news, *bucket.bases)]
+        kept = chain(views, (view._base for view in views if view._base is not None))
+        return Counter(tensor.untyped_storage().data_ptr() for tensor in kept)
+
+    def _is_seen_by_others(self, parameter: Tensor, ours: Mapping[int, int]) -> bool:
+        """Whether a parameter's memory is also that of another tensor or array than ``ours``, or of another process."""
+        local = local_of(parameter)
+        storage = local.untyped_storage()
+        is_larger = storage.nbytes() > local.nbytes
+        in_processes = local.is_cpu and storage.is_shared()
+        holders = torch._C._storage_Use_Count(storage._cdata) - ours.get(storage.data_ptr(), 0)
+        return is_larger or in_processes or holders > HOLDERS
 
     def settle(self) -> None:
         """Have training continue from what was written into the shared weights since they are in the model.
@@ -92,7 +122,7 @@ class SharedWeights:
             own, shown = self.settled(name)
             if own is not self._own[name]:
                 if name not in self._unwritten:
-                    self._unwritten[name] = before, self._own[name].clone()
+                    self._unwritten[name] = before.clone(), self._own[name].clone()
                 self._own[name].copy_(own)
                 self._shared[name].copy_(shown)
 
@@ -115,9 +145,14 @@ class SharedWeights:
     def hide(self) -> None:
         """Put this rank's own weights into the model again."""
         self.settle()
-        own, self._own, self._before = self._own, {}, {}
-        for name, weights in own.items():
-            self.parameters[name].data = weights
+        for name, own in self._own.items():
+            if name in self._exchanged:
+                in_model, self._shared[name] = self._shared[name], self._before[name]
+                self._shared[name].copy_(in_model)
+                own = in_model.copy_(own)
+            if not _is_the_same_memory(local_of(self.parameters[name]), own):
+                self.parameters[name].data = own
+        self._own, self._before, self._exchanged = {}, {}, set()
 
     @contextmanager
     def in_model(self) -> Iterator[None]:
@@ -213,6 +248,12 @@ class SharedWeights:
         """Euclidean norm of this rank's residual of each parameter."""
         moved = ((name, self.movement([name], torch.float32)) for name in self.parameters)
         return read_together({name: entries.norm(dtype=torch.float64) for name, entries in moved})
+
+
+def _is_the_same_memory(one: Tensor, other: Tensor) -> bool:
+    return (one.data_ptr(), one.shape, one.stride(), one.dtype, one.device) == (
+        *(other.data_ptr(), other.shape, other.stride(), other.dtype, other.device),
+    )
 
 
 def are_same_bits(one: Tensor, other: Tensor) -> bool:

@@ -29,7 +29,7 @@ class UpdateState(Synchronizer):
         buffers: This rank's buffers, which are exchanged uncompressed.
         optimizers: Gives all optimizers, in the same order on every rank.
         parameters: Gives all parameters of the model, including those that do not take part.
-        weights: The shared weights; by default those that are shown by exchanging pointers.
+        weights: The shared weights.
 
     Attributes:
         flow: Sends a bucket and applies what arrives.
