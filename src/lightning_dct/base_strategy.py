@@ -113,6 +113,7 @@ class DCTStrategyBase(CheckpointedStrategy):
         with group_is_made(self, self._lifelines, self._timeout):
             super().setup_environment()
         self.lifeline = Lifeline.open(self._lifelines)
+        self.agree_on_folders()
         if self.lightning_module is not None:
             # If tables differ, making them would hang.
             check_agreement(module_settings(self.lightning_module), Module(), None)

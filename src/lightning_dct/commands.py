@@ -23,6 +23,7 @@ from lightning_dct.config import VALUE_FORMATS, DCTConfig, UsageError
 from lightning_dct.cost.forecast import Forecast, describe, layout_of
 from lightning_dct.cost.timing import measure_speed
 from lightning_dct.cost.workload import Workload, load_module, one_tensor, workload_of
+from lightning_dct.failures import check
 from lightning_dct.law import Given, RunLength
 
 # More than any model has; beyond it sizes in bytes overflow the int64 of tensors.
@@ -151,6 +152,40 @@ def parse_count(text: str) -> int:
     return round(number)
 
 
+def add_check(parser: argparse.ArgumentParser) -> None:
+    """Describe the command line of ``check``."""
+    add = parser.add_argument
+    add("host", nargs="?", help="address of the host on which `check --listen` runs; under torchrun leave it out")
+    add("--listen", action="store_true", help="wait here for the other host's `check`")
+    add("--port", type=int, default=check.PORT, help="port on which the host listens (default: %(default)s)")
+    size = "size of a model, for which the table says what a step costs on this link (default: %(default)s)"
+    add("--parameters", type=parse_count, default=10_000_000, help=size)
+
+
+def check_hosts(arguments: argparse.Namespace) -> int:
+    """Check two hosts, or all hosts of a job of torchrun, and print what a run would send on their link."""
+    ranks, problems = 2, False
+    if "TORCHELASTIC_RUN_ID" in os.environ and not (arguments.host or arguments.listen):
+        ranks = int(os.environ["WORLD_SIZE"])
+        text, rate = check.check_job()
+        if os.environ["RANK"] != "0":
+            return 0
+    elif bool(arguments.host) == arguments.listen:
+        raise UsageError(
+            "run `lightning-dct check --listen` on one host, and `lightning-dct check HOST` with its address on the"
+            " other one."
+        )
+    else:
+        report = check.listen(arguments.port) if arguments.listen else check.call(arguments.host, arguments.port)
+        text, rate, problems = check.describe(report), min(report.rates), bool(report.problems)
+    print(text)
+    if problems:
+        return 1
+    words = f"--world-size {ranks} --link {check.rate_in_words(rate)} --parameters {arguments.parameters}"
+    print(f"\nWhat a model costs on this link, by `lightning-dct plan {words}`:", flush=True)
+    return main(["plan", *words.split()])
+
+
 def add_dashboard(parser: argparse.ArgumentParser) -> None:
     """Describe the command line of ``dashboard``."""
     add, environment = parser.add_argument, os.environ.get
@@ -194,5 +229,6 @@ def _may_be_replaced(file: Path) -> bool:
 
 COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]] = {
     "plan": ("Bytes, time and memory of a run, for each exchange, before it starts.", add_plan, plan),
+    "check": ("Whether ranks on two hosts will reach each other, and how fast.", add_check, check_hosts),
     "dashboard": ("A W&B workspace of bytes, residuals and quality, or its JSON.", add_dashboard, dashboard),
 }

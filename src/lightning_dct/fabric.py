@@ -26,6 +26,7 @@ from lightning_dct.agreement import check_agreement, describe_optimizers, gather
 from lightning_dct.checkpoint import format as saved
 from lightning_dct.checkpoint import reading
 from lightning_dct.checkpoint.files import AtomicCheckpointIO, cleans_own_disk, lock, unlock, write_on_all_ranks
+from lightning_dct.checkpoint.handing_over import places_of, received
 from lightning_dct.compress.awaited import clock_of, recorded
 from lightning_dct.config import DCTConfig, check_density, check_keywords
 from lightning_dct.embedding.sharded import ShardedEmbeddingBags
@@ -286,7 +287,8 @@ class DCTStrategy(DDPStrategy):
             own = {**synchronizer.state_dict(), "optimizers": optimizers, "optimizer_groups": groups}
             place = _part(path, index)
             write = partial(saved.write_state, self.checkpoint_io, place, note, self.global_rank, own)
-            notes.append({**saved.seal(note, write_on_all_ranks(write, place)), "module": key})
+            sealed = saved.seal(note, write_on_all_ranks(write, place), places_of(self, place, note))
+            notes.append({**sealed, "module": key})
         super().save_checkpoint(path, {**state, saved.CHECKPOINT_KEY: notes}, *args, **kwargs)
         self.barrier()
         if self.is_global_zero or cleans_own_disk(self, path):
@@ -314,10 +316,11 @@ class DCTStrategy(DDPStrategy):
             CheckpointError: A file is damaged, was changed or belongs to another checkpoint.
         """
         file = saved.resolve_symlink(str(path))
-        with reading.compared(file) as fingerprints, self._shared_weights():
-            remainder = super().load_checkpoint(path, state, strict, weights_only)
         wanted = state if isinstance(state, dict) else {}
-        notes = reading.agreed_notes(remainder.pop(saved.CHECKPOINT_KEY, []) if wanted else [], file, fingerprints)
+        with received(self, file) as here:
+            with reading.compared(here) as fingerprints, self._shared_weights():
+                remainder = super().load_checkpoint(here, state, strict, weights_only)
+            notes = reading.agreed_notes(remainder.pop(saved.CHECKPOINT_KEY, []) if wanted else [], file, fingerprints)
         by_key = {note.get("module"): (_part(file, index), note) for index, note in enumerate(notes)}
         for key, synchronizer in self._modules_in(wanted):
             if key in by_key:

@@ -13,6 +13,7 @@ from lightning.fabric.strategies.strategy import _BackwardSyncControl as Backwar
 from lightning.fabric.utilities.load import _METADATA_FILENAME as METADATA_FILENAME
 
 __all__ = ["METADATA_FILENAME", "BackwardSyncControl"]
+SIGNAL_CHECKPOINT = "hpc_ckpt_"  # how Lightning's checkpoints on a signal begin
 _AGREEMENT = "_broadcast_sigterm_tensor"
 
 
@@ -56,6 +57,16 @@ def signal_checkpoint_path(trainer: pl.Trainer) -> str:
 def checkpoint_of(trainer: pl.Trainer) -> dict[str, Any]:
     """What Lightning would write as a checkpoint now."""
     return trainer._checkpoint_connector.dump_checkpoint(False)
+
+
+def restore_from_agreed(trainer: pl.Trainer, agreed: Callable[[Any], Any]) -> None:
+    """Have Lightning restore from the path that ``agreed`` makes of its own choice, None for no checkpoint."""
+    connector: Any = trainer._checkpoint_connector
+
+    def resume_start(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+        type(connector).resume_start(connector, agreed(checkpoint_path), weights_only)
+
+    connector.resume_start = resume_start
 
 
 def restore_from(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:

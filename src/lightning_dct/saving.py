@@ -18,12 +18,22 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_dct import lightning_private as private
 from lightning_dct.activations.module import CompressedModule, modules_of, plain_name
+from lightning_dct.agreement import gather_objects
 from lightning_dct.callbacks.run_advice import RunAdvice
 from lightning_dct.checkpoint import files, reading
 from lightning_dct.checkpoint import format as saved
+from lightning_dct.checkpoint.handing_over import File, hand_over, places_of, received, spans_hosts
 from lightning_dct.embedding.sharded import ShardedEmbeddingBags
-from lightning_dct.embedding.table_files import load_row_states, load_rows, save_rows, saved_in_shards, without_rows
+from lightning_dct.embedding.table_files import (
+    load_row_states,
+    load_rows,
+    row_files,
+    save_rows,
+    saved_in_shards,
+    without_rows,
+)
 from lightning_dct.failures.lifeline import Lifeline
 from lightning_dct.sync.setup import parameter_names
 from lightning_dct.sync.synchronizer import Synchronizer
@@ -64,6 +74,8 @@ class CheckpointedStrategy(ParallelStrategy):
         self._unfinished: dict[str, list[str]] = {}
         self._outdated: list[str] = []
         self._saves: set[str] = set()
+        # `default_root_dir` of rank 0, and of this rank if it is on another host.
+        self._roots = ("", "")
         self._is_shown_to_save = False
 
     @property
@@ -112,6 +124,35 @@ class CheckpointedStrategy(ParallelStrategy):
         before = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
         model._ddp_params_and_buffers_to_ignore = sorted({*before, *names, *map(plain_name, names)})
         return tables
+
+    def agree_on_folders(self) -> None:
+        """Learn where rank 0 saves, if the ranks are on several hosts; a collective call."""
+        trainer: Any = getattr(self.lightning_module, "_trainer", None)
+        if trainer is not None and spans_hosts(self):
+            own = str(trainer.default_root_dir)
+            first = gather_objects(own)[0]
+            self._roots = (first, own) if self.node_rank > 0 else ("", "")
+            private.restore_from_agreed(trainer, self._agreed_checkpoint)
+
+    def own_place(self, path: str) -> str:
+        """Where this host has what rank 0 has at a path: in its own ``default_root_dir``, if it is in rank 0's."""
+        first, own = (root.rstrip("/") for root in self._roots)
+        return own + path.removeprefix(first) if first != own and path.startswith(f"{first}/") else path
+
+    def _agreed_checkpoint(self, chosen: Any) -> Any:
+        """The checkpoint to resume from, which rank 0 has chosen: others may not even find the last or the best one."""
+        everyone = gather_objects("" if chosen is None else str(chosen))
+        if not everyone[0]:
+            others = {rank: path for rank, path in enumerate(everyone) if path}
+            if others:
+                rank_zero_warn(
+                    f"Rank 0 finds no checkpoint, so the run starts anew, although other ranks find some: {others}. To"
+                    " continue from it, make its host the one with rank 0, or give its path."
+                )
+            return None
+        path = self.own_place(everyone[0])
+        is_own = chosen is not None and os.path.basename(str(chosen)) == os.path.basename(path)
+        return chosen if is_own else path
 
     def on_train_start(self) -> None:
         """Restore accumulated gradients of a checkpoint: Lightning has just set all gradients to zero."""
@@ -191,6 +232,7 @@ class CheckpointedStrategy(ParallelStrategy):
 
         self.come_to("a checkpoint to save")
         path, save, groups = files.write_on_all_ranks(begin, str(filepath))[0]
+        path = self.own_place(path)
         if self.updates is not None and self.is_fitting:
             self.updates.check_alike()
         if files.cleans_own_disk(self, path):
@@ -212,7 +254,7 @@ class CheckpointedStrategy(ParallelStrategy):
             if tables:
                 save_rows(saved.rows_path(path, note), tables, self.optimizers if has_state else [])
             # Lightning's file comes last and points at files that all ranks have completed.
-            checkpoint[saved.CHECKPOINT_KEY] = saved.seal(note, written)
+            checkpoint[saved.CHECKPOINT_KEY] = saved.seal(note, written, places_of(self, path, note))
         # Of averages Lightning saves a copy of the module, whose thresholds are those before training.
         compressed = self.compressed_modules()
         for name, value in checkpoint.get("current_model_state", {}).items():
@@ -223,6 +265,8 @@ class CheckpointedStrategy(ParallelStrategy):
             write_lightnings()  # together
         else:
             files.write_on_all_ranks(write_lightnings, path)
+        if os.path.basename(path).startswith(private.SIGNAL_CHECKPOINT) and files.cleans_own_disk(self, path):
+            files.leave_sign(path)
         if self.is_global_zero:
             self._unfinished[path] = self._outdated
         if not isinstance(self.checkpoint_io, AsyncCheckpointIO):
@@ -247,8 +291,8 @@ class CheckpointedStrategy(ParallelStrategy):
         Files on disks that rank 0 does not see go with the next save.
         """
         self._finish_saving()
-        if files.cleans_own_disk(self, str(filepath)):
-            self._outdated += saved.files_beside(str(filepath))
+        if files.cleans_own_disk(self, path := self.own_place(str(filepath))):
+            self._outdated += saved.files_beside(path)
         super().remove_checkpoint(filepath)
         if self.is_global_zero:
             self.checkpoint_io.remove_checkpoint(saved.state_folder(str(filepath)))
@@ -268,16 +312,24 @@ class CheckpointedStrategy(ParallelStrategy):
                 f"The checkpoint {path!r} is a folder of shards, which only `strategy='dct_fsdp'` reads. For other"
                 " strategies save with `DCTFSDPStrategy(save_distributed_checkpoint=False)`."
             )
-        with (
-            reading.compared(path) as fingerprints,
-            nullcontext() if self.updates is None else self.updates.weights.in_model(),
-        ):
-            # ModelParallelStrategy loads into the model here.
-            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        found = [checkpoint[saved.CHECKPOINT_KEY]] if saved.CHECKPOINT_KEY in checkpoint else []
-        note = next(iter(reading.agreed_notes(found, path, fingerprints)), {})
+        with received(self, path) as here:
+            with (
+                reading.compared(here) as fingerprints,
+                nullcontext() if self.updates is None else self.updates.weights.in_model(),
+            ):
+                # ModelParallelStrategy loads into the model here.
+                checkpoint = super().load_checkpoint(here, weights_only)
+            found = [checkpoint[saved.CHECKPOINT_KEY]] if saved.CHECKPOINT_KEY in checkpoint else []
+            note = next(iter(reading.agreed_notes(found, path, fingerprints)), {})
         if note.get("has_rows"):
             checkpoint[ROWS_KEY] = saved.rows_path(path, note)
+            ranks = reading.files_of_ranks(self, note)
+            folder = os.path.basename(checkpoint[ROWS_KEY])
+            wanted = [
+                File(name, saved.written_as(note, rank, f"{folder}/{name}"))
+                for rank, name in zip([0, *ranks], row_files(ranks), strict=True)
+            ]
+            hand_over(self, checkpoint[ROWS_KEY], wanted)
         trainer = self._attached_trainer
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             if note.get("has_state"):

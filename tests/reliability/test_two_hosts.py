@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from reliability.rooms import PORT, Room, two_rooms
-from reliability.two_hosts import train
+from reliability.two_hosts import check, train, train_and_die
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,30 @@ def both_say(rooms: list[Room], words: str) -> None:
         room.end()
 
 
-@pytest.mark.skipif(shutil.which("nft") is None, reason="needs nft for a firewall (Debian: `apt-get install nftables`)")
+needs_firewall = pytest.mark.skipif(shutil.which("nft") is None, reason="needs nft (Debian: apt-get install nftables)")
+
+
+@needs_firewall
+def test_check_finds_the_firewall(rooms: list[Room]) -> None:
+    """Oracle: which ports are open; and the verdict's exit status, the same on both hosts."""
+    ada, bob = rooms
+    for status, open_ports in ((1, [PORT]), (0, [])):
+        for room in rooms if open_ports else ():
+            room.let_in_only(*open_ports)
+        ada.start(check, "--listen")
+        ada.has_said("On the other host run")
+        bob.start(check, ada.address)
+        for room in rooms:
+            room.has_said("can start." if status == 0 else "bob → ada at 10.213.7.1, ports that the system chooses: no")
+            room.ends(status)
+            room.end()
+            room.open_firewall()
+    bob.start(check, ada.address)
+    bob.has_said("Run `lightning-dct check --listen` there")
+    bob.ends(1)
+
+
+@needs_firewall
 def test_ports_that_a_firewall_closes_are_named_on_both_hosts(rooms: list[Room]) -> None:
     for room in rooms:
         room.let_in_only(PORT)
@@ -99,3 +122,49 @@ def test_other_versions_are_named_on_both_hosts(rooms: list[Room]) -> None:
     for rank, (room, version) in enumerate(zip(rooms, ("", "0.0.1"), strict=True)):
         room.train(train, room.disk, version, rank=rank, master=rooms[0].address)
     both_say(rooms, "bob has 0.0.1. Install the same one on all")
+
+
+def result(room: Room) -> str:
+    """What a training has ended with."""
+    room.has_said("ends with")
+    room.has_said("].")
+    room.ends(0)
+    return room.text.partition("ends with")[2].partition("].")[0]
+
+
+def run_both(rooms: list[Room], folder: str, kind: str, dies: bool = False, checkpoint: str | None = None) -> list[str]:
+    """Train with each host's ``default_root_dir`` in a folder of its own; rank 0 is on the first host."""
+    for rank, room in enumerate(rooms):
+        place = room.disk / room.name / folder
+        room.train(train_and_die, place, kind, dies, checkpoint, rank=rank, master=rooms[0].address)
+    for room in rooms if dies else ():
+        room.has_said("dies")
+        room.ends(0)
+    found = [] if dies else [result(room) for room in rooms]
+    for room in rooms:
+        room.end()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["plain", "tables"])
+def test_hosts_without_a_shared_disk_resume_bit_for_bit(rooms: list[Room], kind: str) -> None:
+    """Oracle: a run that was never killed. Nobody copies anything, also if the hosts have swapped their ranks."""
+    never_killed = run_both(rooms, f"{kind} whole", kind)
+    run_both(rooms, kind, kind, dies=True)
+    files = [{path.name for path in (room.folder / room.name / kind).rglob("*.ckpt")} for room in rooms]
+    assert files == [{"last.ckpt", "epoch=0-step=8.ckpt", "hpc_ckpt_1.ckpt"}, {"hpc_ckpt_1.ckpt"}]
+    kept = [room.folder / room.name / "kept" for room in rooms]
+    for room, copy in zip(rooms, kept, strict=True):
+        shutil.copytree(room.folder / room.name / kind, copy)
+    assert run_both(rooms, kind, kind, checkpoint={"plain": "last", "tables": "hpc"}[kind]) == never_killed
+    for room, copy in zip(rooms, kept, strict=True):
+        shutil.rmtree(room.folder / room.name / kind)
+        shutil.move(copy, room.folder / room.name / kind)
+    if kind == "tables":
+        path = rooms[0].disk / "ada" / kind / "checkpoints" / "last.ckpt"
+        assert run_both(rooms[::-1], "swapped", kind, checkpoint=str(path)) == never_killed
+        return
+    shutil.rmtree(rooms[1].folder / "bob" / kind)  # its disk is broken
+    for rank, room in enumerate(rooms):
+        room.train(train_and_die, room.disk / room.name / kind, kind, False, "last", rank=rank, master=rooms[0].address)
+    both_say(rooms, f"Rank 1 wrote it on 'bob' as '{rooms[1].disk}/bob/{kind}")

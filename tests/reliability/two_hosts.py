@@ -1,15 +1,22 @@
 """Trainings on two hosts, as users write them."""
 
+import os
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_dct  # noqa: F401
+from lightning_dct import ShardedEmbeddingBags
+from lightning_dct.checksums import checksums_of
+from lightning_dct.commands import main
 from lightning_dct.failures import meeting, waiting
+
+PORT = 29500
 
 
 class Model(pl.LightningModule):
@@ -25,6 +32,60 @@ class Model(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.Adam(self.parameters(), 1e-3)
+
+
+class Recommender(Model):
+    """The same beside a sharded table, whose rows are on both hosts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = ShardedEmbeddingBags([40], 64)
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        ids = (batch[0][:, :1].abs() * 10).long() % 40
+        return (self.model(batch[0]) + self.rows(ids)[:, 0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adagrad(self.parameters(), 0.01)
+
+
+class DiesInSecondEpoch(pl.Callback):
+    """Ends this rank without a word, as its host does when it loses power; before, it saves as on a signal."""
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        trainer.save_checkpoint(f"{trainer.default_root_dir}/hpc_ckpt_1.ckpt", weights_only=False)
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.current_epoch == 1:
+            trainer.strategy.barrier()
+            print("dies", flush=True)
+            os._exit(0)
+
+
+def train_and_die(folder: Path, kind: str, dies: bool, checkpoint: str | None) -> None:
+    """Two epochs, or one of them; print a checksum of all weights."""
+    callbacks: list[pl.Callback] = [ModelCheckpoint(save_last=True, save_top_k=-1, every_n_epochs=1)]
+    trainer = pl.Trainer(
+        strategy="dct",
+        accelerator="cpu",
+        devices=1,
+        num_nodes=2,
+        max_epochs=2,
+        default_root_dir=folder,
+        logger=False,
+        callbacks=[*callbacks, *([DiesInSecondEpoch()] if dies else [])],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    model = Recommender() if kind == "tables" else Model()
+    trainer.fit(model, batches(0), ckpt_path=checkpoint)
+    print(f"ends with {sorted(checksums_of(dict(model.named_parameters())).items())}.", flush=True)
+
+
+def check(*words: str) -> None:
+    """The command, whose exit status is the process's."""
+    torch.set_num_threads(1)
+    raise SystemExit(main(["check", *words, "--port", str(PORT), "--parameters", "100k"]))
 
 
 def batches(rank: int) -> Any:

@@ -130,6 +130,15 @@ def cleans_own_disk(strategy: Any, path: str) -> bool:
     return strategy.local_rank == 0 and strategy.node_rank > 0 and not files.exists(place)
 
 
+def leave_sign(path: str) -> None:
+    """Leave a file where rank 0, on another host, has saved a checkpoint that Lightning looks for on every host.
+
+    Rank 0 replaces it if the disk is shared after all, and hands its checkpoint over to a rank that resumes from it.
+    """
+    with contextlib.suppress(OSError), open(path, "x") as file:
+        file.write("Rank 0 has this checkpoint on its host.\n")
+
+
 def beside(path: str, suffix: str) -> str:
     """A hidden file beside a checkpoint."""
     folder, name = os.path.split(path)

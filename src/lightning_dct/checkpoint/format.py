@@ -133,9 +133,14 @@ def make_note(
     return seal(note | {"has_state": int(has_state), "has_rows": int(has_rows)}, [])
 
 
-def seal(note: Mapping[str, Any], fingerprints: Sequence[str]) -> dict[str, Any]:
-    """The note with the fingerprints of all ranks' files, by rank, and a checksum of itself."""
-    sealed = {**note, "fingerprints": list(fingerprints)}
+def seal(
+    note: Mapping[str, Any], fingerprints: Sequence[str], places: Sequence[tuple[str, str]] = ()
+) -> dict[str, Any]:
+    """The note with the fingerprints of all ranks' files, by rank, and a checksum of itself.
+
+    ``places`` are the hosts and the paths of these files, if there are several hosts.
+    """
+    sealed = {**note, "fingerprints": list(fingerprints)} | ({"places": list(places)} if places else {})
     return {**sealed, "checksum": _checksum(sealed)}
 
 
@@ -164,6 +169,24 @@ def check_note(note: Any, path: str) -> None:
         raise CheckpointError(
             f"The checkpoint {path!r} is damaged or was changed: its field {CHECKPOINT_KEY}{fault}. {REMEDY}"
         )
+
+
+def written_where(note: Mapping[str, Any], rank: int) -> str:
+    """The host and the path at which a rank has written its file, as a sentence; empty if the note does not say.
+
+    Only notes of jobs on several hosts do, in a field that no checksum covers, because it is for messages.
+    """
+    path = written_as(note, rank)
+    return f" Rank {rank} wrote it on {note['places'][rank][0]!r} as {path!r}." if path else ""
+
+
+def written_as(note: Mapping[str, Any], rank: int, beside: str = "") -> str:
+    """The path at which a rank has written its file, or one beside it, on its host; empty if the note does not say."""
+    try:
+        path = str(note["places"][rank][1])
+        return os.path.join(os.path.dirname(path), beside) if beside else path
+    except (KeyError, IndexError, TypeError):
+        return ""
 
 
 def state_folder(checkpoint_path: str) -> str:

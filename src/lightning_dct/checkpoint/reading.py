@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightning_dct.agreement import Result, like, on_all_ranks
 from lightning_dct.checkpoint import format as saved
+from lightning_dct.checkpoint.handing_over import File, hand_over
 from lightning_dct.checksums import CheckpointError, checksum_of
 from lightning_dct.compress.error_feedback import add_pieces, pieces_extent
 from lightning_dct.sync.synchronizer import Synchronizer
@@ -142,6 +143,13 @@ def check_alike(everyone: Mapping[int, Mapping[str, Any]], path: str) -> None:
             )
 
 
+def files_of_ranks(strategy: Any, note: Mapping[str, Any]) -> range:
+    """The ranks whose files of a checkpoint this rank reads: its own, or all of them in another layout."""
+    rank, layout = strategy.global_rank, (strategy.world_size, strategy.stages)
+    is_same = layout == (note["world_size"], note["stages"])
+    return range(rank, rank + 1) if is_same else range(note["world_size"])
+
+
 def restore_state(
     strategy: Any, path: str, note: Mapping[str, Any], weights_only: bool | None = None
 ) -> dict[str, Any]:
@@ -154,6 +162,9 @@ def restore_state(
     """
     config = strategy.config
     state: dict[str, Any] = {}
+    ranks = files_of_ranks(strategy, note)
+    files = [File(os.path.basename(saved.state_path(path, note, one)), saved.written_as(note, one)) for one in ranks]
+    hand_over(strategy, saved.state_folder(path), files)
 
     def read() -> None:
         layout = strategy.global_rank, strategy.world_size, strategy.stages, strategy.holds_shards
@@ -213,9 +224,9 @@ def read_state(
             return saved.read_checked(checkpoint_io, file, saved.identity(note, saved_rank), known, weights_only)
         except FileNotFoundError as error:
             raise FileNotFoundError(
-                f"The checkpoint {path!r} was saved with compression state, but {file!r} is not there. Put the folder"
-                f" {saved.state_folder(path)!r} beside the checkpoint, or continue without the ranks' residuals:"
-                " `missing_state='reset'` in the strategy."
+                f"The checkpoint {path!r} was saved with compression state, but {file!r} is not there."
+                f"{saved.written_where(note, saved_rank)} Put the folder {saved.state_folder(path)!r} beside the"
+                " checkpoint, or continue without the ranks' residuals: `missing_state='reset'` in the strategy."
             ) from error
 
     own = read_one(rank) if same_layout else {}

@@ -57,6 +57,11 @@ Tables = Mapping[str, ShardedEmbeddingBags]  # by name
 Piece = tuple[str, int, int, Tensor]
 
 
+def row_files(ranks: Iterable[int]) -> list[str]:
+    """The names of what :func:`save_rows` writes: the index, and the rows of these ranks."""
+    return [INDEX, *(f"rank-{rank}.rows" for rank in ranks)]
+
+
 @contextmanager
 def saved_in_shards(tables: Tables) -> Iterator[None]:
     """Leave the rows of tables to files of their own: out of ``state_dict``, and as they are in ``load_state_dict``."""
@@ -378,7 +383,13 @@ class RowFiles:
             low, high = max(start, first), min(start + len(rows), first + length)
             if low >= high:
                 continue
-            with self._files.open(f"{self._folder}/rank-{rank}.rows", "rb") as file:
+            own = f"{self._folder}/rank-{rank}.rows"
+            if not self._files.exists(own):
+                raise FileNotFoundError(
+                    f"The checkpoint's embedding rows of rank {rank} should be in {own!r}, which is not there. Copy it"
+                    " from the host on which that rank has saved it."
+                )
+            with self._files.open(own, "rb") as file:
                 file.seek(offset)
                 data = bytearray(file.read(length * math.prod(shape) * dtype.itemsize))
             if zlib.crc32(data) != checksum:

@@ -44,7 +44,7 @@ from lightning_dct.failures.addresses import (
     resolve,
 )
 from lightning_dct.failures.hosts import MOST_NAMED, must_connect, plan_of, unreachable
-from lightning_dct.failures.sockets import address_towards
+from lightning_dct.failures.sockets import address_towards, listen
 from lightning_dct.failures.waiting import knock, listed, say, waiting
 
 PREFIX = "lightning_dct"
@@ -353,9 +353,8 @@ class _Listener:
     """Listens at a port that the system chooses, as the process group will, and tells callers the name of the start."""
 
     def __init__(self) -> None:
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
-        self._socket = socket.create_server(("", 0), family=family, dualstack_ipv6=both)
+        self._socket = listen(0)
+        self._socket.setblocking(True)
         self.port = int(self._socket.getsockname()[1])
 
     def answer(self, name: str) -> None:
