@@ -1,6 +1,7 @@
 """Trainings on two hosts, as users write them."""
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -112,4 +113,33 @@ def train(folder: Path, version: str = "", **settings: Any) -> None:
         **settings,
     )
     trainer.fit(Model(), batches(0))
+    print("trained", flush=True)
+
+
+class Slow(pl.Callback):
+    """A step takes a while, and the host tells each."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        time.sleep(self.seconds)
+        print(f"step {trainer.global_step}", flush=True)
+
+
+def train_for_long(folder: Path, steps: int, seconds: float = 0.2) -> None:
+    """Steps of some seconds, saved often and continued from the last save."""
+    trainer = pl.Trainer(
+        strategy="dct",
+        accelerator="cpu",
+        devices=1,
+        num_nodes=2,
+        max_steps=steps,
+        default_root_dir=folder,
+        logger=False,
+        callbacks=[Slow(seconds), ModelCheckpoint(save_last=True, every_n_train_steps=8)],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Model(), batches(0), ckpt_path="last")
     print("trained", flush=True)
