@@ -163,8 +163,9 @@ def residuals_then(make: Callable[..., Hybrid], exchange: dict[str, Any], path: 
     module = make(exchange)
     fit(module, 5, save_to=path)
     tables, found = module.tables, {}
-    for owner, held in tables.held.items():
-        places, slots = held.cache.contents()
+    held = tables.held
+    for owner in held.codes:
+        places, slots = held.cache.contents(owner)
         for table, row, slot in zip(*tables.placement.rows_of(owner, places), slots, strict=True):
             found[int(table), int(row)] = held.residual[slot].clone()
     return found

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -12,7 +13,9 @@ from torch import Tensor
 from distributed.harness import RankFailure
 from embedding.plain_directory import PlainCache
 from lightning_dct import ShardedEmbeddingBags
-from lightning_dct.embedding.cache import RememberedRows, RowCache, add_entries
+from lightning_dct.embedding.cache import UNBOUNDED, RowCache
+from lightning_dct.embedding.store import RowStore, add_entries, bytes_a_row, default_room
+from lightning_dct.wire.positions import PayloadError
 from strategies_for_hypothesis import examples
 
 UNIVERSE = 24
@@ -91,7 +94,7 @@ def test_many_rows_are_found_where_they_were_put() -> None:
         near, far = generator.integers(0, 2000, 400), generator.integers(0, 2**40, 400)
         wanted = np.unique(np.concatenate([near, far, generator.choice(list(where) or [0], 300)]))
         admission = cache.admit(wanted)
-        assert all(where.pop(row) == slot for row, slot in zip(*map(np.ndarray.tolist, admission[2:]), strict=True))
+        assert all(where.pop(row) == slot for row, slot in zip(*map(np.ndarray.tolist, admission[2:4]), strict=True))
         for row, slot, new in zip(*map(np.ndarray.tolist, (wanted, *admission[:2])), strict=True):
             assert (row not in where) if new else (where[row] == slot)
             where[row] = slot
@@ -102,65 +105,107 @@ PLACES, DIM = 30, 3
 histories = st.lists(st.sets(st.integers(0, PLACES - 1), max_size=10).map(sorted), min_size=1, max_size=15)
 
 
-def initial(places: np.ndarray) -> Tensor:
-    return torch.from_numpy(places)[:, None] * 10.0 + torch.arange(DIM) + 0.5
+PEERS = {0: PLACES, 2: PLACES}
 
 
-def remembered(capacity: int, with_residual: bool = True, dtype: torch.dtype = torch.float32) -> RememberedRows:
-    return RememberedRows(capacity, PLACES, 2, initial, torch.empty(0, DIM, dtype=dtype), with_residual)
+def initial(peer: int, places: np.ndarray) -> Tensor:
+    return torch.from_numpy(places)[:, None] * 10.0 + torch.arange(DIM) + 0.5 + 1000 * peer
+
+
+def remembered(capacity: int, with_residual: bool = True, dtype: torch.dtype = torch.float32) -> RowStore:
+    return RowStore(capacity, PEERS, 3, 2, initial, torch.empty(0, DIM, dtype=dtype), with_residual)
 
 
 def places_of(rows: list[int]) -> np.ndarray:
     return np.array(rows, dtype=np.int64)
 
 
+Named = tuple[int, int]  # a row: peer and place
+named_histories = st.lists(
+    st.sets(st.tuples(st.sampled_from(sorted(PEERS)), st.integers(0, 9)), max_size=10).map(sorted),
+    min_size=1,
+    max_size=15,
+)
+
+
+def by_peer(wanted: list[Named]) -> dict[int, np.ndarray]:
+    return {peer: places_of([place for one, place in wanted if one == peer]) for peer in PEERS}
+
+
 @given(
     capacity=st.integers(1, 12),
-    history=histories,
+    history=named_histories,
     resumed_at=st.none() | st.integers(0, 14),
     dtype=st.sampled_from([torch.float32, torch.float64]),
 )
 @examples(60)
-def test_the_same_as_dicts(capacity: int, history: list[list[int]], resumed_at: int | None, dtype: torch.dtype) -> None:
-    """Copies and residuals of the rows in the cache, the residuals of those that went, and never more room than due."""
-    rows, mirror = remembered(capacity, dtype=dtype), remembered(capacity, with_residual=False, dtype=dtype)
-    copies: dict[int, Tensor] = {}
-    residuals: dict[int, Tensor] = {}
+def test_the_same_as_dicts(
+    capacity: int, history: list[list[Named]], resumed_at: int | None, dtype: torch.dtype
+) -> None:
+    """One room for the rows of all peers; an owner forgets what it is told of; and never more room than due."""
+    rows, mirror = remembered(capacity, dtype=dtype), remembered(UNBOUNDED, with_residual=False, dtype=dtype)
+    copies: dict[Named, Tensor] = {}
+    residuals: dict[Named, Tensor] = {}
+    last_used: dict[Named, int] = {}
     largest, number = 0, 1.0
     for step, wanted in enumerate(history):
         if step == resumed_at:
             state, rows = rows.state_dict(), remembered(capacity, dtype=dtype)
             rows.load_state_dict(state)
             assert len(rows.copies) == rows.cache.num_slots
-        admission, flushed = rows.admit(places_of(wanted))
-        same, nothing = mirror.admit(places_of(wanted))
-        assert nothing.shape == (len(same.evicted), 0)
-        assert same.evicted.tolist() == admission.evicted.tolist()
-        assert (flushed.shape, flushed.dtype) == ((len(admission.evicted), DIM), dtype)
-        for row, left in zip(admission.evicted.tolist(), flushed, strict=True):
-            assert torch.equal(left, residuals.pop(row))
-            del copies[row]
-        for row, slot in zip(wanted, admission.slots.tolist(), strict=True):
-            assert torch.equal(rows.copies[slot], copies.get(row, initial(places_of([row]))[0].to(dtype)))
-            assert torch.equal(rows.residual[slot], residuals.get(row, torch.zeros(DIM, dtype=dtype)))
-            copies[row], residuals[row] = (torch.full((DIM,), one, dtype=dtype) for one in (number, -number))
-            rows.copies[slot], rows.residual[slot] = copies[row], residuals[row]
-            number += 1
-        assert sorted(copies) == rows.cache.contents()[0].tolist()
-        # Room at least doubles, so that it is made seldom, but never beyond what can be used.
+        slots, evicted = rows.admit(by_peer(wanted))
+        for peer, (places, residual) in evicted.items():
+            assert places.tolist() == sorted(places.tolist())
+            assert (residual.shape, residual.dtype) == ((len(places), DIM), dtype)
+            for place, left in zip(places.tolist(), residual, strict=True):
+                assert torch.equal(left, residuals.pop((peer, place)))
+                del copies[peer, place], last_used[peer, place]
+            mirror.release(peer, places)
+        same, nothing = mirror.admit(by_peer(wanted))
+        assert all(not places.size for places, _ in nothing.values())
+        # The least recently requested rows have gone, and only if there was no room.
+        gone = [key for places in evicted for key in [(places, place) for place in evicted[places].places.tolist()]]
+        assert not gone or len(copies.keys() | set(wanted)) == max(capacity, len(wanted))
+        for peer, own in by_peer(wanted).items():
+            for place, slot, other in zip(own.tolist(), slots[peer].tolist(), same[peer].tolist(), strict=True):
+                key = (peer, place)
+                assert torch.equal(rows.copies[slot], copies.get(key, initial(peer, places_of([place]))[0].to(dtype)))
+                assert torch.equal(rows.residual[slot], residuals.get(key, torch.zeros(DIM, dtype=dtype)))
+                if key not in copies:
+                    assert torch.equal(mirror.copies[other], initial(peer, places_of([place]))[0].to(dtype))
+                copies[key], residuals[key] = (torch.full((DIM,), one, dtype=dtype) for one in (number, -number))
+                rows.copies[slot], rows.residual[slot] = copies[key], residuals[key]
+                number += 1
+                last_used[key] = step
         largest = max(largest, len(wanted))
-        for own in (rows.copies, rows.residual, mirror.copies):
-            assert rows.cache.num_slots <= len(own) <= max(capacity, largest)
-        assert rows.copies.shape[1:] == rows.residual.shape[1:] == mirror.copies.shape[1:] == (DIM,)
+        for store in (rows, mirror):
+            there = [(peer, place) for peer in PEERS for place in store.cache.contents(peer)[0].tolist()]
+            assert there == sorted(copies)
+        assert rows.cache.num_slots <= len(rows.copies) == len(rows.residual) <= max(capacity, largest)
         assert mirror.residual.shape[1] == 0
 
 
-def test_room_is_doubled() -> None:
+def test_the_oldest_rows_of_all_peers_go_first() -> None:
+    rows = remembered(3)
+    for peer, place in ((0, 7), (2, 7), (0, 1), (2, 7)):
+        rows.admit({one: places_of([place] if one == peer else []) for one in PEERS})
+    _, evicted = rows.admit({0: places_of([9]), 2: places_of([0])})
+    assert {peer: gone.places.tolist() for peer, gone in evicted.items()} == {0: [1, 7], 2: []}
+
+
+def test_an_owner_refuses_to_forget_what_it_does_not_have() -> None:
+    mirror = remembered(UNBOUNDED, with_residual=False)
+    mirror.admit({0: places_of([1]), 2: places_of([])})
+    with pytest.raises(PayloadError, match="Rank 2 has evicted rows that it had not: 1 rows"):
+        mirror.release(2, places_of([1]))
+
+
+def test_room_is_made_by_quarters() -> None:
     rows, rooms = remembered(20), []
     for row in range(PLACES):
-        rows.admit(places_of([row]))
+        rows.admit({0: places_of([row]), 2: places_of([])})
         rooms.append(len(rows.copies))
-    assert sorted(set(rooms)) == [1, 2, 4, 8, 16, 20]
+    assert sorted(set(rooms)) == [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15, 18, 20]
     assert rooms == sorted(rooms)
 
 
@@ -168,11 +213,11 @@ def test_room_is_doubled() -> None:
 def test_a_saved_state_is_frozen_and_whole(with_residual: bool) -> None:
     rows = remembered(8, with_residual)
     for wanted in ([1, 4, 9], [4], [2, 4]):
-        admission, _ = rows.admit(places_of(wanted))
-        rows.copies[admission.slots] += 1
+        slots, _ = rows.admit({0: places_of(wanted)})
+        rows.copies[slots[0]] += 1
         if with_residual:
-            rows.residual[admission.slots] -= 2
-    rows.thresholds[1] = 0.25
+            rows.residual[slots[0]] -= 2
+    rows.thresholds[2, 1] = 0.25
     state = rows.state_dict()
     assert len(state["copies"]) == 4, "room that was made ahead is not saved"
     kept = {name: state[name].clone() for name in ("thresholds", "copies", "residual")}
@@ -181,12 +226,55 @@ def test_a_saved_state_is_frozen_and_whole(with_residual: bool) -> None:
     for one in (rows, resumed):
         one.copies.zero_()
         one.thresholds[:] = 7
-        one.admit(places_of([12, 13]))
+        one.admit({2: places_of([12, 13])})
     assert all(torch.equal(state[name], value) for name, value in kept.items())
     resumed.load_state_dict(state)
-    assert resumed.thresholds.tolist() == [0.0, 0.25]
+    assert resumed.thresholds.tolist() == [[0.0, 0.0], [0.0, 0.0], [0.0, 0.25]]
     assert torch.equal(resumed.copies, kept["copies"])
     assert torch.equal(resumed.residual, kept["residual"])
+
+
+def bytes_in(thing: Any, seen: set[int]) -> int:
+    """Bytes of all tensors and arrays, however deep, each once."""
+    if id(thing) in seen:
+        return 0
+    seen.add(id(thing))
+    if isinstance(thing, Tensor):
+        return thing.untyped_storage().nbytes()
+    if isinstance(thing, np.ndarray):
+        return thing.nbytes if thing.base is None else 0
+    if isinstance(thing, dict):
+        return sum(bytes_in(value, seen) for value in thing.values())
+    if isinstance(thing, list | tuple) or type(thing).__name__ == "deque":
+        return sum(bytes_in(value, seen) for value in thing)
+    return bytes_in(vars(thing), seen) if type(thing).__name__ in ("RowStore", "RowCache", "RequestCode") else 0
+
+
+def memory_beside_own_rows(rows: int, dim: int, batch: int) -> tuple[float, float, bool]:
+    """What this rank remembers, in shares of rows; and beside that a share's bytes of rows, and whether it is full."""
+    tables = ShardedEmbeddingBags([rows] * 4, dim)
+    tables.materialize()
+    share = 4 * rows / dist.get_world_size() * dim * 4
+    largest = 0.0
+    for step in range(40):
+        numbers = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+        tables(torch.randint(0, rows, (batch, 4), generator=numbers)).sum().backward()
+        tables.weight.grad = None
+        largest = max(largest, bytes_in([tables.held, tables.mirrors], set()) / share)
+    return largest, default_room(int(4 * rows / dist.get_world_size()), dim, 4 * dim), len(tables.held.cache)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_memory_does_not_grow_with_the_ranks(ranks: Any, world_size: int) -> None:
+    """Copies, residuals, mirrors and the index of both ends, in shares of this rank's own rows."""
+    for shares, room, held in ranks(world_size).run(memory_beside_own_rows, 6000, 16, 300):
+        assert room == held  # it is full
+        assert 1 < shares <= 2
+
+
+def test_the_default_room() -> None:
+    assert default_room(10**6, 16, 64) == 2 * 10**6 * 64 // bytes_a_row(16)
+    assert default_room(10, 16, 64) == 1024
 
 
 def request_twice(cache_rows: int, pool_first: bool, backward: bool) -> list[float]:
@@ -228,7 +316,7 @@ def test_add_entries(data: st.DataObject, slots: list[int], dtype: torch.dtype) 
     assert torch.equal(rows, expected)
 
 
-def copies_of(pooled: list[int]) -> list[dict[int, Tensor]]:
+def copies_of(pooled: list[int]) -> list[Tensor]:
     """This rank's copies of the others, and the others' copies of its rows, after looks-up pooled so many times."""
     tables = ShardedEmbeddingBags([40, 30], DIM, density=0.3, cache_rows=100)
     tables.materialize()
@@ -242,12 +330,12 @@ def copies_of(pooled: list[int]) -> list[dict[int, Tensor]]:
             optimizer.step()
             optimizer.zero_grad()
     state = tables.compression_state()
-    return [{peer: rows["copies"] for peer, rows in state[part].items()} for part in ("held", "mirrors")]
+    return [state[part]["copies"] for part in ("held", "mirrors")]
 
 
 def test_both_ends_have_the_same_copies_however_often_a_look_up_is_pooled(ranks: Any) -> None:
     """Oracle: the owner's copies of what the other rank has, bitwise."""
     (held_0, mirrors_0), (held_1, mirrors_1) = ranks(2).run(copies_of, [1, 2, 0, 1, 3, 0])
-    assert torch.equal(held_0[1], mirrors_1[0])
-    assert torch.equal(held_1[0], mirrors_0[1])
-    assert held_0[1].abs().sum() > 0
+    assert torch.equal(held_0, mirrors_1)
+    assert torch.equal(held_1, mirrors_0)
+    assert held_0.abs().sum() > 0

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dct import ShardedEmbeddingBags
-from lightning_dct.embedding.cache import RememberedRows
 from lightning_dct.embedding.collected import RowCollectives
+from lightning_dct.embedding.store import RowStore
 
 
 def tensors_in(thing: Any) -> list[Tensor]:
@@ -20,7 +20,7 @@ def tensors_in(thing: Any) -> list[Tensor]:
         return [tensor for value in thing.values() for tensor in tensors_in(value)]
     if isinstance(thing, list | tuple):
         return [tensor for value in thing for tensor in tensors_in(value)]
-    kinds = ShardedEmbeddingBags | RememberedRows | RowCollectives  # collected gradients move when they are delivered
+    kinds = ShardedEmbeddingBags | RowStore | RowCollectives  # collected gradients move when they are delivered
     return tensors_in(vars(thing)) if isinstance(thing, kinds) else []
 
 

@@ -174,14 +174,14 @@ def conserve(exchange):
             received[key] = received.get(key, 0) + values.double() * tables.placement.world_size
         with torch.no_grad():
             tables.weight.add_(grad, alpha=-0.05)
-    held, evictions = {}, 0
-    for owner, rows in tables.held.items():
-        places, slots = rows.cache.contents()
-        evictions += rows.cache.capacity < tables.placement.owned_rows[owner]
+    held, rows = {}, tables.held
+    evictions = rows.cache.capacity < sum(tables.placement.owned_rows[owner] for owner in rows.codes)
+    for owner in rows.codes:
+        places, slots = rows.cache.contents(owner)
         for table, row, slot in zip(*tables.placement.rows_of(owner, places), slots, strict=True):
             held[int(table), int(row)] = rows.residual[slot].double()
     copies, mirrors = (
-        {peer: (places, rows.copies[slots]) for peer, rows in end.items() for places, slots in [rows.cache.contents()]}
+        {peer: (places, end.copies[slots]) for peer in end.codes for places, slots in [end.cache.contents(peer)]}
         for end in (tables.held, tables.mirrors)
     )
     return computed, received, held, copies, mirrors, evictions

@@ -1,6 +1,7 @@
 """Requests for rows, and messages about their changes."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,6 @@ from torch import Tensor
 from differences import assert_same
 from lightning_dct.compress.threshold import nudge
 from lightning_dct.embedding import messages as changes_module
-from lightning_dct.embedding.cache import RememberedRows
 from lightning_dct.embedding.messages import (
     HALVE_EVERY,
     REGROUP_EVERY,
@@ -24,6 +24,7 @@ from lightning_dct.embedding.messages import (
     message_about,
     whole_num_bytes,
 )
+from lightning_dct.embedding.store import RowStore
 from lightning_dct.kernels.bits import pack_bits, unpack_bits
 from lightning_dct.kernels.plain import SMALLEST_THRESHOLD
 from lightning_dct.reference import Settings, send_rows
@@ -40,8 +41,23 @@ def places_of(rows: list[int] | range) -> np.ndarray:
     return np.array(rows, dtype=np.int64)
 
 
-def remembered(universe: int, capacity: int) -> RememberedRows:
-    return RememberedRows(capacity, universe, 1, lambda places: torch.zeros(len(places), 1), torch.empty(0, 1), False)
+class Remembered(RowStore):
+    """A store for one peer, whose code it has at hand."""
+
+    def __init__(self, universe: int, capacity: int) -> None:
+        empty = torch.empty(0, 1)
+        super().__init__(
+            capacity, {0: universe}, 1, 1, lambda _, places: torch.zeros(len(places), 1), empty, with_residual=False
+        )
+        self.code = self.codes[0]
+
+    def request(self, wanted: Any) -> None:
+        self.admit({0: places_of(wanted)})
+        self.learn()
+
+
+def remembered(universe: int, capacity: int) -> Remembered:
+    return Remembered(universe, capacity)
 
 
 @st.composite
@@ -120,8 +136,8 @@ def test_both_ends_know_the_same_code_whatever_was_asked(data: st.DataObject, ca
     for number, wanted in enumerate(data.draw(st.lists(rows, min_size=1, max_size=20))):
         read = owner.code.decode(user.code.encode(places_of(wanted)), len(wanted))
         assert read.tolist() == wanted
-        user.admit(places_of(wanted))
-        owner.admit(read)
+        user.request(wanted)
+        owner.request(read)
         if number % 5 == 4:  # one end is saved and resumed
             state, owner = owner.state_dict(), remembered(100, capacity)
             owner.load_state_dict(state)
@@ -136,14 +152,14 @@ def test_both_ends_regroup_and_halve_at_the_same_request() -> None:
         wanted = np.flatnonzero(random.random(40) < 1 / np.arange(1, 41))
         read = owner.code.decode(user.code.encode(wanted), len(wanted))
         assert read.tolist() == wanted.tolist()
-        user.admit(wanted)
-        owner.admit(read)
+        user.request(wanted)
+        owner.request(read)
         if user.code.state_dict()["groups"].tolist() != groups:
             groups = user.code.state_dict()["groups"].tolist()
             learnt_at.append(number)
     assert all(number % REGROUP_EVERY == 0 or number & (number - 1) == 0 for number in learnt_at)
     # The first row is in every request: 1024 at the halving, 512 after it.
-    assert user.cache.counts[user.cache.find(places_of([0]))] == HALVE_EVERY // 2 + 2 * REGROUP_EVERY
+    assert user.cache.counts[user.find(0, places_of([0]))] == HALVE_EVERY // 2 + 2 * REGROUP_EVERY
 
 
 @given(code=learnt(), wanted=wanted_places, data=st.data())
@@ -195,7 +211,7 @@ def test_uneven_requests_take_little_more_than_their_entropy() -> None:
         if number >= 128:
             ours.append(rows.code.encode(wanted).numel())
             plain.append(PositionCode(universe, wanted.size).num_bytes)
-        rows.admit(wanted)
+        rows.request(wanted)
     assert entropy < np.mean(ours) < 1.22 * entropy
     assert np.mean(ours) < 0.77 * np.mean(plain)
 

@@ -143,8 +143,9 @@ def copies_of_evicted(path: str, max_rows: int, loads: bool) -> list[float]:
     def look() -> None:
         tables = module.tables
         kept = gather_objects(tables.directory.rows.contents()[0])
-        for owner, held in tables.held.items():
-            places, slots = held.cache.contents()
+        held = tables.held
+        for owner in held.codes:
+            places, slots = held.cache.contents(owner)
             gone = ~np.isin(places, kept[owner])
             ids = [numbers.tolist() for numbers in tables.placement.rows_of(owner, places)]
             rows = [[row for table, row in zip(*ids, strict=True) if table == one] for one in range(len(TABLE_ROWS))]

@@ -27,9 +27,10 @@ from lightning_dct.checkpoint.format import identity, make_note, read_checked, r
 from lightning_dct.checkpoint.reading import agreed_notes, merge_states
 from lightning_dct.compress.bucket_plan import OwnedPiece
 from lightning_dct.compress.error_feedback import ErrorFeedback
-from lightning_dct.embedding.cache import RememberedRows, check_memory
 from lightning_dct.embedding.owners import place_tables
 from lightning_dct.embedding.sharded import ShardedEmbeddingBags
+from lightning_dct.embedding.store import RowStore
+from lightning_dct.embedding.store_state import check_memory
 from lightning_dct.embedding.table_files import INDEX, load_rows, save_rows
 from reliability.mutations import mutate
 
@@ -180,12 +181,13 @@ def example_state() -> dict[str, Any]:
     placement = place_tables(TABLES, 2)
     held, mirror = _remembered(placement.owned_rows[1], True), _remembered(placement.owned_rows[0], False)
     for rows in (held, mirror):
-        rows.admit(wanted)
-        rows.admit(wanted[:2])
+        for places in (wanted, wanted[:2]):
+            rows.admit({1: places})
+            rows.learn()
     tables = {
         "placement": asdict(placement),
-        "held": {1: held.state_dict()},
-        "mirrors": {1: mirror.state_dict()},
+        "held": held.state_dict(),
+        "mirrors": mirror.state_dict(),
         "collected": [(torch.tensor([2, 5]), torch.randn(2, DIM))],
     }
     counted = {"steps": 12, "bytes_sent": 4000, "seconds": 0.5}
@@ -221,15 +223,16 @@ def take_over(state: dict[str, Any]) -> None:
         check_memory(tables, TABLES, DIM)
         placement = place_tables(TABLES, 2)
         for part, universe in (("held", placement.owned_rows[1]), ("mirrors", placement.owned_rows[0])):
-            for saved in tables[part].values():
-                rows = _remembered(universe, part == "held")
-                rows.load_state_dict(saved)
-                # It goes on to work: rows are found, made room for, and read.
-                admission, _ = rows.admit(np.array([1, 3, 8], dtype=np.int64))
-                assert rows.copies[admission.slots].shape == (3, DIM)
-                assert rows.residual.isfinite().all()
-                assert np.isfinite(rows.thresholds).all()
-                assert rows.cache.row_at[admission.slots].tolist() == [1, 3, 8]
+            if tables[part]["codes"].keys() != {1}:
+                continue  # it is of other ranks, and refused as such
+            rows = _remembered(universe, part == "held")
+            rows.load_state_dict(tables[part])
+            # It goes on to work: rows are found, made room for, and read.
+            slots, _ = rows.admit({1: np.array([1, 3, 8], dtype=np.int64)})
+            assert rows.copies[slots[1]].shape == (3, DIM)
+            assert rows.residual.isfinite().all()
+            assert np.isfinite(rows.thresholds).all()
+            assert rows.cache.row_at[slots[1]].tolist() == [1, 3, 8]
 
 
 def change_something(chance: random.Random, state: Any) -> None:
@@ -271,6 +274,8 @@ def _change(chance: random.Random, state: Any, key: Any, value: Any) -> None:
         state[key] = torch.full_like(value, chance.choice((-1, 0, 1, 10_000, *odd)))
 
 
-def _remembered(universe: int, with_residual: bool) -> RememberedRows:
+def _remembered(universe: int, with_residual: bool) -> RowStore:
     empty = torch.empty(0, DIM)
-    return RememberedRows(5, universe, len(TABLES), lambda places: torch.zeros(len(places), DIM), empty, with_residual)
+    return RowStore(
+        5, {1: universe}, 2, len(TABLES), lambda _, places: torch.zeros(len(places), DIM), empty, with_residual
+    )

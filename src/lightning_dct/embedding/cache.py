@@ -1,24 +1,18 @@
-"""A bounded cache of rows, whose contents follow from the requests alone.
+"""A bounded index of rows: which have a slot, which is the least recently requested one. No communication.
 
-The rank that requests rows and the rank that owns them each have a cache for the other. Both see the same requests in
-the same order, so they admit and evict the same rows without communication. The least recently requested row is evicted
-first. The time of a request is proportional to its rows, not to the cache's.
-
-For the rows in a cache, a rank remembers copies of another's rows, and as residuals the gradients of these rows that it
-has not sent yet.
+A rank has one such index for the rows of all other ranks that it remembers, and one for its own rows that others
+remember. A row is named by a peer and its place there. The time of a request is proportional to its rows, not to those
+of the index.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
-from torch import Tensor
 
-from lightning_dct.checksums import CheckpointError
-from lightning_dct.embedding.messages import HALVE_EVERY, REGROUP_EVERY, RequestCode
-from lightning_dct.embedding.owners import GOLDEN, Int64Array, RowOwners
+from lightning_dct.embedding.owners import GOLDEN, Int64Array
 
 
 class Admission(NamedTuple):
@@ -28,35 +22,45 @@ class Admission(NamedTuple):
     new: np.typing.NDArray[np.bool_]  # shape `[k]`: whether the row was missing before
     evicted: Int64Array  # shape `[e]`: the evicted rows
     evicted_slots: Int64Array  # shape `[e]`: their former slots, which new rows may have now
+    evicted_peers: Int64Array  # shape `[e]`: their peers
 
 
 _SMALLEST_BITS = 6
-# The arrays of a cache's state, by slot.
-CACHE_ARRAYS = ("row_at", "last_used", "counts")
-# Groups of rows are exponents of counts, which are int64.
-MOST_GROUPS = 63
-# Parts with an entry for each slot of the cache.
-ROW_STATE = ("copies", "residual", "outdated")
+# The arrays of a cache's state, by slot, and their dtypes in memory; in a state they are int64.
+CACHE_ARRAYS = {"row_at": np.int64, "last_used": np.int64, "counts": np.int32}
+# With peers there is one more.
+PEER_ARRAY = {"peer_at": np.int32}
+# The capacity of a cache that evicts nothing.
+UNBOUNDED = 2**62
+# Odd, to spread the rows of different peers.
+_PEER_FACTOR = np.uint64(0xD6E8FEB86659FD93)
+# Bytes of a slot, at most: the arrays, the hash table and the queue.
+INDEX_BYTES = 24 + 24 + 32
 
 
 class RowCache:
-    """At most ``capacity`` rows, or those of one larger request.
+    """At most ``capacity`` rows, or those of one larger request. If it is unbounded, rows stay until :meth:`release`.
 
     A hash table finds the slots of whole arrays of rows at a time. It contains only slots, and the search compares the
     row at a slot with the sought one. So an eviction deletes nothing: a stale entry leads to a slot with another row,
     and the search continues. A table that is half full is rebuilt without stale entries, so the cost of an insertion
     does not depend on the number of rows.
 
+    With ``with_peers`` a row is named by a peer and a number, and methods that take rows take their peers, too.
+
     Attributes:
         row_at: By slot: its row, -1 where it is free.
+        peer_at: By slot: the peer of its row; empty without peers.
         last_used: By slot: the time of its last request.
         counts: By slot: the number of requests of its row since admission.
         requests: The number of requests so far.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, with_peers: bool = False) -> None:
         self.capacity = capacity
-        self.row_at, self.last_used, self.counts = (np.empty(0, dtype=np.int64) for _ in CACHE_ARRAYS)
+        self._dtypes: dict[str, Any] = {**CACHE_ARRAYS, **(PEER_ARRAY if with_peers else {})}
+        self.row_at = self.last_used = np.empty(0, dtype=np.int64)
+        self.counts = self.peer_at = np.empty(0, dtype=np.int32)
         self.requests = 0
         self._derive()
 
@@ -64,9 +68,12 @@ class RowCache:
         """Derive the hash table, the free slots, and the queue for eviction from the slots."""
         self._fill_table()
         self._free = np.flatnonzero(self.row_at < 0)
+        self._fill_queue()
+
+    def _fill_queue(self) -> None:
         # Slots and the times of their requests, oldest first, then lowest first. An entry is stale, and is skipped, if
         # its slot was requested again or has another row now.
-        used = np.flatnonzero(self.row_at >= 0)
+        used = np.flatnonzero(self.row_at >= 0) if self.capacity < UNBOUNDED else np.empty(0, dtype=np.int64)
         order = used[np.argsort(self.last_used[used], kind="stable")]
         self._queue = deque([(order, self.last_used[order])])
         self._queued = order.size
@@ -79,35 +86,49 @@ class RowCache:
         """Slots that were ever used."""
         return self.row_at.size
 
-    def contents(self) -> tuple[Int64Array, Int64Array]:
-        """The rows, ascending, and their slots."""
-        used = np.flatnonzero(self.row_at >= 0)
+    def contents(self, peer: int | None = None) -> tuple[Int64Array, Int64Array]:
+        """The rows, ascending, and their slots; of one peer, if there are several."""
+        is_used = self.row_at >= 0
+        used = np.flatnonzero(is_used if peer is None else is_used & (self.peer_at == peer))
         slots = used[np.argsort(self.row_at[used])]
         return self.row_at[slots], slots
 
-    def find(self, rows: Int64Array) -> Int64Array:
+    def find(self, rows: Int64Array, peers: Int64Array | None = None) -> Int64Array:
         """The slots of rows, ``[k]``, -1 for missing rows."""
         slots = np.full(rows.size, -1, dtype=np.int64)
         if not self.num_slots:
             return slots
-        places, sought = self._homes(rows), np.arange(rows.size)
+        places, sought = self._homes(rows, peers), np.arange(rows.size)
         while sought.size:
             found = self._table[places]
             slots[sought] = found  # -1 at a free entry: the row is missing
+            is_other = self.row_at[found] != rows[sought]
+            if peers is not None:
+                is_other |= self.peer_at[found] != peers[sought]
             # Slots with other rows are overwritten in the next round.
-            on = np.flatnonzero((found >= 0) & (self.row_at[found] != rows[sought]))
+            on = np.flatnonzero((found >= 0) & is_other)
             places, sought = (places[on] + 1) & (self._table.size - 1), sought[on]
         return slots
 
-    def admit(self, wanted: Int64Array, slots: Int64Array | None = None) -> Admission:
-        """Admit rows, ``[k]``, ascending and distinct. ``slots`` are those that :meth:`find` has given, if it has."""
+    def release(self, rows: Int64Array, peers: Int64Array | None = None) -> Int64Array:
+        """Free the slots of rows, ``[k]``, distinct, and give them; a KeyError if a row has none."""
+        slots = self.find(rows, peers)
+        if (slots < 0).any():
+            raise KeyError(f"{int((slots < 0).sum())} rows are not in the cache")
+        self.row_at[slots] = -1
+        self._free = np.concatenate([self._free, slots])
+        return slots
+
+    def admit(self, wanted: Int64Array, slots: Int64Array | None = None, peers: Int64Array | None = None) -> Admission:
+        """Admit rows, ``[k]``, distinct. ``slots`` are those that :meth:`find` has given, if it has."""
         self.requests += 1
-        slots = self.find(wanted) if slots is None else slots
+        slots = self.find(wanted, peers) if slots is None else slots
         new = slots < 0
         self.last_used[slots[~new]] = self.requests
         misses = wanted[new]
         evicted_slots = self._oldest(len(self) + misses.size - max(self.capacity, wanted.size))
         evicted = self.row_at[evicted_slots]
+        evicted_peers = (self.peer_at[evicted_slots] if peers is not None else 0 * evicted).astype(np.int64)
         self.row_at[evicted_slots] = -1
         free = np.sort(np.concatenate([self._free, evicted_slots]))
         grown = max(misses.size - free.size, 0)
@@ -115,30 +136,35 @@ class RowCache:
         self._free = free[misses.size :]
         slots[new] = taken
         if grown:  # the new slots are all taken
-            for name in CACHE_ARRAYS:
-                setattr(self, name, np.concatenate([getattr(self, name), np.full(grown, -1)]))
+            for name, dtype in self._dtypes.items():
+                setattr(self, name, np.concatenate([getattr(self, name), np.full(grown, -1, dtype=dtype)]))
         self.row_at[taken] = misses
+        if peers is not None:
+            self.peer_at[taken] = peers[new]
         self.last_used[taken] = self.requests
         self.counts[taken] = 0
         self.counts[slots] += 1
-        if 2 * (self._entries + misses.size) > self._table.size:
+        if 8 * (self._entries + misses.size) > 5 * self._table.size:
             self._fill_table()
         else:
-            self._put(misses, taken)
-        self._queue.append((np.sort(slots), np.full(slots.size, self.requests)))
-        self._queued += slots.size
-        if self._queued > 4 * self.num_slots + 1:  # most of it is stale
-            self._derive()
-        return Admission(slots, new, evicted, evicted_slots)
+            self._put(taken)
+        if self.capacity < UNBOUNDED:
+            self._queue.append((np.sort(slots), np.broadcast_to(np.int64(self.requests), slots.shape)))
+            self._queued += slots.size
+            if self._queued > 2 * self.num_slots + 1:  # half of it is stale
+                self._fill_queue()
+        return Admission(slots, new, evicted, evicted_slots, evicted_peers)
 
     def state_dict(self) -> dict[str, Any]:
         """The state as integers and tensors."""
-        return {"requests": self.requests, **{name: torch.tensor(getattr(self, name)) for name in CACHE_ARRAYS}}
+        arrays = {name: torch.from_numpy(getattr(self, name).astype(np.int64)) for name in self._dtypes}
+        return {"requests": self.requests, **arrays}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a saved state."""
         self.requests = int(state["requests"])
-        self.row_at, self.last_used, self.counts = (state[name].numpy().copy() for name in CACHE_ARRAYS)
+        for name, dtype in self._dtypes.items():
+            setattr(self, name, state[name].numpy().astype(dtype))
         self._derive()
 
     def _oldest(self, number: int) -> Int64Array:
@@ -159,15 +185,15 @@ class RowCache:
 
     def _fill_table(self) -> None:
         slots = np.flatnonzero(self.row_at >= 0)
-        self._bits = max(_SMALLEST_BITS, (4 * slots.size).bit_length())
-        self._table = np.full(1 << self._bits, -1, dtype=np.int64)
+        self._bits = max(_SMALLEST_BITS, (3 * slots.size).bit_length())
+        self._table = np.full(1 << self._bits, -1, dtype=np.int32)
         self._entries = 0
-        self._put(self.row_at[slots], slots)
+        self._put(slots)
 
-    def _put(self, rows: Int64Array, slots: Int64Array) -> None:
-        """Insert the slots of new rows, ``[k]``, into the hash table."""
-        self._entries += rows.size
-        places = self._homes(rows)
+    def _put(self, slots: Int64Array) -> None:
+        """Insert slots, ``[k]``, with new rows into the hash table."""
+        self._entries += slots.size
+        places = self._homes(self.row_at[slots], self.peer_at[slots] if self.peer_at.size else None)
         while slots.size:
             free = self._table[places] < 0
             self._table[places[free]] = slots[free]
@@ -175,187 +201,9 @@ class RowCache:
             on = np.flatnonzero(self._table[places] != slots)
             places, slots = (places[on] + 1) & (self._table.size - 1), slots[on]
 
-    def _homes(self, rows: Int64Array) -> Int64Array:
+    def _homes(self, rows: Int64Array, peers: npt.NDArray[Any] | None) -> Int64Array:
         """Multiplicative hashing (Knuth, The Art of Computer Programming, vol. 3, 6.4)."""
-        return ((rows.astype(np.uint64) * GOLDEN) >> np.uint64(64 - self._bits)).astype(np.int64)
-
-
-class RememberedRows:
-    """Copies, and optionally residuals, of the rows in a cache.
-
-    The rank that uses rows and the rank that owns them each have an object of this class for the other. Their copies
-    are bitwise identical, because both start a row from its initial value and add the same messages. The next message
-    brings all of a row whose copy is outdated, because it is new or because the owner has replaced the row.
-
-    There are at most ``capacity`` rows of the ``universe`` of the owner's rows. ``initial`` gives the initial values of
-    rows by their places, shape ``[n, dim]``. ``empty``, shape ``[0, dim]``, has the copies' dtype and device. Each
-    table has a threshold. The cache is always on the CPU.
-    """
-
-    def __init__(
-        self,
-        capacity: int,
-        universe: int,
-        num_tables: int,
-        initial: Callable[[Int64Array], Tensor],
-        empty: Tensor,
-        with_residual: bool,
-    ) -> None:
-        self.cache = RowCache(capacity)
-        self.code = RequestCode(universe)
-        self.thresholds = np.zeros(num_tables, dtype=np.float64)
-        self._initial = initial
-        self.copies, self.residual = empty, empty if with_residual else empty[:, :0]
-        self.outdated = empty.new_empty(0, dtype=torch.bool)  # of each copy, where the rows are
-
-    def admit(self, wanted: Int64Array) -> tuple[Admission, Tensor]:
-        """Admit rows by their places on the owner, ``[k]``, ascending and distinct.
-
-        Returns:
-            The admission, and the residuals of the evicted rows, shape ``[e, dim]`` (``[e, 0]`` without residuals).
-        """
-        admission = self.cache.admit(wanted)
-        evicted = self.residual.index_select(0, torch.from_numpy(admission.evicted_slots).to(self.residual.device))
-        missing = self.cache.num_slots - len(self.copies)
-        if missing > 0:
-            # Doubling, up to the capacity of the cache, makes reallocations rare.
-            more = max(missing, min(len(self.copies), self.cache.capacity - len(self.copies)))
-            for name in ROW_STATE:
-                before = getattr(self, name)
-                setattr(self, name, torch.cat([before, before.new_zeros(more, *before.shape[1:])]))
-        fresh = admission.slots[admission.new]
-        if fresh.size:
-            at = torch.from_numpy(fresh).to(self.copies.device)
-            self.copies.index_copy_(0, at, self._initial(wanted[admission.new]).to(self.copies))
-            self.residual.index_fill_(0, at, 0)
-            self.outdated.index_fill_(0, at, True)
-        requests = self.cache.requests
-        if requests % REGROUP_EVERY == 0 or requests & (requests - 1) == 0:
-            places, slots = self.cache.contents()
-            self.code.learn(places, self.cache.counts[slots])
-        if requests % HALVE_EVERY == 0:
-            self.cache.counts >>= 1  # so that old requests lose weight
-        return admission, evicted
-
-    def replaced(self, places: Int64Array | None = None) -> None:
-        """Note that the owner has replaced the rows at these places, or all rows."""
-        slots = np.arange(self.cache.num_slots) if places is None else self.cache.find(places)
-        self.outdated[torch.from_numpy(slots[slots >= 0]).to(self.outdated.device)] = True
-
-    def take_outdated(self, slots: Tensor) -> Tensor:
-        """Whether the copies in slots, ``[k]``, are outdated; the message that is made now ends that."""
-        outdated = self.outdated.index_select(0, slots)
-        self.outdated.index_fill_(0, slots, False)
-        return outdated
-
-    def move(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Move copies and residuals, and change their dtype."""
-        self.copies, self.residual = self.copies.to(device, dtype), self.residual.to(device, dtype)
-        self.outdated = self.outdated.to(device)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state as numbers and CPU tensors."""
-        used = self.cache.num_slots
-        return {
-            "cache": self.cache.state_dict(),
-            "code": self.code.state_dict(),
-            "thresholds": torch.from_numpy(self.thresholds.copy()),
-            **{name: getattr(self, name)[:used].to("cpu", copy=True) for name in ROW_STATE},
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a saved state."""
-        self.cache.load_state_dict(state["cache"])
-        self.code.load_state_dict(state["code"])
-        self.thresholds = state["thresholds"].numpy().copy()
-        for name in ROW_STATE:
-            setattr(self, name, state[name].to(getattr(self, name), copy=True))
-
-
-def add_entries(rows: Tensor, slots: Tensor, positions: Tensor, values: Tensor) -> None:
-    """Add values to ``rows[slots]``, in place, at distinct positions in these rows, flattened."""
-    dim = rows.shape[1]
-    flat, entries = rows.view(-1), slots.index_select(0, positions // dim) * dim + positions % dim
-    flat.index_copy_(0, entries, flat.index_select(0, entries).add_(values.to(rows.dtype)))
-
-
-def check_memory(
-    state: Mapping[str, Any], table_rows: Sequence[int], dim: int, kind: type[RowOwners] = RowOwners
-) -> RowOwners:
-    """Check sizes, ranges and dtypes in the state of one rank (``compression_state`` of tables); the saved placement.
-
-    Raises:
-        CheckpointError: The tables have other sizes than ``table_rows`` and ``dim``, or the state is corrupt.
-    """
-    try:
-        saved = kind(**state["placement"])
-        if list(saved.table_rows) != list(table_rows):
-            raise ValueError(f"it has tables of {list(saved.table_rows)} rows, and the model of {list(table_rows)}")
-        for part, is_sound in _soundness(state, saved, dim):
-            if not is_sound:
-                raise ValueError(part)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
-        raise CheckpointError(
-            "The checkpoint's memory of sharded tables does not fit or is corrupt"
-            f" ({type(error).__name__}: {error}). Resume with the model that was saved, or from another checkpoint."
-        ) from error
-    return saved
-
-
-def _soundness(state: Mapping[str, Any], saved: RowOwners, dim: int) -> Iterator[tuple[str, bool]]:
-    """Each part of a rank's state, and whether it is sound, if those before it are."""
-    num_tables, ranks = len(saved.table_rows), range(saved.world_size)
-    lengths = len(saved.block_rows), len(saved.first_rank)
-    is_placement = lengths == (num_tables, num_tables) and min(saved.block_rows) >= 1
-    # A number of ranks that is damaged would otherwise be counted up to.
-    yield "the number of ranks", saved.world_size == len(state["held"]) + 1
-    yield "the placement of its rows", is_placement and all(first in ranks for first in saved.first_rank)
-    largest = max(saved.owned_rows)
-    for end in ("held", "mirrors"):
-        for peer, rows in state[end].items():
-            yield f"rank {peer} of {saved.world_size} in {end!r}", peer in ranks
-            # Held rows are the peer's. Mirrored rows are this rank's, and the state does not say which rank it is.
-            universe = saved.owned_rows[peer] if end == "held" else largest
-            for part, is_sound in _soundness_of_rows(rows, universe, num_tables, dim, end == "held"):
-                yield f"{part} of rank {peer} in {end!r}", is_sound
-    for places, gradient in state["collected"]:
-        yield "the collected gradients", _is_places(places, largest) and gradient.shape == (places.numel(), dim)
-
-
-def _soundness_of_rows(
-    rows: Mapping[str, Any], universe: int, num_tables: int, dim: int, with_residual: bool
-) -> Iterator[tuple[str, bool]]:
-    """The same for the state of :class:`RememberedRows`."""
-    cache, code, thresholds = rows["cache"], rows["code"], rows["thresholds"]
-    row_at = cache["row_at"]
-    cached, slots = row_at[row_at >= 0], row_at.numel()
-    are_arrays = all(cache[name].dtype == torch.int64 and cache[name].shape == (slots,) for name in CACHE_ARRAYS)
-    is_set = _is_places(cached, universe) and cached.unique().numel() == cached.numel()
-    yield "the cache", are_arrays and is_set and int(cache["requests"]) >= 0
-    is_ascending = _is_places(code["rows"], universe) and bool((code["rows"].diff() > 0).all())
-    are_groups = _is_places(code["groups"], MOST_GROUPS) and code["groups"].shape == code["rows"].shape
-    yield "the groups of rows", is_ascending and are_groups
-    are_numbers = thresholds.shape == (num_tables,) and thresholds.dtype.is_floating_point
-    yield "the thresholds", are_numbers and bool(((thresholds >= 0) & thresholds.isfinite()).all())
-    for name, width in (("copies", dim), ("residual", dim if with_residual else 0)):
-        yield f"the {name}", rows[name].shape == (slots, width) and rows[name].is_floating_point()
-    yield "the residual", bool(rows["residual"].isfinite().all())
-    yield "the outdated rows", rows["outdated"].shape == (slots,) and rows["outdated"].dtype == torch.bool
-
-
-def _is_places(places: Tensor, universe: int) -> bool:
-    """Whether these are whole numbers from 0 to below ``universe``."""
-    is_list = places.dtype == torch.int64 and places.ndim == 1
-    return is_list and (not places.numel() or (int(places.min()) >= 0 and int(places.max()) < universe))
-
-
-def unsent_gradients(
-    states: Sequence[Mapping[str, Any]], placements: Sequence[RowOwners]
-) -> Iterator[tuple[Int64Array, Int64Array, Tensor]]:
-    """All that the ranks of these states have collected or not sent yet: tables and rows ``[k]``, and ``[k, dim]``."""
-    for rank, (state, placement) in enumerate(zip(states, placements, strict=True)):
-        for places, gradient in state["collected"]:
-            yield *placement.rows_of(rank, places.numpy()), gradient
-        for owner, rows in state["held"].items():
-            row_at = rows["cache"]["row_at"]
-            yield *placement.rows_of(owner, row_at[row_at >= 0].numpy()), rows["residual"][row_at >= 0]
+        numbers = rows.astype(np.uint64)
+        if peers is not None:
+            numbers ^= peers.astype(np.uint64) * _PEER_FACTOR
+        return ((numbers * GOLDEN) >> np.uint64(64 - self._bits)).astype(np.int64)

@@ -29,14 +29,14 @@ from torch import Tensor
 
 from lightning_dct.embedding import messages
 from lightning_dct.embedding.bags import Bags, DistinctRows, read_bags
-from lightning_dct.embedding.cache import Admission, RememberedRows, add_entries
 from lightning_dct.embedding.collected import FAULT, DeliverRows
 from lightning_dct.embedding.exact import ANNOUNCED_EXACT, FINISHED, ExactReader
 from lightning_dct.embedding.owners import Int64Array
+from lightning_dct.embedding.store import RowStore, add_entries
 from lightning_dct.kernels import add_rows
 from lightning_dct.traffic import FP32_BYTES, ID_BYTES
 from lightning_dct.wire.payload import unpack
-from lightning_dct.wire.positions import PayloadError, reading
+from lightning_dct.wire.positions import reading
 
 if TYPE_CHECKING:
     from lightning_dct.embedding.sharded import ShardedEmbeddingBags
@@ -45,23 +45,30 @@ if TYPE_CHECKING:
 class _Requested(NamedTuple):
     """The rows of a request, on either of its ends."""
 
-    rows: RememberedRows  # the copies: of the rank that has asked, or of its owner
+    rows: RowStore  # the copies: of the rank that has asked, or of its owner
+    peer: int
     places: Int64Array  # shape `[k]`: on the owner
-    admission: Admission
-    slots: Tensor  # shape `[k]`: of the copies
+    cached: Int64Array  # shape `[k]`: the slots of the copies
+    slots: Tensor  # shape `[k]`: the same, where the copies are
     message: messages.Message  # the form of the messages about these rows, in both directions
+
+    @property
+    def thresholds(self) -> messages.Float64Array:
+        """One for each table; changed in place."""
+        return self.rows.thresholds[self.peer]
 
     def check_not_evicted(self) -> None:
         """Refuse to use copies whose slots other rows have by now (RuntimeError)."""
-        if (self.rows.cache.row_at[self.admission.slots] != self.places).any():
+        cache = self.rows.cache
+        if ((cache.row_at[self.cached] != self.places) | (cache.peer_at[self.cached] != self.peer)).any():
             raise RuntimeError(
                 "Rows were evicted between a request and its backward. If there are several requests before a backward,"
-                f" `cache_rows` ({self.rows.cache.capacity}) must hold the rows of all requests. Raise it."
+                f" `cache_rows` ({cache.capacity}) must hold the rows of all requests. Raise it."
             )
 
 
-# A rank announces to each other: what it has come to; of a request the bytes of ids, look-ups and evicted rows,
-# and of the end of a backward which of the last look-ups it has reached, as bits.
+# A rank announces to each other: what it has come to; of a request the bytes of ids, look-ups and the bytes of the ids
+# of evicted rows, and of the end of a backward which of the last look-ups it has reached, as bits.
 ANNOUNCED = 4
 REQUEST, END = 0, 1
 MOST_LOOKUPS = 31
@@ -108,13 +115,10 @@ class ChangesLookup:
             self._rows = DistinctRows(bags, module.placement, module.weight.device)
             payloads, evicted, numbers = self._make_requests()
         announced = _announce(module, numbers)
-        sizes = dict(enumerate(announced[:, 1].tolist()))
+        sizes = {peer: int(announced[peer, 1] + announced[peer, 3]) for peer in self._peers}
         requests = module.exchange_group.start(payloads, sizes, module.traffic)()
         with module.traffic.timed():
-            # By rank, the requests that this one has received.
-            self._received = {
-                peer: self._read_request(peer, requests[peer], *announced[peer, 2:].tolist()) for peer in self._peers
-            }
+            self._read_requests(requests, announced)
             # The dense exchange has fp32 rows both ways, and the int64 id of every look-up.
             own, others = (int(each[self._peers, 2].sum()) for each in (numbers, announced))
             row_bytes = FP32_BYTES * module.embedding_dim
@@ -225,37 +229,48 @@ class ChangesLookup:
         """The bytes of ids and the residuals of evicted rows, by owner, and the numbers to announce."""
         module = self._module
         numbers = np.zeros((module.placement.world_size, ANNOUNCED), dtype=np.int64)  # REQUEST in the first place
-        payloads, evicted = {}, {}
-        self._sent: dict[int, _Requested] = {}  # by owner, the requests of this rank
-        for peer in self._peers:
-            wanted = self._rows.wanted[peer]
-            payloads[peer] = module.held[peer].code.encode(wanted).to(module.weight.device)
-            self._sent[peer], residuals = self._admit(module.held[peer], peer, wanted)
-            evicted[peer] = messages.encode_whole(residuals, module.value_format)
-            numbers[peer, 1:] = payloads[peer].numel(), self._rows.lookups[peer], len(residuals)
-        return payloads, evicted, numbers
+        wanted = {peer: self._rows.wanted[peer] for peer in self._peers}
+        ids = {peer: module.held.codes[peer].encode(places) for peer, places in wanted.items()}
+        slots, gone = module.held.admit(wanted)
+        payloads, residuals = {}, {}
+        for peer, (places, residual) in gone.items():
+            # Most requests evict nothing, and then say so in no byte.
+            evicted = module.held.codes[peer].encode(places) if places.size else ids[peer][:0]
+            payloads[peer] = torch.cat([ids[peer], evicted]).to(module.weight.device)
+            residuals[peer] = messages.encode_whole(residual, module.value_format)
+            numbers[peer, 1:] = ids[peer].numel(), self._rows.lookups[peer], evicted.numel()
+        module.held.learn()
+        # By owner, the requests of this rank.
+        self._sent = {peer: self._requested(module.held, peer, peer, wanted[peer], slots[peer]) for peer in wanted}
+        return payloads, residuals, numbers
 
-    def _read_request(self, peer: int, data: Tensor, lookups: int, evicted: int) -> _Requested:
-        mirror = self._module.mirrors[peer]
-        with reading(f"Rank {peer} of the process group"):
-            places = mirror.code.decode(data, lookups)
-        request, _ = self._admit(mirror, self._rank, places)
-        # Both ends compute the same evictions.
-        if evicted != (expected := request.admission.evicted.size):
-            raise PayloadError(
-                f"Rank {peer} has evicted {evicted} rows where {expected} were expected: the two ends' caches differ."
-                " Use the same `cache_rows` and the same checkpoint on every rank."
-            )
-        return request
-
-    def _admit(self, rows: RememberedRows, owner: int, places: Int64Array) -> tuple[_Requested, Tensor]:
-        """Admit an owner's rows to copies; also the residuals of the evicted rows."""
+    def _read_requests(self, requests: Sequence[Tensor], announced: Int64Array) -> None:
+        """Forget what the other ranks have evicted, and remember what they request."""
         module = self._module
-        admission, residuals = rows.admit(places)
-        slots = torch.from_numpy(admission.slots).to(module.weight.device)
+        wanted: dict[int, Int64Array] = {}
+        # By user, the rows that it has evicted.
+        self._evicted: dict[int, Int64Array] = {}
+        for peer in self._peers:
+            code, (_, num_bytes, lookups, _) = module.mirrors.codes[peer], announced[peer].tolist()
+            with reading(f"Rank {peer} of the process group"):
+                wanted[peer] = code.decode(requests[peer][:num_bytes], lookups)
+                evicted = requests[peer][num_bytes:]
+                held = len(module.mirrors.cache)
+                self._evicted[peer] = code.decode(evicted, held) if evicted.numel() else wanted[peer][:0]
+            module.mirrors.release(peer, self._evicted[peer])
+        slots, _ = module.mirrors.admit(wanted)
+        module.mirrors.learn()
+        # By user, the requests that this rank has received.
+        self._received = {
+            peer: self._requested(module.mirrors, peer, self._rank, places, slots[peer])
+            for peer, places in wanted.items()
+        }
+
+    def _requested(self, rows: RowStore, peer: int, owner: int, places: Int64Array, cached: Int64Array) -> _Requested:
+        module = self._module
         tables = module.placement.tables_of(owner, places)
         message = messages.message_about(tables, module.embedding_dim, module.density, module.value_format)
-        return _Requested(rows, places, admission, slots, message), residuals
+        return _Requested(rows, peer, places, cached, torch.from_numpy(cached).to(module.weight.device), message)
 
     def _send_evicted(self, payloads: Mapping[int, Tensor]) -> None:
         """Start to send the residuals of evicted rows, which are not needed before backward ends.
@@ -263,9 +278,10 @@ class ChangesLookup:
         They are sent after the answers, which pooling waits for, because they can be many times as long.
         """
         module, dim, value_format = self._module, self._module.embedding_dim, self._module.value_format
-        evicted = {peer: request.admission.evicted for peer, request in self._received.items()}
-        sizes = {peer: messages.whole_num_bytes(places.size, dim, value_format) for peer, places in evicted.items()}
-        wait = module.exchange_group.start(payloads, sizes, module.traffic)
+        sizes = {
+            peer: messages.whole_num_bytes(places.size, dim, value_format) for peer, places in self._evicted.items()
+        }
+        evicted, wait = self._evicted, module.exchange_group.start(payloads, sizes, module.traffic)
 
         def arrive() -> Iterator[tuple[Tensor, Tensor]]:
             received = wait()
@@ -287,7 +303,7 @@ class ChangesLookup:
         whole, count = messages.encode_some(now, known, outdated, request.message)
         self._add_whole(request, whole, count)
         known = mirror.copies.index_select(0, slots)
-        sent = messages.compress_changes(now, known, request.message, mirror.thresholds, scale=-1)
+        sent = messages.compress_changes(now, known, request.message, request.thresholds, scale=-1)
         add_entries(mirror.copies, slots, sent.positions, sent.received)
         num_sent = count * module.embedding_dim + sent.positions.numel()
         module.traffic.add(entries_sent=num_sent, entries=now.numel())
@@ -307,7 +323,7 @@ class ChangesLookup:
     def _gradient_payload(self, request: _Requested, gradient: Tensor) -> Tensor:
         request.check_not_evicted()
         rows = request.rows.residual.index_select(0, request.slots)
-        sent = messages.compress_changes(rows, gradient, request.message, request.rows.thresholds)
+        sent = messages.compress_changes(rows, gradient, request.message, request.thresholds)
         flat = rows.view(-1)
         left = torch.where(sent.left.isfinite(), sent.left, flat.index_select(0, sent.positions))
         request.rows.residual.index_copy_(0, request.slots, flat.index_copy_(0, sent.positions, left).view_as(rows))

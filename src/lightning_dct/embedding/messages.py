@@ -54,6 +54,8 @@ REGROUP_EVERY = 64
 HALVE_EVERY = 1024
 # The formats of whole rows by that of changes.
 WHOLE_FORMATS = {"fp32": "fp32", "bf16": "bf16", "2bit": "int8", "1bit": "int8"}
+# Bytes that a row of a code takes.
+CODE_BYTES = 17
 Float64Array = npt.NDArray[np.float64]
 
 
@@ -70,7 +72,7 @@ class RequestCode:
         self._group(rows[seen], np.frexp(counts[seen])[1].astype(np.int64) - 1)
 
     def _group(self, rows: Int64Array, groups: Int64Array) -> None:
-        self._rows, self._groups = rows, groups
+        self._rows, self._groups = rows, groups.astype(np.uint8)
         number = int(groups.max()) + 1 if groups.size else 0
         self._members = [rows[groups == group] for group in range(number)]
         # The last group is "all rows".
@@ -133,7 +135,7 @@ class RequestCode:
 
     def state_dict(self) -> dict[str, Any]:
         """The groups."""
-        return {"rows": torch.from_numpy(self._rows.copy()), "groups": torch.from_numpy(self._groups.copy())}
+        return {"rows": torch.from_numpy(self._rows.copy()), "groups": torch.from_numpy(self._groups.astype(np.int64))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore saved groups."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,13 +9,16 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from lightning_dct.checksums import CheckpointError
 from lightning_dct.config import VALUE_FORMATS, check_choice, check_density, check_integer
-from lightning_dct.embedding.cache import RememberedRows, check_memory, unsent_gradients
+from lightning_dct.embedding.cache import UNBOUNDED
 from lightning_dct.embedding.collected import CollectedGradients
 from lightning_dct.embedding.exact import ExactReader, exact_round
 from lightning_dct.embedding.lookup import ChangesLookup, look_up
 from lightning_dct.embedding.owned_rows import OwnedRows
 from lightning_dct.embedding.owners import Int64Array
+from lightning_dct.embedding.store import RowStore, default_room
+from lightning_dct.embedding.store_state import ENDS, as_one_store, check_memory, unsent_gradients
 from lightning_dct.embedding.tables import EmbeddingTable, Pooling, described_tables
 from lightning_dct.traffic import Traffic
 
@@ -60,9 +62,11 @@ class ShardedEmbeddingBags(OwnedRows):
             and message. The rounding error is sent later.
         refresh_every: Optimizer steps between two exact selections of the thresholds. In between, a guard moves them a
             little in every step, to keep the number of entries near its target.
-        cache_rows: Most rows of each other rank to remember. The residual of an evicted row is sent: in fp32
-            or bf16 if ``value_format`` is that, else in int8 with a scale for the row. A remembered row takes
-            ``8 * embedding_dim`` bytes here and ``4 * embedding_dim`` on its owner.
+        cache_rows: Most rows of other ranks to remember, of all of them together. When None, as many as copies,
+            residuals, the owners' mirrors of them and their index fit into twice the bytes of a rank's share of all
+            rows, but at least 1,024. The residual of an evicted row is sent: in fp32 or bf16 if ``value_format`` is
+            that, else in int8 with a scale for the row. A remembered row takes ``8 * dim + 98`` bytes here and
+            ``4 * dim + 98`` on its owner, at most.
         initial_bound: Rows start uniform on ``[-bound, bound)``, if ``tables`` are numbers; ``1 / sqrt(rows)`` of each
             table when None.
         seed: Seeds the initial rows.
@@ -87,14 +91,15 @@ class ShardedEmbeddingBags(OwnedRows):
         density: float = 0.05,
         value_format: str = "1bit",
         refresh_every: int = 1000,
-        cache_rows: int = 1 << 18,
+        cache_rows: int | None = None,
         initial_bound: float | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__(described_tables(tables, embedding_dim, pooling, initial_bound), seed, refresh_every)
         check_density("density", density)
         check_choice("value_format", value_format, VALUE_FORMATS)
-        check_integer("cache_rows", cache_rows, minimum=1)
+        if cache_rows is not None:
+            check_integer("cache_rows", cache_rows, minimum=1)
         self.density = density
         self.value_format = value_format
         self.cache_rows = cache_rows
@@ -164,18 +169,27 @@ class ShardedEmbeddingBags(OwnedRows):
     def reset_memory(self) -> None:
         """Drop all copies, residuals and thresholds, as before the first step."""
         empty = self.weight.new_empty(0, self.embedding_dim, dtype=self.remembered_dtype)
+        rank, peers, owned = self.exchange_group.rank, self.exchange_group.peers, self.placement.owned_rows
+        num_peers, num_tables = self.placement.world_size, len(self.table_rows)
+        of_owners, of_users = {peer: owned[peer] for peer in peers}, dict.fromkeys(peers, owned[rank])
 
-        def remembered(owner: int, with_residual: bool) -> RememberedRows:
-            universe, initial = self.placement.owned_rows[owner], partial(self.initial, owner)
-            return RememberedRows(self.cache_rows, universe, len(self.table_rows), initial, empty, with_residual)
+        def own_initial(_: int, places: Int64Array) -> Tensor:
+            return self.initial(rank, places)
 
-        rank, peers = self.exchange_group.rank, self.exchange_group.peers
-        # By owner, this rank's copies of other ranks' rows; and by user, the other ranks' copies of this rank's rows.
-        self.held: dict[int, RememberedRows] = {peer: remembered(peer, True) for peer in peers}
-        self.mirrors: dict[int, RememberedRows] = {peer: remembered(rank, False) for peer in peers}
+        # This rank's copies of other ranks' rows, and the other ranks' copies of this rank's rows.
+        self.held: RowStore = RowStore(self.room(), of_owners, num_peers, num_tables, self.initial, empty, True)
+        self.mirrors: RowStore = RowStore(UNBOUNDED, of_users, num_peers, num_tables, own_initial, empty, False)
         self.collected: CollectedGradients = CollectedGradients()
         self.lookups: list[ChangesLookup] = []  # those whose gradients may be sent
         self.refresh_requested = True
+
+    def room(self) -> int:
+        """The number of other ranks' rows that this rank remembers."""
+        if self.cache_rows is not None:
+            return self.cache_rows
+        own_rows = -(-self.num_rows // self.placement.world_size)
+        row_bytes = self.embedding_dim * self.weight.element_size()
+        return default_room(own_rows, self.embedding_dim, row_bytes, self.remembered_dtype.itemsize)
 
     @property
     def remembered_dtype(self) -> torch.dtype:
@@ -183,9 +197,9 @@ class ShardedEmbeddingBags(OwnedRows):
         return torch.promote_types(self.weight.dtype, torch.float32)
 
     @property
-    def remembered(self) -> tuple[RememberedRows, ...]:
+    def remembered(self) -> tuple[RowStore, ...]:
         """The copies and mirrors; none before :meth:`materialize`."""
-        return (*self.held.values(), *self.mirrors.values()) if self.is_materialized else ()
+        return (self.held, self.mirrors) if self.is_materialized else ()
 
     def take_answers(self) -> None:
         """Wait for the answers to the latest look-up, if they are under way, and add them to the copies."""
@@ -194,12 +208,11 @@ class ShardedEmbeddingBags(OwnedRows):
 
     def rows_replaced(self, places: Int64Array | None = None) -> None:
         """Have the other ranks receive these of this rank's rows whole, or all, because they were replaced."""
-        for mirror in self.mirrors.values():
-            mirror.replaced(places)
+        self.mirrors.replaced(places)
 
     def thresholds_in_use(self) -> list[float]:
         """The thresholds of both directions."""
-        return [float(value) for rows in self.remembered for value in rows.thresholds if value]
+        return [float(value) for rows in self.remembered for value in rows.thresholds.flat if value]
 
     def residual_norm(self) -> float:
         """Euclidean norm of the gradients that this rank has not sent yet; mirrors have none."""
@@ -212,8 +225,8 @@ class ShardedEmbeddingBags(OwnedRows):
         self.take_answers()
         return {
             "placement": asdict(self.placement),
-            "held": {peer: rows.state_dict() for peer, rows in self.held.items()},
-            "mirrors": {peer: rows.state_dict() for peer, rows in self.mirrors.items()},
+            "held": self.held.state_dict(),
+            "mirrors": self.mirrors.state_dict(),
             "collected": [(places.cpu(), gradient.cpu()) for places, gradient in self.collected.wait()],
         }
 
@@ -227,11 +240,13 @@ class ShardedEmbeddingBags(OwnedRows):
             CheckpointError: The states are of other tables, or corrupt.
         """
         kind = type(self.placement)
+        states = [as_one_store(state, len(self.table_rows), self.embedding_dim) for state in states]
         placements = [check_memory(state, self.table_rows, self.embedding_dim, kind) for state in states]
         if placements == [self.placement]:
-            for saved, rows in (("held", self.held), ("mirrors", self.mirrors)):
-                for peer, state in states[0][saved].items():
-                    rows[peer].load_state_dict(state)
+            for end, rows in zip(ENDS, self.remembered, strict=True):
+                if states[0][end]["codes"].keys() != rows.codes.keys():
+                    raise CheckpointError(f"The checkpoint's memory of sharded tables has {end!r} of other ranks.")
+                rows.load_state_dict(states[0][end])
             self.collected = CollectedGradients(states[0]["collected"])
             self.rows_replaced(self.evicted_on_load)
             return

@@ -1,0 +1,197 @@
+"""One store of rows for all peers: copies of rows, and the gradients of these rows that were not sent yet.
+
+A rank has two stores. In ``held`` are its copies of the rows of all owners, with residuals. In ``mirrors`` are the
+copies that all users have of its own rows. The copies of both ends are bitwise identical, because both start a row from
+its initial value and add the same messages.
+
+``held`` has room for a number of rows, whatever the number of owners. It evicts the least recently requested rows and
+says which: with each request goes a list of evicted rows, which the owner's ``mirrors`` forgets.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_dct.embedding.cache import INDEX_BYTES, RowCache
+from lightning_dct.embedding.messages import CODE_BYTES, HALVE_EVERY, REGROUP_EVERY, RequestCode
+from lightning_dct.embedding.owners import Int64Array
+from lightning_dct.wire.positions import PayloadError
+
+# Parts with an entry for each slot.
+ROW_STATE = ("copies", "residual", "outdated")
+# Rows that a store has room for at least, unless a setting says another number.
+LEAST_ROWS = 1024
+# Copies, residuals and mirrors take less than so many times the bytes of a rank's own rows.
+SHARES = 2
+
+
+class Evicted(NamedTuple):
+    """Rows of one peer that have left a store."""
+
+    places: Int64Array  # shape `[e]`, ascending
+    residual: Tensor  # shape `[e, dim]`; `[e, 0]` of a store without residuals
+
+
+def bytes_a_row(dim: int, entry_bytes: int = 4) -> int:
+    """Bytes that a remembered row takes at most, on the rank that uses it and on its owner together."""
+    return 3 * dim * entry_bytes + 2 * (1 + INDEX_BYTES + CODE_BYTES)
+
+
+def default_room(own_rows: int, dim: int, row_bytes: int, entry_bytes: int = 4) -> int:
+    """The rows to remember, if no setting says: :data:`SHARES` times the bytes of a rank's own rows pay for them."""
+    return max(LEAST_ROWS, SHARES * own_rows * row_bytes // bytes_a_row(dim, entry_bytes))
+
+
+class RowStore:
+    """Copies, and optionally residuals, of rows of several peers, by peer and place.
+
+    The next message brings all of a row whose copy is outdated, because it is new or because the owner has replaced the
+    row. Each peer and table has a threshold. The index is always on the CPU.
+
+    Args:
+        capacity: Most rows, or those of one larger request; ``UNBOUNDED`` if rows stay until :meth:`release`.
+        universes: By peer, the number of rows that places are of.
+        num_peers: The number of ranks.
+        num_tables: The number of tables.
+        initial: Gives the initial values of rows of a peer by their places, shape ``[n, dim]``.
+        empty: Shape ``[0, dim]``, with the copies' dtype and device.
+        with_residual: Whether to keep residuals.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        universes: Mapping[int, int],
+        num_peers: int,
+        num_tables: int,
+        initial: Callable[[int, Int64Array], Tensor],
+        empty: Tensor,
+        with_residual: bool,
+    ) -> None:
+        self.cache = RowCache(capacity, with_peers=True)
+        self.codes = {peer: RequestCode(universe) for peer, universe in universes.items()}
+        self.thresholds = np.zeros((num_peers, num_tables), dtype=np.float64)
+        self._initial = initial
+        self.copies, self.residual = empty, empty if with_residual else empty[:, :0]
+        self.outdated = empty.new_empty(0, dtype=torch.bool)  # of each copy, where the rows are
+
+    def find(self, peer: int, places: Int64Array) -> Int64Array:
+        """The slots of rows of a peer, ``[k]``, -1 for missing rows."""
+        return self.cache.find(places, np.full(places.size, peer))
+
+    def admit(self, wanted: Mapping[int, Int64Array]) -> tuple[dict[int, Int64Array], dict[int, Evicted]]:
+        """Admit rows, by peer their places: ascending and distinct.
+
+        Returns:
+            By peer, the slots of these rows, and the rows that had to go.
+        """
+        peers = np.repeat(list(wanted), [places.size for places in wanted.values()])
+        places = np.concatenate([np.empty(0, dtype=np.int64), *wanted.values()])
+        admission = self.cache.admit(places, peers=peers)
+        order = np.lexsort((admission.evicted, admission.evicted_peers))
+        gone, gone_peers = admission.evicted[order], admission.evicted_peers[order]
+        residuals = self.residual.index_select(0, self._on_device(admission.evicted_slots[order]))
+        cuts = np.searchsorted(gone_peers, np.array([[peer, peer + 1] for peer in wanted]).reshape(-1, 2))
+        evicted = {
+            peer: Evicted(gone[low:high], residuals[low:high]) for peer, (low, high) in zip(wanted, cuts, strict=True)
+        }
+        self._make_room()
+        self._begin(peers[admission.new], places[admission.new], admission.slots[admission.new])
+        ends = np.cumsum([part.size for part in wanted.values()])[:-1]
+        slots = dict(zip(wanted, np.split(admission.slots, ends), strict=True)) if wanted else {}
+        return slots, evicted
+
+    def release(self, peer: int, places: Int64Array) -> None:
+        """Forget rows of a peer, which says that it has evicted them.
+
+        Raises:
+            PayloadError: Some of them are not here.
+        """
+        try:
+            self.cache.release(places, np.full(places.size, peer))
+        except KeyError as error:
+            raise PayloadError(
+                f"Rank {peer} has evicted rows that it had not: {error.args[0]}. The two ends' copies differ. Use the"
+                " same checkpoint on every rank."
+            ) from error
+
+    def _make_room(self) -> None:
+        missing = self.cache.num_slots - len(self.copies)
+        if missing <= 0:
+            return
+        # A quarter more, up to the capacity of the cache, makes reallocations rare.
+        ahead = min(len(self.copies) // 4, self.cache.capacity - len(self.copies))
+        for name in ROW_STATE:
+            before = getattr(self, name)
+            setattr(self, name, torch.cat([before, before.new_zeros(max(missing, ahead), *before.shape[1:])]))
+
+    def _begin(self, peers: Int64Array, places: Int64Array, slots: Int64Array) -> None:
+        """Give new rows their initial values."""
+        for peer in np.unique(peers).tolist():
+            own = peers == peer
+            at = self._on_device(slots[own])
+            self.copies.index_copy_(0, at, self._initial(peer, places[own]).to(self.copies))
+            self.residual.index_fill_(0, at, 0)
+            self.outdated.index_fill_(0, at, True)
+
+    def learn(self) -> None:
+        """Group rows anew by how often they are requested, at the same requests on both ends: after each request."""
+        requests = self.cache.requests
+        if requests % REGROUP_EVERY == 0 or requests & (requests - 1) == 0:
+            for peer, code in self.codes.items():
+                places, slots = self.cache.contents(peer)
+                code.learn(places, self.cache.counts[slots].astype(np.int64))
+        if requests % HALVE_EVERY == 0:
+            self.cache.counts >>= 1  # so that old requests lose weight
+
+    def _on_device(self, slots: Int64Array) -> Tensor:
+        return torch.from_numpy(slots).to(self.copies.device)
+
+    def replaced(self, places: Int64Array | None = None) -> None:
+        """Note that the owner has replaced the rows at these places, or all rows: their copies of all peers."""
+        if places is None:
+            self.outdated.fill_(True)
+            return
+        for peer in self.codes:
+            slots = self.find(peer, places)
+            self.outdated[self._on_device(slots[slots >= 0])] = True
+
+    def take_outdated(self, slots: Tensor) -> Tensor:
+        """Whether the copies in slots, ``[k]``, are outdated; the message that is made now ends that."""
+        outdated = self.outdated.index_select(0, slots)
+        self.outdated.index_fill_(0, slots, False)
+        return outdated
+
+    def move(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Move copies and residuals, and change their dtype."""
+        self.copies, self.residual = self.copies.to(device, dtype), self.residual.to(device, dtype)
+        self.outdated = self.outdated.to(device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as numbers and CPU tensors."""
+        used = self.cache.num_slots
+        return {
+            "cache": self.cache.state_dict(),
+            "codes": {peer: code.state_dict() for peer, code in self.codes.items()},
+            "thresholds": torch.from_numpy(self.thresholds.copy()),
+            **{name: getattr(self, name)[:used].to("cpu", copy=True) for name in ROW_STATE},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a saved state."""
+        self.cache.load_state_dict(state["cache"])
+        for peer, code in self.codes.items():
+            code.load_state_dict(state["codes"][peer])
+        self.thresholds = state["thresholds"].numpy().copy()
+        for name in ROW_STATE:
+            setattr(self, name, state[name].to(getattr(self, name), copy=True))
+
+
+def add_entries(rows: Tensor, slots: Tensor, positions: Tensor, values: Tensor) -> None:
+    """Add values to ``rows[slots]``, in place, at distinct positions in these rows, flattened."""
+    dim = rows.shape[1]
+    flat, entries = rows.view(-1), slots.index_select(0, positions // dim) * dim + positions % dim
+    flat.index_copy_(0, entries, flat.index_select(0, entries).add_(values.to(rows.dtype)))
