@@ -251,3 +251,12 @@ def job_with_free_port() -> int:
             if probe.connect_ex(("127.0.0.1", 15_000 + job % 10_000)):
                 return job
     raise RuntimeError("no free port")
+
+
+def test_recommender(ranks: Any, tmp_path: Path) -> None:
+    """Oracles: a model that learns nothing has an AUC of 0.5; whole tables in files that torch reads."""
+    output = run_example(ranks, tmp_path, "recommender.py", "--epochs=1")
+    assert float(re.findall(r"^AUC ([\d.]+)$", output, re.MULTILINE)[0]) > 0.7
+    shapes = {file.stem: list(torch.load(file, weights_only=True).shape) for file in (tmp_path / "serving").iterdir()}
+    assert shapes == {"users": [4000, 16], "items": [2000, 16], "countries": [50, 16]}
+    assert (tmp_path / "recommender.ckpt.dct").is_dir()

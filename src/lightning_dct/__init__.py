@@ -15,7 +15,7 @@ from lightning_dct.activations.split_point import SplitPoint, subspace
 from lightning_dct.checksums import CheckpointError
 from lightning_dct.config import DCTConfig
 from lightning_dct.embedding.growing import GrowingEmbeddingBags
-from lightning_dct.embedding.optimizers import RowWiseAdagrad
+from lightning_dct.embedding.optimizers import AdamWithRows, RowWiseAdagrad
 from lightning_dct.embedding.sharded import ShardedEmbeddingBags, ShardedEmbeddings
 from lightning_dct.embedding.tables import EmbeddingTable
 from lightning_dct.embedding.whole_tables import gather_tables
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AccordionSchedule",
+    "AdamWithRows",
     "CheckpointError",
     "CompressionMonitor",
     "CompressionRatio",

@@ -21,6 +21,7 @@ from lightning_dct.callbacks.run_advice import notes_at_start
 from lightning_dct.callbacks.wandb_runs import QUALITY, make_workspace, push, to_json
 from lightning_dct.config import VALUE_FORMATS, DCTConfig, UsageError
 from lightning_dct.cost.forecast import Forecast, describe, layout_of
+from lightning_dct.cost.tables import describe_tables
 from lightning_dct.cost.timing import measure_speed
 from lightning_dct.cost.workload import Workload, load_module, one_tensor, workload_of
 from lightning_dct.failures import check
@@ -58,9 +59,18 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     add("--nodes", type=int, help="number of machines, with equally many ranks on each (default: one rank on each)")
     link = "rate of the link of each node, which its ranks share (on one node: of each rank), as 1Gbit or 1.2GB"
     add("--link", type=parse_rate, required=True, help=link)
-    what = parser.add_mutually_exclusive_group(required=True)
+    what = parser.add_mutually_exclusive_group()
     what.add_argument("--parameters", type=parse_count, help="this many, in one large tensor: 25000000, 100M, 1.3B")
     what.add_argument("--module", metavar="PACKAGE.MODULE:CLASS", help="a LightningModule or nn.Module: its tensors")
+    add(
+        "--tables",
+        nargs="+",
+        type=parse_count,
+        metavar="ROWS",
+        help="rows of each sharded embedding table: their memory",
+    )
+    add("--dim", type=int, default=64, help="entries of a row of --tables (default: %(default)s)")
+    add("--cache-rows", type=int, help="rows that a rank remembers of others (default: that of ShardedEmbeddingBags)")
     values = "arguments of the module's constructor, with values in JSON where possible"
     add("--arguments", nargs="+", default=[], metavar="KEY=VALUE", help=values)
     add("--compress", choices=("updates", "gradients"), default=defaults.compress, help="(default: %(default)s)")
@@ -77,6 +87,10 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
 def plan(arguments: argparse.Namespace) -> int:
     """Compute and print the forecast of :mod:`lightning_dct.cost`."""
     ranks, steps = arguments.world_size, arguments.steps
+    if arguments.tables and ranks >= 1:
+        print(describe_tables(arguments.tables, arguments.dim, ranks, arguments.cache_rows))
+        if arguments.parameters is None and arguments.module is None:
+            return 0
     names = ("compress", "local_steps", "density", "value_format", "min_tensor_size")
     try:
         layout = layout_of(ranks, ranks if arguments.nodes is None else arguments.nodes)
@@ -97,6 +111,8 @@ def _workload(arguments: argparse.Namespace) -> Workload:
     if arguments.module is None:
         if arguments.arguments:
             raise ValueError("`--arguments` are for the constructor of a `--module`; `--parameters` has none")
+        if arguments.parameters is None:
+            raise ValueError("plan for what? Give `--parameters`, `--module` or `--tables`")
         return one_tensor(arguments.parameters)
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as for `python script.py`

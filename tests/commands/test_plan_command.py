@@ -204,3 +204,16 @@ def test_what_an_exchange_costs() -> None:
     assert speed.seconds("all_gather", 1000, 8, 1) == 1000 * (100 + 10 + 8)
     assert speed.seconds("two_phase", 1000, 8, 1) == 1000 * (100 + 10 + 1) + 125 * (100 + 10 + 8)
     assert speed.seconds("hierarchical", 1000, 8, 4) == 250 * 100 + 1000 * (10 + 2)
+
+
+def test_tables_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the formula of docs/recommender.md, by hand."""
+    assert main(["plan", "--world-size", "4", "--link", "1Gbit", "--tables", "2M", "400k", "--dim", "16"]) == 0
+    printed = capsys.readouterr().out
+    own = 600_000
+    room = 2 * own * 64 // (12 * 16 + 196)
+    assert f"own rows                               {own:,}  38.40 MB" in printed
+    assert f"(cache_rows={room})" in printed
+    assert "2.00 times the own rows" in printed
+    main(["plan", "--world-size", "4", "--link", "1Gbit", "--tables", "2M", "--cache-rows", "5000000"])
+    assert "(cache_rows=1500000)" in capsys.readouterr().out  # there are no more rows of others

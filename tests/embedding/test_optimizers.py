@@ -1,5 +1,6 @@
 import copy
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_dct import RowWiseAdagrad
+from lightning_dct import AdamWithRows, RowWiseAdagrad
 from strategies_for_hypothesis import examples
 
 ROWS, DIM = 6, 4
@@ -118,3 +119,29 @@ def test_groups_closures_and_parameters_without_a_gradient() -> None:
 def test_settings_out_of_range(setting: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"`{setting}` must not be negative; got {value!r}"):
         RowWiseAdagrad([weight()], **{setting: value})
+
+
+def test_adam_with_rows_is_adamw_and_row_wise_adagrad() -> None:
+    """Oracle: the two optimizers, one for each kind of parameter."""
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(6, 4, generator=generator), torch.randn(4, 3, generator=generator)
+    rows, weights = (nn.Parameter(one.clone()) for one in start)
+    own_rows, own_weights = (nn.Parameter(one.clone()) for one in start)
+    together = AdamWithRows([{"params": [rows], "lr": 0.3}, {"params": [weights]}], lr=0.01, weight_decay=0.1)
+    apart = [RowWiseAdagrad([own_rows], lr=0.3), torch.optim.AdamW([own_weights], lr=0.01, weight_decay=0.1)]
+    for _ in range(5):
+        ids = torch.randint(0, 6, (3,), generator=generator)
+        for table, top in ((rows, weights), (own_rows, own_weights)):
+            (nn.functional.embedding(ids, table, sparse=True) @ top).square().sum().backward()
+        for one in (together, *apart):
+            one.step()
+            one.zero_grad()
+    assert torch.equal(rows, own_rows)
+    assert torch.equal(weights, own_weights)
+    assert not torch.equal(weights, start[1])
+
+
+@pytest.mark.parametrize("settings", [{"lr": -1}, {"eps": -1}, {"betas": (0.9, 1.0)}, {"row_eps": math.nan}])
+def test_adam_with_rows_refuses(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        AdamWithRows([nn.Parameter(torch.ones(1))], **settings)

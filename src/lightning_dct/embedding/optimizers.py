@@ -1,4 +1,8 @@
-"""Adagrad with one accumulator per row, so its state for rows of 16 entries is a sixteenth of their size."""
+"""Optimizers for rows: Adagrad with one accumulator a row, whose state for rows of 16 entries is a sixteenth of theirs.
+
+One optimizer serves a whole model, so that Lightning's automatic optimization does: ``RowWiseAdagrad`` with Adagrad for
+the dense parameters, ``AdamWithRows`` with AdamW.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.adamw import adamw
 
 
 class RowWiseAdagrad(Optimizer):
@@ -42,6 +47,89 @@ class RowWiseAdagrad(Optimizer):
                 if parameter.grad is not None:
                     _update(parameter, parameter.grad, self.state[parameter], group["lr"], group["eps"])
         return loss
+
+
+class AdamWithRows(Optimizer):
+    """AdamW for parameters with dense gradients, and :class:`RowWiseAdagrad` for those with sparse ones.
+
+    So the networks of a recommender train with Adam, its embedding rows with row-wise Adagrad, and a LightningModule
+    has one optimizer. Give rows a group of their own for another learning rate::
+
+        AdamWithRows([{"params": model.tables.parameters(), "lr": 0.03}, {"params": model.mlps.parameters()}], lr=1e-3)
+
+    Args:
+        params: Parameters or groups of them.
+        lr: Learning rate of both.
+        betas: Of AdamW.
+        eps: Of AdamW.
+        weight_decay: Of AdamW, decoupled; rows do not decay.
+        row_eps: ``eps`` of :class:`RowWiseAdagrad`.
+
+    Raises:
+        ValueError: A setting is out of range.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        row_eps: float = 1e-10,
+    ) -> None:
+        settings = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "row_eps": row_eps}
+        for setting, value in settings.items():
+            if not value >= 0:  # refuses NaN, too
+                raise ValueError(f"`{setting}` must not be negative; got {value!r}.")
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"`betas` must be at least 0 and below 1; got {betas!r}.")
+        super().__init__(params, {**settings, "betas": tuple(betas)})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Do one step, after ``closure`` if there is one, and return its loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            dense = []
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                if parameter.grad.is_sparse:
+                    _update(parameter, parameter.grad, self.state[parameter], group["lr"], group["row_eps"])
+                else:
+                    dense.append(parameter)
+            self._step_dense(group, dense)
+        return loss
+
+    def _step_dense(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        for parameter in parameters:
+            if not (state := self.state[parameter]):
+                state["step"] = torch.tensor(0.0)
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+        first, second, steps = (
+            [self.state[parameter][name] for parameter in parameters] for name in ("exp_avg", "exp_avg_sq", "step")
+        )
+        beta_1, beta_2 = group["betas"]
+        adamw(
+            parameters,
+            [parameter.grad for parameter in parameters if parameter.grad is not None],
+            first,
+            second,
+            [],
+            steps,
+            amsgrad=False,
+            beta1=beta_1,
+            beta2=beta_2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
 
 
 def _update(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], learning_rate: float, eps: float) -> None:

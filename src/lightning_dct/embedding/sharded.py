@@ -172,16 +172,16 @@ class ShardedEmbeddingBags(OwnedRows):
         rank, peers, owned = self.exchange_group.rank, self.exchange_group.peers, self.placement.owned_rows
         num_peers, num_tables = self.placement.world_size, len(self.table_rows)
         of_owners, of_users = {peer: owned[peer] for peer in peers}, dict.fromkeys(peers, owned[rank])
-
-        def own_initial(_: int, places: Int64Array) -> Tensor:
-            return self.initial(rank, places)
-
         # This rank's copies of other ranks' rows, and the other ranks' copies of this rank's rows.
         self.held: RowStore = RowStore(self.room(), of_owners, num_peers, num_tables, self.initial, empty, True)
-        self.mirrors: RowStore = RowStore(UNBOUNDED, of_users, num_peers, num_tables, own_initial, empty, False)
+        self.mirrors: RowStore = RowStore(UNBOUNDED, of_users, num_peers, num_tables, self._own_initial, empty, False)
         self.collected: CollectedGradients = CollectedGradients()
         self.lookups: list[ChangesLookup] = []  # those whose gradients may be sent
         self.refresh_requested = True
+
+    def _own_initial(self, user: int, places: Int64Array) -> Tensor:
+        """The initial values of this rank's rows, whoever uses them."""
+        return self.initial(self.exchange_group.rank, places)
 
     def room(self) -> int:
         """The number of other ranks' rows that this rank remembers."""
