@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from reliability.rooms import PORT, Room, two_rooms
-from reliability.two_hosts import check, train, train_and_die
+from reliability.two_hosts import check, train, train_and_die, train_for_long
 
 
 @pytest.fixture(scope="module")
@@ -168,3 +168,28 @@ def test_hosts_without_a_shared_disk_resume_bit_for_bit(rooms: list[Room], kind:
     for rank, room in enumerate(rooms):
         room.train(train_and_die, room.disk / room.name / kind, kind, False, "last", rank=rank, master=rooms[0].address)
     both_say(rooms, f"Rank 1 wrote it on 'bob' as '{rooms[1].disk}/bob/{kind}")
+
+
+def test_a_link_that_drops_ends_both_hosts_and_they_continue(rooms: list[Room]) -> None:
+    """Oracle: whom each host names; and the step of the last save, from which both go on."""
+    for steps in (100_000, 24):
+        for rank, room in enumerate(rooms):
+            room.train(train_for_long, room.disk / room.name / "long", steps, rank=rank, master=rooms[0].address)
+        if steps == 24:
+            break
+        for room in rooms:
+            room.has_said("step 12")
+        rooms[1].host.plug(False)
+        try:
+            for room, other in zip(rooms, (1, 0), strict=True):
+                room.has_said(f"Rank {other} (process")
+                room.has_said("cannot be reached any more. This rank ends too")
+                room.processes[0].join()
+        finally:
+            rooms[1].host.plug(True)
+        for room in rooms:
+            room.end()
+    for room in rooms:
+        room.has_said("trained")
+        room.ends(0)
+        assert "step 1 " not in room.text

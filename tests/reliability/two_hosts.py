@@ -127,8 +127,8 @@ class Slow(pl.Callback):
         print(f"step {trainer.global_step}", flush=True)
 
 
-def train_for_long(folder: Path, steps: int, seconds: float = 0.2) -> None:
-    """Steps of some seconds, saved often and continued from the last save."""
+def train_for_long(folder: Path, steps: int, seconds: float = 0.1) -> None:
+    """Steps that take a while, saved often and continued from the last save."""
     trainer = pl.Trainer(
         strategy="dct",
         accelerator="cpu",
