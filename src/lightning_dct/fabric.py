@@ -294,6 +294,7 @@ class DCTStrategy(DDPStrategy):
         if self.is_global_zero or cleans_own_disk(self, path):
             for part in parts:
                 saved.finish(self.checkpoint_io, part, outdated[part])
+                saved.keep_older(part, path)
 
     def _tell_of_flight(self, saved_ones: list[Synchronizer], path: str) -> None:
         """Say once that a checkpoint's weights lack updates in flight: a resumed run needs them as they are."""

@@ -9,7 +9,7 @@ from contextlib import ExitStack, suppress
 import pytest
 
 from lightning_dct.failures.hub import STRANGERS, Hub
-from lightning_dct.failures.sockets import WELCOME, connect, enter, read_lines, write_line
+from lightning_dct.failures.sockets import LONGEST_LINE, WELCOME, connect, enter, read_lines, write_line
 
 # Far more than anything here takes on a quiet machine.
 PATIENCE_S = 240.0
@@ -239,7 +239,7 @@ def test_a_signal_is_acted_on_where_nobody_has_passed(job: Callable) -> None:
 @pytest.mark.parametrize("received", [b"{}\n[]\n", b"x" * (1 << 17), b"7\n", b"{\n", b"\xff\n"])
 def test_what_is_no_message_is_refused(received: bytes) -> None:
     with pytest.raises(ValueError):
-        read_lines(bytearray(), received)
+        read_lines(bytearray(), received, LONGEST_LINE)
 
 
 def test_messages_come_in_pieces() -> None:
@@ -247,6 +247,26 @@ def test_messages_come_in_pieces() -> None:
     assert read_lines(buffer, b'{"left"') == []
     assert read_lines(buffer, b': true}\n{"a": 1}\n{') == [{"left": True}, {"a": 1}]
     assert buffer == b"{"
+
+
+def test_questions_between_many_ranks_arrive(job: Callable) -> None:
+    """As among 10,000 ranks, which a question lists twice: some 140,000 bytes."""
+    _, lines = job(2)
+    many = list(range(10_000))
+    question = {"place": 1, "what": "a barrier", "said": "a barrier", "peers": [0, 1], "counts": [[many, 1], [many, 2]]}
+    lines[1].say({**question, "rank": 1})
+    assert lines[0].wait_for("ask")["ask"]["counts"][1] == [many, 2]
+    lines[0].say({"agrees": 1, "peers": [0, 1], "apart": ""})
+    assert lines[1].wait_for("agreed") == {"agreed": 1, "peers": [0, 1]}
+
+
+def test_a_stranger_cannot_send_as_much(job: Callable) -> None:
+    hub = Hub(2, "Rank 0")
+    with call(hub) as stranger:
+        with suppress(ConnectionError):
+            stranger.sendall(b"x" * (1 << 20))
+        assert is_hung_up_on(stranger)
+    Line(hub, 0).say({"left": True})
 
 
 def test_each_rank_is_asked_by_those_that_count_other_places_with_it(job: Callable) -> None:

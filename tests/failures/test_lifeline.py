@@ -185,6 +185,19 @@ def test_a_rank_ends_when_nobody_reads_what_it_prints() -> None:
     exited.assert_called_once_with(1)
 
 
+def test_a_rank_hears_a_question_of_many_ranks() -> None:
+    """Oracle: the message after it, which tells that rank 0 has left and not that it cannot be reached."""
+    ours, theirs = sockets.pair()
+    lifeline = Lifeline(1, ours, "Rank 0")
+    many = list(range(10_000))
+    asked = {"place": 1, "what": "a barrier", "said": "a barrier", "peers": many, "rank": 0, "counts": [[many, 1]]}
+    sockets.write_line(theirs, {"ask": asked})
+    sockets.write_line(theirs, {"over": ""})
+    theirs.close()
+    lifeline._thread.join()
+    assert lifeline.failure == "Rank 0 has left"
+
+
 def test_a_rank_that_ends_because_of_another_one_ends_in_time() -> None:
     """On a GPU its teardown may wait for what the lost rank has not sent, although `report` has come back."""
     ours, theirs = sockets.pair()

@@ -1,14 +1,19 @@
 """Which kernel there is if numba is installed and cannot be used."""
 
+import os
 import re
+import subprocess
+import tempfile
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 import numba
 import pytest
 
+from distributed.harness import PYTHON
 from emulated_ranks import EmulatedRanks, heavy_tailed
 from lightning_dct import kernels
 from lightning_dct.kernels import numba_cpu
@@ -31,10 +36,44 @@ def _cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numba.config, "CACHE_DIR", numba.config.CACHE_DIR)
 
 
-def test_numba_that_finds_no_folder_for_its_cache_gets_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container whose user may write neither to the package nor to the home folder."""
-    assert load(monkeypatch, [RuntimeError("cannot cache function '_window': no locator available")]) is None
-    assert "lightning_dct-numba-" in numba.config.CACHE_DIR
+NO_FOLDER = RuntimeError("cannot cache function '_window': no locator available")
+FOLDER_OF_ANOTHER_PROCESS = """
+import tempfile
+from lightning_dct import kernels
+print(tempfile.gettempdir(), kernels._folder_of_user())
+"""
+
+
+def test_numba_that_finds_no_folder_for_its_cache_gets_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As in a container whose user may write neither to the package nor to the home folder.
+
+    Oracle: another process, which takes the same one.
+    """
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert load(monkeypatch, [NO_FOLDER]) is None
+    (folder,) = tmp_path.iterdir()
+    assert str(folder) == numba.config.CACHE_DIR
+    assert folder.stat().st_mode & 0o077 == 0
+    assert folder_of_another_process(tmp_path) == str(folder)
+
+
+def test_a_folder_that_others_can_write_to_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Oracle: another folder, which is gone when its process has ended."""
+    place = tmp_path / f"lightning_dct-numba-{os.getuid()}"
+    place.mkdir()
+    place.chmod(0o777)
+    other = folder_of_another_process(tmp_path)
+    assert other.startswith(str(tmp_path / "lightning_dct-numba-"))
+    assert list(tmp_path.iterdir()) == [place]
+    assert other != str(place)
+
+
+def folder_of_another_process(folder: Path) -> str:
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    asked = [PYTHON, "-c", FOLDER_OF_ANOTHER_PROCESS]
+    there, found = subprocess.run(asked, env=environment, capture_output=True, text=True, check=True).stdout.split()
+    assert there == str(folder)
+    return found
 
 
 @pytest.mark.parametrize(

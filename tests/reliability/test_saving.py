@@ -327,6 +327,49 @@ class SavesOften(Callback):
             trainer.strategy.remove_checkpoint("old.ckpt")
 
 
+class LooksForTheNewest(AtomicCheckpointIO):
+    """As a script would that resumes: what has changed last, before Lightning's file is written and after the save."""
+
+    def __init__(self) -> None:
+        self.newest: list[str] = []
+
+    def look(self, folder: Path) -> None:
+        times = {path.name: path.stat().st_mtime for path in folder.glob("*ckpt*")}
+        self.newest.append(max(times, key=lambda name: times[name]))
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        folder = Path(path).parent
+        if "identity" not in checkpoint and list(folder.glob("*.ckpt")):
+            self.look(folder)
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+
+class SavesTwo(Callback):
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for name in ("last.ckpt", f"{batch_idx}.ckpt"):
+            trainer.save_checkpoint(self.folder / name)
+            if trainer.is_global_zero:
+                trainer.strategy.checkpoint_io.look(self.folder)  # type: ignore[attr-defined]
+
+
+def newest_of_all_times(folder: Path) -> list[str]:
+    io = LooksForTheNewest()
+    trainer_for(DCTStrategy(**SETTINGS), callbacks=[SavesTwo(folder)], plugins=[io]).fit(Module(), loader(3, 40, 8))
+    return io.newest
+
+
+def test_what_has_changed_last_is_a_checkpoint(ranks: Any, tmp_path: Path) -> None:
+    """Oracle: never a folder, also in the middle of a save, where a kill may leave it."""
+    newest, _ = ranks(2).run(newest_of_all_times, tmp_path)
+    assert [name for name in newest if name.endswith(".dct")] == []
+    assert newest[0] == "last.ckpt"
+    assert newest[-1] == "2.ckpt"
+    assert len(newest) == 11
+
+
 def save_often(folder: Path, has_own_disk: bool) -> list[str]:
     disk, before = folder / str(rank() if has_own_disk else 0), os.getcwd()
     disk.mkdir(exist_ok=True)

@@ -13,6 +13,7 @@ import sys
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
@@ -29,6 +30,7 @@ from lightning_dct.traffic import TrafficTotals
 CHECKPOINT_KEY = "lightning_dct"
 FORMAT_VERSION = 4
 REMEDY = "Restore it from a copy, or resume from an earlier checkpoint."  # of every damaged file
+COARSEST_TIME = 2_000_000_000  # nanoseconds; some file systems count in seconds, or in pairs of them
 _ZIP = b"PK\x03\x04"  # how a file of `torch.save` begins
 
 # What a value must be, in words of `_TESTS`; or the rules of a dict's keys and entries; or a rule for each field.
@@ -236,6 +238,7 @@ def write_state(checkpoint_io: CheckpointIO, path: str, note: Mapping[str, Any],
     """
     file = state_path(path, note, rank)
     checkpoint_io.save_checkpoint({**state, "identity": identity(note, rank)}, file)
+    keep_older(path, path)
     return fingerprint_of(file, compare=False) or ""
 
 
@@ -348,3 +351,19 @@ def finish(checkpoint_io: CheckpointIO, path: str, outdated: Sequence[str]) -> N
     # Not of a folder in which nothing was found: a `CheckpointIO` of the user's may have its files elsewhere.
     if outdated and not files_beside(path):
         checkpoint_io.remove_checkpoint(state_folder(path))
+    keep_older(path, path)
+
+
+def keep_older(path: str, checkpoint_path: str) -> None:
+    """Have the folder of ``path`` look older than a checkpoint: scripts take what has changed last for the newest one.
+
+    Writing and removing files changes the folder's time. A save that is not complete yet looks older than all others.
+    On local disks only: storage services have no folders.
+    """
+    files, folder = url_to_fs(state_folder(path))
+    _, checkpoint = url_to_fs(checkpoint_path)
+    if not isinstance(files, LocalFileSystem):
+        return
+    with suppress(OSError):  # it is not there, or belongs to another user
+        saved_at = os.stat(checkpoint).st_mtime_ns if os.path.exists(checkpoint) else COARSEST_TIME
+        os.utime(folder, ns=(os.stat(folder).st_atime_ns, saved_at - COARSEST_TIME))

@@ -11,6 +11,7 @@ rank that the hub has hung up on before the welcome calls again.
 from __future__ import annotations
 
 import hmac
+import math
 import secrets
 import selectors
 import socket
@@ -22,7 +23,7 @@ from functools import partial
 from typing import Any
 
 from lightning_dct.failures.collective_order import SAME_BATCHES
-from lightning_dct.failures.sockets import WELCOME, accept, listen, pair, receive, write_line
+from lightning_dct.failures.sockets import LONGEST_LINE, WELCOME, accept, listen, pair, receive, write_line
 
 # A death makes other ranks fail, and their reports may arrive first. So the hub waits before it decides.
 SETTLE_S = 1.0
@@ -98,7 +99,8 @@ class Hub:
             self._decide()
 
     def _receive(self, caller: _Caller) -> None:
-        if not (how := receive(caller.connection, caller.buffer, partial(self._handle, caller))):
+        longest = LONGEST_LINE if caller.rank is None else math.inf
+        if not (how := receive(caller.connection, caller.buffer, partial(self._handle, caller), longest)):
             return
         self._drop(caller)
         if caller.rank is not None and caller.rank not in self._left:

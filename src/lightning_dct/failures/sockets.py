@@ -2,6 +2,7 @@
 
 import ipaddress
 import json
+import math
 import os
 import socket
 import time
@@ -13,7 +14,8 @@ from typing import Any
 # A host that does not answer the kernel's probes for 5 + 3 * 4 seconds counts as lost; so does one that acknowledges no
 # bytes for as many milliseconds.
 KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 4, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 17_000}
-LONGEST_LINE = 1 << 16  # ranks send shorter ones
+# Of a caller that has not shown yet that it is a rank. Questions of ranks list all ranks, and have no limit.
+LONGEST_LINE = 1 << 16
 WELCOME = {"welcome": True}  # the hub's answer to the hello of a rank
 AGAIN_S = 0.02  # until a rank calls again, after the hub has hung up
 
@@ -112,11 +114,16 @@ def write_line(connection: socket.socket, message: dict[str, Any]) -> None:
     connection.sendall(_line(message))
 
 
-def receive(connection: socket.socket, buffer: bytearray, handle: Callable[[dict[str, Any]], None]) -> str:
-    """Handle the messages that have arrived; the result says how the connection has ended, empty if it has not."""
+def receive(
+    connection: socket.socket, buffer: bytearray, handle: Callable[[dict[str, Any]], None], longest: float = math.inf
+) -> str:
+    """Handle the messages that have arrived; the result says how the connection has ended, empty if it has not.
+
+    One that sends a line of more than ``longest`` bytes counts as lost.
+    """
     try:
         received = connection.recv(1 << 16)
-        for message in read_lines(buffer, received):
+        for message in read_lines(buffer, received, longest):
             handle(message)
     except ConnectionError:
         return "has died"
@@ -126,13 +133,13 @@ def receive(connection: socket.socket, buffer: bytearray, handle: Callable[[dict
     return "" if received else "has died"
 
 
-def read_lines(buffer: bytearray, received: bytes) -> list[dict[str, Any]]:
+def read_lines(buffer: bytearray, received: bytes, longest: float = math.inf) -> list[dict[str, Any]]:
     """The messages that ``received`` completes, or a ValueError; ``buffer`` keeps an incomplete one."""
     buffer += received
     *lines, rest = bytes(buffer).split(b"\n")
     buffer[:] = rest
     messages = [json.loads(line) for line in lines]
-    if len(buffer) > LONGEST_LINE or not all(isinstance(message, dict) for message in messages):
+    if len(buffer) > longest or not all(isinstance(message, dict) for message in messages):
         raise ValueError("this is not a message between ranks")
     return messages
 

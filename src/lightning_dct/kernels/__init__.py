@@ -12,7 +12,12 @@ triton    torch, CUDA  on a GPU, the only one there
 them. :mod:`~lightning_dct.kernels.numba_rows` codes rows of activations as :mod:`lightning_dct.wire.rows` does.
 """
 
+import atexit
+import os
+import shutil
+import stat
 import tempfile
+from contextlib import suppress
 from functools import cache, lru_cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -117,6 +122,20 @@ def check_kernel(name: str, device_type: str) -> None:
         )
 
 
+def _folder_of_user() -> str:
+    """A folder for what numba compiles, which all processes of this user share: compiling takes most of a minute."""
+    folder = os.path.join(tempfile.gettempdir(), f"lightning_dct-numba-{os.getuid()}")
+    with suppress(FileExistsError):
+        os.mkdir(folder, 0o700)
+    found = os.lstat(folder)
+    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
+        return folder
+    # Another user has made it, and what lies there would be run. One of this process's own goes when it ends.
+    own = tempfile.mkdtemp(prefix="lightning_dct-numba-")
+    atexit.register(shutil.rmtree, own, ignore_errors=True)
+    return own
+
+
 @cache
 def _numba_error() -> Exception | None:
     """Why the loops of numba cannot be loaded; None if they can."""
@@ -125,7 +144,7 @@ def _numba_error() -> Exception | None:
             import_module("lightning_dct.kernels.numba_cpu")
         except RuntimeError:
             # Neither the package's folder nor the user's can be written to, as in some containers.
-            import_module("numba").config.CACHE_DIR = tempfile.mkdtemp(prefix="lightning_dct-numba-")
+            import_module("numba").config.CACHE_DIR = _folder_of_user()
             import_module("lightning_dct.kernels.numba_cpu")
     except Exception as error:  # an ImportError, or what a numba for another numpy raises
         return error
