@@ -137,6 +137,8 @@ def test_a_plain_loop_needs_no_lightning(tmp_path: Path) -> None:
         "import lightning_dct.callbacks.run_advice",
         "import lightning_dct.pipeline.pipeline_strategy",
         "import lightning_dct.fabric",
+        # Libraries ask whether Lightning is installed, without an import of it.
+        "import importlib.util, lightning_dct\nassert importlib.util.find_spec('lightning.pytorch')",
     ],
 )
 def test_any_name_may_be_imported_before_lightning(tmp_path: Path, first: str) -> None:
@@ -171,15 +173,22 @@ def test_names_where_newer_ones_are_missing(tmp_path: Path) -> None:
     import lightning_dct
 
     for module in pkgutil.walk_packages(lightning_dct.__path__, "lightning_dct."):
-        if not module.name.endswith("__main__"):
+        if not module.name.endswith(("__main__", "as_pytorch_lightning")):
             importlib.import_module(module.name)
     ddp._DEFAULT_BUCKET_CAP_MB = bucket_size  # this torch itself cannot do without
 
     assert refusal(Trainer, "dct") is None
-    # Its own message, which names its own strategies.
-    said = refusal(pytorch_lightning.Trainer, "dct")
-    assert "invalid strategy name: `strategy='dct'`" in said and "pytorch_lightning.strategies" in said
-    assert "lightning.pytorch.Trainer" in refusal(pytorch_lightning.Trainer, lightning_dct.DCTStrategy())
+    assert "`strategy='dct'` is for the Trainer of `lightning.pytorch`" in refusal(pytorch_lightning.Trainer, "dct")
+    for given in ("dct", "ddp_dct_spawn", lightning_dct.DCTStrategy()):
+        assert "put `import lightning_dct.as_pytorch_lightning` at the top" in refusal(pytorch_lightning.Trainer, given)
+    said = refusal(pytorch_lightning.Trainer, lightning_dct.DCTStrategy())
+    assert said.index("as_pytorch_lightning") < 300  # what to do comes before all settings
+    try:
+        import lightning_dct.as_pytorch_lightning
+    except RuntimeError as error:
+        assert "comes too late: `pytorch_lightning` is imported already" in str(error)
+    else:
+        raise AssertionError("two packages of one name")
 
     trainer = Trainer(
         strategy=lightning_dct.DCTStrategy(compress="gradients"), accelerator="cpu", devices=1, max_steps=2,
@@ -189,20 +198,60 @@ def test_names_where_newer_ones_are_missing(tmp_path: Path) -> None:
     trainer.fit(BoringModel())
     assert trainer.strategy.synchronizer.synchronisations == 2
 
-    NAMES = {"dct", "dct_spawn", "dct_fork", "dct_notebook", "dct_find_unused_parameters_true"}
-    METHODS = {"dct_spawn": "spawn", "dct_fork": "fork", "dct_notebook": "fork"}
+    ENDINGS = ("", "_spawn", "_fork", "_notebook", "_find_unused_parameters_true")
+    NAMES = {name + ending for name in ("dct", "ddp_dct") for ending in ENDINGS}
+    METHODS = {"spawn": "spawn", "fork": "fork", "notebook": "fork"}
     for _ in range(2):
         assert set(StrategyRegistry.available_strategies()) >= NAMES
         for name in NAMES:
             strategy = StrategyRegistry.get(name)
             assert isinstance(strategy, lightning_dct.DCTStrategy)
-            assert strategy._start_method == METHODS.get(name, "popen")
+            assert strategy._start_method == METHODS.get(name.rpartition("_")[2], "popen")
             assert strategy._ddp_kwargs.get("find_unused_parameters", False) == name.endswith("parameters_true")
         importlib.reload(lightning_dct)
 
     everything = {}
     exec("from lightning_dct import *", everything)
     assert set(everything) - {"__builtins__"} == set(lightning_dct.__all__)
+    """
+    run(textwrap.dedent(script), tmp_path)
+
+
+@pytest.mark.parametrize("first", ["import lightning_dct", "import lightning.pytorch", ""])
+def test_pytorch_lightning_may_be_lightning(tmp_path: Path, first: str) -> None:
+    """Oracle: the very same modules and classes, and a training by what a library would import."""
+    script = f"""
+    {first}
+    import lightning_dct.as_pytorch_lightning
+
+    import pytorch_lightning as pl
+    import pytorch_lightning.callbacks.early_stopping as stopping
+    from lightning_fabric.utilities.seed import seed_everything
+    from pytorch_lightning.demos.boring_classes import BoringModel
+    from pytorch_lightning.utilities import rank_zero_only
+
+    import importlib.util
+    import lightning
+    import lightning_dct
+    import pickle
+    import sys
+
+    assert pl is lightning.pytorch
+    assert stopping.EarlyStopping is lightning.pytorch.callbacks.EarlyStopping
+    assert seed_everything is lightning.fabric.utilities.seed.seed_everything
+    assert pickle.loads(b"cpytorch_lightning.callbacks.timer\nTimer\n.") is lightning.pytorch.callbacks.Timer
+    assert importlib.util.find_spec("pytorch_lightning.no_such_module") is None
+    assert not [name for name, one in sys.modules.items() if "pytorch_lightning" in str(getattr(one, "__file__", "")) \
+        and not name.startswith("lightning_dct")]
+    for strategy in ("dct", "ddp_dct"):
+        trainer = pl.Trainer(
+            strategy=strategy, accelerator="cpu", devices=1, max_steps=2, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
+        )
+        trainer.fit(BoringModel())
+        assert isinstance(trainer.strategy, lightning_dct.DCTStrategy)
+        assert trainer.global_step == 2
+    import lightning_dct.as_pytorch_lightning
     """
     run(textwrap.dedent(script), tmp_path)
 

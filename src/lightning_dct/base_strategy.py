@@ -37,6 +37,7 @@ from lightning_dct.failures.collective_order import EXCHANGE, IN_FORWARD
 from lightning_dct.failures.lifeline import Lifeline, check_lifelines
 from lightning_dct.failures.process_group import group_is_made
 from lightning_dct.law import Given, RunLength, RunSettings
+from lightning_dct.registration import TRAINER, USE_LIGHTNING, other_trainer_is_there
 from lightning_dct.saving import CheckpointedStrategy
 from lightning_dct.sync.unseen_steps import UnseenStepCheck
 from lightning_dct.sync.updates import UpdateSynchronizer
@@ -82,8 +83,11 @@ class DCTStrategyBase(CheckpointedStrategy):
         return getattr(self.precision_plugin, "scaler", None)
 
     def __repr__(self) -> str:
+        name, settings = type(self).__name__, f"({self.config})"
         # The Trainer of pytorch_lightning quotes this in an error.
-        return f"{type(self).__name__}({self.config}) for lightning.pytorch.Trainer, not pytorch_lightning.Trainer"
+        return (
+            f"{name} for the Trainer of `{TRAINER}`. {USE_LIGHTNING}" if other_trainer_is_there() else name + settings
+        )
 
     def connect(self, model: pl.LightningModule) -> None:
         """Add the callbacks that this strategy needs, unless the user has given them."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import fields
 from functools import partial
-from itertools import count
+from itertools import count, product
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -412,7 +412,7 @@ def _part(path: Any, index: int) -> str:
     return f"{path}.module-{index}"
 
 
-for _ending, _settings in ENDINGS.items():
+for _name, _ending in product(("dct", "ddp_dct"), ENDINGS):
     STRATEGY_REGISTRY.register(
-        f"dct{_ending}", DCTStrategy, description="DCT strategy for Fabric", override=True, **_settings
+        _name + _ending, DCTStrategy, description="DCT strategy for Fabric", override=True, **ENDINGS[_ending]
     )
