@@ -26,7 +26,7 @@ class DenseTables(ShardedEmbeddingBags):
         """Any rows: no other rank has to know them."""
         return torch.rand(len(places), self.embedding_dim).sub_(0.5).mul_(1e-3)  # type: ignore[arg-type]
 
-    def request(self, ids: Tensor, offsets: Tensor | None = None) -> DenseLookup:
+    def request(self, ids: Tensor, *_: object) -> DenseLookup:
         """Ask for the rows of ids ``[samples, tables]``."""
         return DenseLookup(self, ids)
 
