@@ -27,6 +27,7 @@ from lightning_dct.checkpoint.files import beside
 from lightning_dct.failures.waiting import say
 
 CHUNK_BYTES = 16 << 20
+_COPY = "received"  # how the hidden copy of Lightning's file ends
 
 
 class File(NamedTuple):
@@ -62,7 +63,7 @@ def received(strategy: Any, path: str) -> Iterator[str]:
         lacking = [node for node, rank in firsts.items() if found[rank][1] != found[source][1]]
         # Ranks of the source's own host that have another file have another path: an error of theirs.
         lacking = sorted(set(lacking) - {found[source][0]})
-    copy = beside(path, "received")
+    copy = beside(path, _COPY)
     for node in lacking:
         assert source is not None
         _pass_on(strategy, path, copy, source, firsts[node])
@@ -151,11 +152,10 @@ def _send(strategy: Any, path: str, target: int) -> None:
 def _receive(strategy: Any, path: str, source: int) -> None:
     length = _on_wire(strategy, torch.zeros(1, dtype=torch.int64))
     dist.recv(length, source)
-    left = int(length.item())
+    left, name = int(length.item()), os.path.basename(path).removeprefix(".").removesuffix(f".{_COPY}")
     say(
         dist.get_rank(),
-        f"this host lacks {os.path.basename(path)}, {left / 1e6:,.1f} MB, of the checkpoint: rank {source} hands it"
-        " over.",
+        f"this host lacks {name}, {left / 1e6:,.1f} MB, of the checkpoint: rank {source} hands it over.",
     )
     files, place = url_to_fs(path)
     if not isinstance(files, LocalFileSystem):
