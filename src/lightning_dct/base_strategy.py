@@ -14,7 +14,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
@@ -25,7 +25,7 @@ from lightning_dct.activations.split_point import SplitPoint
 from lightning_dct.agreement import check_agreement, describe_run, gather_objects
 from lightning_dct.callbacks import internal
 from lightning_dct.callbacks.compression_monitor import CompressionMonitor
-from lightning_dct.callbacks.run_advice import RunAdvice, run_length, share_done
+from lightning_dct.callbacks.run_advice import RunAdvice, dense_setting, notes_on_updates, run_length, share_done
 from lightning_dct.callbacks.schedules import EmbeddingPruning, ThresholdRefresh
 from lightning_dct.clipping import install_clipping, remove_clipping
 from lightning_dct.compress.awaited import SPAN, clock_of, recorded
@@ -36,9 +36,10 @@ from lightning_dct.embedding.sharded import ShardedEmbeddingBags
 from lightning_dct.failures.collective_order import EXCHANGE, IN_FORWARD
 from lightning_dct.failures.lifeline import Lifeline, check_lifelines
 from lightning_dct.failures.process_group import group_is_made
-from lightning_dct.law import Given, RunLength, RunSettings
+from lightning_dct.law import CAUTION, Given, RunLength, RunSettings, expected_loss, steps_needed
 from lightning_dct.registration import TRAINER, USE_LIGHTNING, other_trainer_is_there
 from lightning_dct.saving import CheckpointedStrategy
+from lightning_dct.sync.optimizer_trial import warn_of_late_gradients
 from lightning_dct.sync.unseen_steps import UnseenStepCheck
 from lightning_dct.sync.updates import UpdateSynchronizer
 from lightning_dct.traffic import Traffic
@@ -67,6 +68,8 @@ class DCTStrategyBase(CheckpointedStrategy):
         check_lifelines(lifelines)
         self._lifelines = lifelines
         self._in_step = False
+        # Whether a step has left parameters without a gradient.
+        self.has_unused = False
         self._tables: tuple[ShardedEmbeddingBags, ...] = ()
         self._unseen_steps = UnseenStepCheck()
         self.given, self.length = given, RunLength(math.inf)
@@ -132,7 +135,7 @@ class DCTStrategyBase(CheckpointedStrategy):
             of_torch = isinstance(profiler, PassThroughProfiler)
             span = recorded if of_torch else lambda work: profiler.profile(SPAN.format(work))
             self.traffic, self.split_traffic = Traffic(span, clock), Traffic(clock=clock)
-            self.synchronizer = None
+            self.synchronizer, self.has_unused = None, False
         # Again, because `configure_model` may have made modules.
         check_agreement(module_settings(self._module), Module(), None)
         modules = self.compressed_modules()
@@ -169,6 +172,10 @@ class DCTStrategyBase(CheckpointedStrategy):
     def on_train_start(self) -> None:
         """Tell updates the length of the run, which is known now and chooses the settings that were left out."""
         super().on_train_start()
+        if self.synchronizer is not None and self.synchronizer.delays_gradients:
+            for optimizer in self.optimizers:
+                if self.synchronizer.is_stepped_by(optimizer):
+                    warn_of_late_gradients(optimizer)
         if (updates := self.updates) is not None:
             self._expect_rest(updates)
             for optimizer in self.optimizers:
@@ -186,6 +193,31 @@ class DCTStrategyBase(CheckpointedStrategy):
     def _expect_rest(self, updates: UpdateSynchronizer) -> None:
         self.length = self._agreed_length()
         updates.follow(RunSettings(self.given, self._ranks_that_exchange(updates), *self.length[:2]))
+
+    def _count(self, updates: UpdateSynchronizer, share: float) -> None:
+        """Extrapolate the length of the run, and tell it if nothing was known: then a short run is told so now."""
+        run = updates.run_settings
+        was_unknown = run is not None and math.isinf(run.steps)
+        if was_unknown and math.isfinite(self.length.batches):
+            return
+        updates.count(share)
+        if run is not None and was_unknown and math.isfinite(run.steps) and run.ranks > 1:
+            length = RunLength(run.steps, run.unknown)
+            for note in notes_on_updates(self.given, run.ranks, length, dense_setting(self)):
+                rank_zero_info(note)
+
+    def _warn_if_shorter(self, updates: UpdateSynchronizer) -> None:
+        """Warn of a run of unknown length that has ended before its settings pay."""
+        run, steps = updates.run_settings, updates.fewest_steps
+        if run is None or run.ranks == 1 or not run.grows or math.isfinite(run.steps) or not steps:
+            return
+        if steps < steps_needed(updates.config, run.ranks):
+            loss = CAUTION * expected_loss(updates.config, run.ranks, steps)
+            rank_zero_warn(
+                f"This run has ended after {steps:,} optimizer steps, and its length was not known, so its settings"
+                f" (density={updates.config.density:g}) were those of a longer run: the loss may be {loss:.1g}% above"
+                f" that of plain DDP. Tell its length by `Trainer(max_steps={steps})`."
+            )
 
     def _ranks_that_exchange(self, updates: UpdateSynchronizer) -> int:
         """The number of ranks, or replicas, that exchange with each other: with `process_group` some of all."""
@@ -236,7 +268,7 @@ class DCTStrategyBase(CheckpointedStrategy):
         if self.updates is not None:
             self.updates.continue_training()
             if share := share_done(self._module.trainer, self.length.batches):
-                self.updates.count(share)
+                self._count(self.updates, share)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's step, and count it if activations are compressed."""
@@ -325,6 +357,9 @@ class DCTStrategyBase(CheckpointedStrategy):
             output = closure()
             if updates is not None:
                 updates.register(optimizer)  # parameters may have been unfrozen within
+            if not self.has_unused:
+                stepped = (one for group in optimizer.param_groups for one in group["params"])
+                self.has_unused = any(one.requires_grad and one.grad is None for one in stepped)
             return output
 
         with self._unseen_steps.seen(optimizer):
@@ -347,6 +382,7 @@ class DCTStrategyBase(CheckpointedStrategy):
         self.come_to("the end of fit")
         if self.updates is not None:
             self.updates.warn_if_unsent()
+            self._warn_if_shorter(self.updates)
             self.updates.check_alike()
 
     def teardown(self) -> None:

@@ -37,7 +37,7 @@ from lightning_dct.law import Given, RunSettings
 from lightning_dct.lightning_private import BackwardSyncControl
 from lightning_dct.registration import ENDINGS
 from lightning_dct.sync import setup
-from lightning_dct.sync.optimizer_trial import refuse
+from lightning_dct.sync.optimizer_trial import refuse, warn_of_late_gradients
 from lightning_dct.sync.synchronizer import Synchronizer
 from lightning_dct.sync.unseen_steps import UnseenStepCheck
 from lightning_dct.sync.updates import UpdateSynchronizer, take_number_of_dropped
@@ -173,6 +173,8 @@ class DCTStrategy(DDPStrategy):
         }
         check_agreement(describe_optimizers([optimizer], names), Module(), None)
         self._trained_by(optimizer)
+        if any(one.delays_gradients and one.is_stepped_by(optimizer) for one in self.synchronizers):
+            warn_of_late_gradients(optimizer)
         return super().setup_optimizer(optimizer)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
@@ -342,7 +344,9 @@ class DCTStrategy(DDPStrategy):
 
     def _trained_by(self, optimizer: Optimizer) -> list[UpdateSynchronizer]:
         """The synchronizers that must see an optimizer's steps; it numbers it, and keeps the modules alive."""
-        found = [(module, its) for module, its in self._synchronized.items() if _steps_for(its.synchronizer, optimizer)]
+        found = [
+            (module, its) for module, its in self._synchronized.items() if its.synchronizer.is_stepped_by(optimizer)
+        ]
         self._trained[optimizer] = [module for module, _ in found]
         updates = []
         for _, (_, synchronizer, optimizers) in found:
@@ -400,12 +404,7 @@ def _optimizers_of(synchronizer: Synchronizer, state: Mapping[str, Any]) -> list
     """The optimizers in Fabric's state that step parameters of a module of which ranks exchange updates."""
     found = [(key, one) for key, one in state.items() if isinstance(one, Optimizer)]
     has_updates = isinstance(synchronizer, UpdateSynchronizer)
-    return [(key, one) for key, one in found if has_updates and _steps_for(synchronizer, one)]
-
-
-def _steps_for(synchronizer: Synchronizer, optimizer: Optimizer) -> bool:
-    """Whether an optimizer steps parameters of a synchronizer."""
-    return any(one in synchronizer.parameter_names for group in optimizer.param_groups for one in group["params"])
+    return [(key, one) for key, one in found if has_updates and synchronizer.is_stepped_by(one)]
 
 
 def _part(path: Any, index: int) -> str:

@@ -134,7 +134,8 @@ class RunSettings:
 
     def is_off(self, counted: int) -> bool:
         """Whether this number of expected steps is far enough from the old one to choose settings again."""
-        return self.may_change and (self.unknown == COUNTED or abs(counted - self.steps) > OFF * self.steps)
+        is_new = self.unknown == COUNTED or math.isinf(self.steps)
+        return self.may_change and (is_new or abs(counted - self.steps) > OFF * self.steps)
 
     def at(self, steps: int) -> DCTConfig:
         """The settings after so many steps; if they grow, others after every ``SHORTEST`` steps."""

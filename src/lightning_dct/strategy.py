@@ -48,7 +48,9 @@ class DCTStrategy(DCTStrategyBase, DDPStrategy):
         density_per_parameter: Densities for some parameters, by name pattern.
         project: Brings weights back into their bounds after each step, such as a clamp: a function of the module that
             changes its weights in place. It is called with a rank's own weights in the module, and with the shared
-            ones. Processes that are started with ``"spawn"`` need a function that can be pickled.
+            ones, so it must be a projection: weights within the bounds stay as they are. A run warns of one that moves
+            weights each time, as a soft threshold or a decay does. Processes that are started with ``"spawn"`` need a
+            function that can be pickled.
         missing_state: ``"error"``, or ``"reset"`` to resume also without the folder that was saved with a checkpoint.
         lifelines: False to disable everything that keeps ranks from waiting for one that has died, failed or been
             signalled: see ``docs/reliability.md``. A number is the port at which rank 0 listens, by default a free one;

@@ -14,11 +14,23 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler
 from lightning.pytorch.core.saving import load_hparams_from_yaml
 from lightning.pytorch.loggers import CSVLogger
-from torch.utils.data import ConcatDataset, DataLoader
+from torch.utils.data import ConcatDataset, DataLoader, IterableDataset
 
 from distributed.resuming import SaveAndStop, fit_half, without_times
-from distributed.training import Module, Noise, SearchLater, Watch, fit, launched, loader, perceptron, rank, trainer_for
-from lightning_dct import CompressionMonitor, DCTStrategy, law
+from distributed.training import (
+    Module,
+    Noise,
+    SearchLater,
+    Watch,
+    fit,
+    launched,
+    loader,
+    perceptron,
+    rank,
+    trainer_for,
+    warnings_of,
+)
+from lightning_dct import CompressionMonitor, DCTStrategy, base_strategy, law
 from lightning_dct.callbacks import run_advice
 from lightning_dct.config import DCTConfig
 from lightning_dct.fabric import DCTStrategy as FabricDCTStrategy
@@ -78,6 +90,48 @@ def test_the_ranks_of_a_process_group_are_counted(ranks: Any) -> None:
     """Oracle: the settings for two ranks and a hundred steps. Three would take 0.3; the one by itself sends nothing."""
     two, also_two, _ = ranks(3).run(density_in_a_group)
     assert two == also_two == [0.2, 0.2]
+
+
+class Stream(IterableDataset):
+    """Batches without a length."""
+
+    def __init__(self, batches: int) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(Noise(self.batches, 40, 8, rank=rank()))
+
+
+def train_on_a_stream(epochs: int) -> tuple[list[tuple[int, float]], list[str], list[str]]:
+    """The settings in each step, what is told, and what is warned of; ten batches an epoch."""
+    with (
+        patch.object(law, "steps_needed", needed_by_steps),
+        patch.object(run_advice, "steps_needed", needed_by_steps),
+        patch.object(base_strategy, "steps_needed", needed_by_steps),
+        patch.object(run_advice, "rank_zero_info") as at_start,
+        patch.object(base_strategy, "rank_zero_info") as later,
+    ):
+        seen, data = Watch(look=settings_in), DataLoader(Stream(10), batch_size=None)
+        warned = warnings_of(fit, DCTStrategy(), Module(), data, callbacks=[seen], max_epochs=epochs)
+    told = [call.args[0] for call in (*at_start.call_args_list, *later.call_args_list)]
+    return seen.seen, told, [one for one in warned if "This run has ended" in one]
+
+
+def needed_by_steps(config: DCTConfig, ranks: int) -> int:
+    return int(6 * config.local_steps / config.density)
+
+
+def test_data_without_a_length_is_told_and_counted_when_an_epoch_ends(ranks: Any) -> None:
+    """By hand: 1,000 steps would allow 1.5%; thirty steps allow 20%, and ten are too few for anything."""
+    seen, told, warned = ranks(2).run(train_on_a_stream, 3)[0]
+    assert seen == [(1, 0.015)] * 10 + [(1, 0.2)] * 20
+    assert any("as for a run of 1,000 optimizer steps" in one and "Trainer(max_steps=...)" in one for one in told)
+    assert any(one.startswith("30 optimizer steps on 2 ranks: DCT takes local_steps=1, density=0.2") for one in told)
+    assert not warned
+    seen, _, warned = ranks(2).run(train_on_a_stream, 1)[0]
+    assert seen == [(1, 0.015)] * 10
+    assert len(warned) == 1
+    assert "Tell its length by `Trainer(max_steps=10)`" in warned[0]
 
 
 def needed(config: DCTConfig, ranks: int) -> int:

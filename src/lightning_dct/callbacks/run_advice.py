@@ -16,7 +16,17 @@ from lightning_dct.cost.forecast import Forecast, layout_of
 from lightning_dct.cost.timing import MeasuredLink, Speed, measure_link, measure_speed
 from lightning_dct.cost.workload import one_tensor
 from lightning_dct.kernels import faster_kernel_missing
-from lightning_dct.law import BY_LENGTH, CAUTION, COUNTED, Given, RunLength, RunSettings, expected_loss, steps_needed
+from lightning_dct.law import (
+    BY_LENGTH,
+    CAUTION,
+    COUNTED,
+    SHORTEST,
+    Given,
+    RunLength,
+    RunSettings,
+    expected_loss,
+    steps_needed,
+)
 from lightning_dct.traffic import FP32_BYTES, Traffic, TrafficTotals, rate_text
 
 DELAYS_OF_GRADIENTS = 10  # so many should a run with gradients last, to make up for its start
@@ -57,11 +67,18 @@ def _counted(trainer: pl.Trainer) -> int:
 
 
 def share_done(trainer: pl.Trainer, batches: float) -> float:
-    """The share of a fit that is done, after 16, 32, 64 ... batches, where steps are counted; else or if unknown 0."""
+    """The share of a fit that is done, after 16, 32, 64 ... batches, where steps are counted; else or if unknown 0.
+
+    Of data without a length it is known when an epoch begins.
+    """
     done = trainer.fit_loop.epoch_loop.total_batch_idx
-    if not batches or done < FIRST_COUNTED or done & (done - 1):
+    epochs = (trainer.current_epoch, trainer.max_epochs or 0)
+    if math.isinf(batches) and min(epochs) > 0:
+        if trainer.fit_loop.epoch_loop.batch_idx:
+            return 0.0
+    elif not batches or done < FIRST_COUNTED or done & (done - 1):
         return 0.0
-    limits = ((trainer.global_step, trainer.max_steps), (trainer.current_epoch, trainer.max_epochs or 0))
+    limits = ((trainer.global_step, trainer.max_steps), epochs)
     share = min(1.0, max([done / batches, *(reached / most for reached, most in limits if most > 0)]))
     counted = share * (_counted(trainer) / max(1, trainer.global_step))
     return counted and counted / (1.0 - share + counted)
@@ -69,11 +86,15 @@ def share_done(trainer: pl.Trainer, batches: float) -> float:
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Means over the steps of a run, in seconds: from one step's end to the next, and parts of that."""
+    """Means over the steps of a run, in seconds: from one step's end to the next, and parts of that.
+
+    ``inside`` is for what the model exchanges itself: rows of sharded tables, activations.
+    """
 
     total: float
     compressing: float
     waiting: float
+    inside: float = 0.0
 
     @property
     def synchronising(self) -> float:
@@ -86,20 +107,25 @@ class StepClock:
 
     def __init__(self) -> None:
         self._steps, self._seen, self._steps_before = 0, 0, -1
-        self._sums = [0.0, 0.0, 0.0]  # as in `StepCosts`
+        self._sums = [0.0, 0.0, 0.0, 0.0]  # as in `StepCosts`
         # The end of the step before those that are not in the sums yet, with the totals up to it.
-        self._since: tuple[Any, TrafficTotals] | None = None
+        self._since: tuple[Any, TrafficTotals, TrafficTotals] | None = None
+        self._inside = Traffic()
 
-    def after_step(self, traffic: Traffic) -> None:
-        """Note the end of a step; a batch without one, as with accumulation, is none."""
+    def after_step(self, traffic: Traffic, inside: Traffic | None = None) -> None:
+        """Note the end of a step; a batch without one, as with accumulation, is none.
+
+        ``inside`` counts what the model exchanges itself.
+        """
         if traffic.totals.steps == self._steps_before:
             return
         self._steps_before = traffic.totals.steps
         self._seen += 1
         self._traffic, self._last = traffic, traffic.clock.mark()
+        self._inside = inside or self._inside
         if self._since is None and self._seen >= SKIPPED:
             # From here on times must be complete. This waits for a GPU.
-            self._since = self._last, traffic.settle()
+            self._since = self._last, traffic.settle(), self._inside.settle()
 
     def pause(self) -> None:
         """Leave out the time from the last step to the next."""
@@ -118,11 +144,13 @@ class StepClock:
     def _add_up(self) -> None:
         if self._since is None:
             return
-        (start, before), after = self._since, self._traffic.settle()
-        spent = after - before
-        new = self._traffic.clock.seconds(start, self._last), spent.seconds, spent.seconds_waiting
+        start, before, inside_before = self._since
+        after, inside = self._traffic.settle(), self._inside.settle()
+        spent, spent_inside = after - before, inside - inside_before
+        total = self._traffic.clock.seconds(start, self._last)
+        new = (total, spent.seconds, spent.seconds_waiting, spent_inside.seconds + spent_inside.seconds_waiting)
         self._sums, self._steps = [sum(pair) for pair in zip(self._sums, new, strict=True)], self._steps + spent.steps
-        self._since = self._last, after
+        self._since = self._last, after, inside
 
 
 class SlowRank(NamedTuple):
@@ -179,7 +207,7 @@ class RunAdvice(InternalCallback):
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Note the time, and sometimes tell it to rank 0, which warns once of a rank that costs much of it."""
         strategy: Any = trainer.strategy
-        self._clock.after_step(strategy.traffic)
+        self._clock.after_step(strategy.traffic, strategy.split_traffic)
         if perf_counter() >= self._tell_at:
             self._tell(strategy)
 
@@ -220,15 +248,28 @@ class RunAdvice(InternalCallback):
             told = f"rank {slow.rank}: {100 * slow.share_of_waiting:.0f}% of the others' waiting is for it"
             rows.append(("slowest rank", f"{told}, {100 * slow.share_of_step:.0f}% of a step"))
         config, device = strategy.synchronizer.config, strategy.root_device
-        return [*rows, ("verdict", verdict(config, costs, dense, device.type, dense_setting(strategy)))]
+        line = verdict(config, costs, dense, device.type, dense_setting(strategy))
+        if strategy.sharded_tables():
+            share = 100 * costs.inside / costs.total
+            rows.append(("rows of tables", f"{_ms(costs.inside)} of a step ({share:.2g}%), beside the above"))
+            line = verdict_with_tables(line, costs)
+        return [*rows, ("verdict", line)]
 
 
 def dense_setting(strategy: Any) -> str:
-    """The setting that gives the dense exchange: DDP holds neither shards, nor stages, nor sharded tables."""
+    """The setting that gives the dense exchange: DDP holds neither shards, nor stages, nor sharded tables.
+
+    DDP must be told of steps that leave parameters without a gradient; otherwise it ends with an error.
+    """
     if strategy.dense_rival != "DDP":
         return str(strategy.dense_rival)
-    is_plain = strategy.stages == 1 and not strategy.sharded_tables()
-    return "strategy='ddp'" if is_plain else "the dense exchange (compress='gradients', density=1.0)"
+    # With several optimizers a backward is of the parameters of one.
+    is_told = strategy._ddp_kwargs.get("find_unused_parameters", False)
+    finds = strategy.has_unused or is_told or len(getattr(strategy, "_optimizers", ())) > 1
+    if strategy.stages == 1 and not strategy.sharded_tables():
+        return "strategy='ddp_find_unused_parameters_true'" if finds else "strategy='ddp'"
+    more = ", find_unused_parameters=True" if finds and strategy.stages == 1 else ""
+    return f"the dense exchange (compress='gradients', density=1.0{more})"
 
 
 def notes_at_start(given: Given, ranks: int, length: RunLength, device_type: str, alone: str, dense: str) -> list[str]:
@@ -238,7 +279,7 @@ def notes_at_start(given: Given, ranks: int, length: RunLength, device_type: str
     """
     if ranks == 1:
         return [alone] if alone else []
-    of_length = _on_gradients if given.config.compress == "gradients" else _on_updates
+    of_length = _on_gradients if given.config.compress == "gradients" else notes_on_updates
     notes = of_length(given, ranks, length, dense)
     if given.config.kernel == "auto" and (missing := faster_kernel_missing(device_type)):
         notes.append(missing)
@@ -269,7 +310,7 @@ def _on_gradients(given: Given, ranks: int, length: RunLength, dense: str) -> li
     ]
 
 
-def _on_updates(given: Given, ranks: int, length: RunLength, dense: str) -> list[str]:
+def notes_on_updates(given: Given, ranks: int, length: RunLength, dense: str) -> list[str]:
     """Says which settings were chosen, and whether the run is long enough for them."""
     steps, unknown, _ = length
     run = RunSettings(given, ranks, steps, unknown)
@@ -277,18 +318,26 @@ def _on_updates(given: Given, ranks: int, length: RunLength, dense: str) -> list
     settings = _settings(config)
     if given.left_out and (unknown or math.isinf(steps)):
         why, grows = f" ({unknown})" if unknown else "", ", and fewer bytes as it goes on" if run.grows else ""
-        notes.append(f"The length of this run is not known{why}: DCT takes {settings}{grows}.")
+        assumed = ""
+        if math.isinf(steps):
+            assumed = (
+                f", as for a run of {SHORTEST:,} optimizer steps. A shorter run loses more: tell its length by"
+                " `Trainer(max_steps=...)`"
+            )
+        notes.append(f"The length of this run is not known{why}: DCT takes {settings}{grows}{assumed}.")
     if math.isinf(steps):
         return notes
     loss, needed = expected_loss(config, ranks, steps), steps_needed(config, ranks)
+    fits = steps >= needed
     if given.left_out and not unknown:
         longer = [more for one in given.rungs(ranks) if (more := steps_needed(one, ranks)) > max(steps, needed)]
         notes.append(
-            f"{steps:,.0f} optimizer steps on {ranks} ranks: DCT takes {settings}, and expects the loss to be about"
-            f" {_percent(loss)} above that of plain DDP."
-            + (f" A run of {min(longer):,} steps would send less." if longer and steps >= needed else "")
+            f"{steps:,.0f} optimizer steps on {ranks} ranks: DCT takes {settings}"
+            # Of a short run the next note says what it may lose.
+            + (f", and expects the loss to be about {_percent(loss)} above that of plain DDP." if fits else ".")
+            + (f" A run of {min(longer):,} steps would send less." if longer and fits else "")
         )
-    if steps < needed:
+    if not fits:
         fitting = Given(config, BY_LENGTH).for_run(ranks, steps)
         remedy = f"use {dense}: all other settings lose more"
         if steps_needed(fitting, ranks) <= steps:
@@ -343,6 +392,16 @@ def verdict(config: DCTConfig, costs: StepCosts, dense: float, device_type: str,
     if rarer:
         return f"{rarer} would halve compressing and waiting."
     return "compress='updates' would exchange less often; a lower density sends fewer bytes."
+
+
+def verdict_with_tables(line: str, costs: StepCosts) -> str:
+    """The verdict of a recommender: ``line`` is that on parameters outside its tables."""
+    if costs.inside <= costs.synchronising or costs.inside < MUCH * costs.total:
+        return f"Outside the tables: {line}"
+    return (
+        "Most of what exchanges take is for the rows of the tables: a lower `density` of `ShardedEmbeddingBags` sends"
+        f" less of them. Outside the tables: {line}"
+    )
 
 
 def _ms(seconds: float) -> str:

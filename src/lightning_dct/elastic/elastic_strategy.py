@@ -44,6 +44,7 @@ from lightning_dct.lightning_private import checkpoint_of, restore_from
 from lightning_dct.saving import STATE_KEY
 from lightning_dct.strategy import DCTStrategy
 from lightning_dct.sync.buffers import PresentBuffers
+from lightning_dct.sync.projection import Projection
 from lightning_dct.sync.setup import (
     buffers_of,
     exchanges_buffers,
@@ -191,7 +192,7 @@ class DCTElasticStrategy(DCTStrategy):
         buffers = PresentBuffers(named, partial(statistics_of, self._module))
         every = (lambda: self.optimizers), (lambda: list(self._module.parameters()))
         made = ElasticUpdates(self.config, names, exchange, buffers, *every, rank=self.global_rank)
-        made.project = None if self.project is None else partial(self.project, self._module)
+        made.project = None if self.project is None else Projection(self.project, self._module)
         return made
 
     @property

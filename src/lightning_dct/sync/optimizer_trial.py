@@ -7,6 +7,7 @@ along each dimension. It makes a few steps on them; nothing of the optimizer its
   DistributedDataParallel. Adam, Lion and Muon choose the length of their steps; the mean of such steps is too short.
 - Which groups decay weights by ``1 - lr * weight_decay``, whatever the gradient (Loshchilov and Hutter, *Decoupled
   Weight Decay Regularization*, ICLR 2019).
+- Whether it sets small weights to exactly zero, as a proximal step does (a soft threshold).
 - Whether another's change of a weight survives a step. It does not if the optimizer steps copies of its own.
 - Whether a step calls a collective.
 """
@@ -18,7 +19,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn import Parameter
@@ -29,6 +30,8 @@ from lightning_dct.compress.bucket_plan import local_of
 
 # Entries along a dimension of a miniature's tensors.
 WIDTH = 4
+# Settings of optimizers whose memory of gradients fades, as those of torch name them; RMSprop has `alpha` and `eps`.
+FADING = {"betas", "beta1", "beta2", "beta2_decay", "rho", "etas"}
 WEIGHT, LEARNING_RATE, WEIGHT_DECAY = 0.0625, 0.015625, 0.25
 # Gradients of real models are small. A step that divides by their size plus a much larger number grows with them.
 GRADIENT = 2.0**-8
@@ -41,6 +44,8 @@ SURVIVES = 0.25
 PUSH = WEIGHT / 2
 # With momentum, L2 regularisation looks like decay in the first step only.
 DECAYING_STEPS = 3
+# Times the smallest normal number: what steps leave of it is no zero.
+TINY = 2.0**6
 
 
 class Trial(NamedTuple):
@@ -49,10 +54,12 @@ class Trial(NamedTuple):
     Attributes:
         chooses_length: Whether steps do not grow with their gradients.
         decays: For each group, whether its weights decay by ``1 - lr * weight_decay``.
+        sets_zeros: Whether a step sets small weights to exactly zero.
     """
 
     chooses_length: bool = False
     decays: tuple[bool, ...] = ()
+    sets_zeros: bool = False
 
 
 class _Refused(Exception):
@@ -83,6 +90,36 @@ def try_out(optimizer: Optimizer) -> Trial:
     return Trial(False, (False,) * len(optimizer.param_groups))
 
 
+def warn_of_zeros(optimizer: Optimizer) -> None:
+    """Warn of an optimizer that sets weights to exactly zero: shared weights, which move by means, have few zeros."""
+    rank_zero_warn(
+        f"`{type(optimizer).__name__}` sets small weights to exactly zero, as a proximal step does. Ranks exchange what"
+        " their weights have moved, above a threshold, so the shared weights have hardly any exact zeros. Use"
+        " `compress='gradients'`, with which all ranks make the same step. Or set small weights to zero once, when"
+        " training has ended."
+    )
+
+
+def loses_with_late_gradients(optimizer: Optimizer) -> bool:
+    """Whether gradients that come late and in bursts cost quality: momentum, or a running size, remembers some.
+
+    SGD without momentum remembers none, and Adagrad all.
+    """
+    groups: list[dict[str, Any]] = optimizer.param_groups
+    return any(group.get("momentum") or group.keys() & FADING or {"alpha", "eps"} <= group.keys() for group in groups)
+
+
+def warn_of_late_gradients(optimizer: Optimizer) -> None:
+    """Warn of thresholded gradients under an optimizer that loses with them."""
+    if loses_with_late_gradients(optimizer):
+        rank_zero_warn(
+            f"`compress='gradients'` loses quality under `{type(optimizer).__name__}`: what is below the threshold"
+            " comes later and in bursts, which its momentum or its running size of gradients makes worse. Leave"
+            " `compress` out: updates of weights are made for such optimizers. Or use density=1.0, or SGD without"
+            " momentum, or Adagrad."
+        )
+
+
 def refuse(optimizer: Optimizer) -> None:
     """Refuse optimizers that are known not to go with weights of the rank's own (ValueError, with the remedy)."""
     if isinstance(optimizer, ZeroRedundancyOptimizer):
@@ -109,7 +146,7 @@ def _tried(miniature: Callable[..., "_Miniature"]) -> Trial:
             " `compress='gradients'`, or an optimizer that steps the model's own weights."
         )
     grows = any(larger[index].norm() > GROWS * moves[index].norm() for index in moved)
-    return Trial(bool(moved) and not grows, _decays(miniature(weight_decay=WEIGHT_DECAY)))
+    return Trial(bool(moved) and not grows, _decays(miniature(weight_decay=WEIGHT_DECAY)), _sets_zeros(miniature()))
 
 
 def _last_move(small: "_Miniature", gradient: float, push: float) -> list[Tensor]:
@@ -143,6 +180,18 @@ def _decays(small: "_Miniature") -> tuple[bool, ...]:
             bool(group["params"]) and {"lr", "weight_decay"} <= group.keys() and all(map(decayed, group["params"]))
             for group in small.groups
         )
+
+
+def _sets_zeros(small: "_Miniature") -> bool:
+    """Whether steps with zero gradients turn tiny weights into zeros: decay makes them smaller, and no zeros."""
+    with torch.random.fork_rng(devices=small.gpus), small:
+        for parameter in small.parameters:
+            parameter.data.fill_(TINY * torch.finfo(parameter.dtype).tiny)
+        for _ in range(DECAYING_STEPS):
+            for parameter in small.parameters:
+                small.set_gradient(parameter, torch.zeros(parameter.shape))
+            small.step()
+        return any(bool((parameter.detach() == 0).any()) for parameter in small.parameters)
 
 
 class _Miniature(TorchDispatchMode):

@@ -33,7 +33,7 @@ from lightning_dct.compress.awaited import clock_of, recorded
 from lightning_dct.config import DCTConfig, check_integer
 from lightning_dct.failures.lifeline import lifeline_of_process
 from lightning_dct.law import Given, RunSettings
-from lightning_dct.sync.optimizer_trial import refuse
+from lightning_dct.sync.optimizer_trial import refuse, warn_of_late_gradients
 from lightning_dct.sync.setup import check_settings, make_gradient_synchronizer, make_update_synchronizer
 from lightning_dct.sync.unseen_steps import is_skipped
 from lightning_dct.sync.updates import take_number_of_dropped
@@ -91,7 +91,8 @@ class Updates(_Loop):
         steps: Optimizer steps of the run, from which settings that are left out follow; None if that is not known.
         process_group: The ranks that train together; by default all.
         average_buffers: Average the running statistics of normalisation layers, and take other buffers from rank 0.
-        project: Brings the weights of the model back into their bounds after each step, in place.
+        project: Brings the weights of the model back into their bounds after each step, in place: a projection, which
+            leaves weights within their bounds as they are.
         **settings: Those of :class:`~lightning_dct.DCTConfig`, for updates.
 
     Raises:
@@ -166,15 +167,7 @@ class Updates(_Loop):
             if not own.isdisjoint(other.synchronizer.parameter_names):
                 other._looks = False
         _looking.add(self)
-        ours = weakref.ref(self)  # this object may be dropped and never closed
-
-        def look(optimizer: Optimizer, *_: Any) -> None:
-            if (one := ours()) is not None:
-                one._look_at(optimizer)
-
-        handle = register_optimizer_step_pre_hook(torch.compiler.disable(look))
-        weakref.finalize(self, handle.remove)
-        self._handles.append(handle)
+        self._handles.append(_look_at_steps(self, self._look_at))
 
     def _look_at(self, optimizer: Optimizer) -> None:
         """Exchange also the steps of an optimizer that is new, from this step on, which all ranks begin."""
@@ -242,6 +235,19 @@ class Updates(_Loop):
 _looking: weakref.WeakSet[Updates] = weakref.WeakSet()
 
 
+def _look_at_steps(loop: _Loop, look_at: Callable[[Optimizer], None]) -> RemovableHandle:
+    """Have a method of a loop look at each optimizer that makes a step, as long as there is that loop."""
+    method = weakref.WeakMethod(look_at)
+
+    def look(optimizer: Optimizer, *_: Any) -> None:
+        if (its := method()) is not None:
+            its(optimizer)
+
+    handle = register_optimizer_step_pre_hook(torch.compiler.disable(look))
+    weakref.finalize(loop, handle.remove)
+    return handle
+
+
 def _stepped_by(optimizer: Optimizer) -> Iterator[Tensor]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
@@ -282,4 +288,13 @@ class Gradients(_Loop):
         check_settings(self.config, model.module, {"process_group": model.process_group}, {})
         self.synchronizer = make_gradient_synchronizer(self, model, scaler)
         self.synchronizer.refresh_every = self.config.refresh_every
+        self._warned_of: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        if self.synchronizer.delays_gradients:
+            _look_at_steps(self, self._look_at)
         model.register_comm_hook(None, self.synchronizer.hook)
+
+    def _look_at(self, optimizer: Optimizer) -> None:
+        """Warn of an optimizer that loses quality with gradients that come late, at its first step."""
+        if optimizer not in self._warned_of and self.synchronizer.is_stepped_by(optimizer):
+            self._warned_of.add(optimizer)
+            warn_of_late_gradients(optimizer)

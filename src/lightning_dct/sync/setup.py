@@ -22,6 +22,7 @@ from lightning_dct.exchange.collectives import Link
 from lightning_dct.exchange.factory import Host, make_exchange
 from lightning_dct.sync.buffers import Buffers
 from lightning_dct.sync.gradients import GradientSynchronizer
+from lightning_dct.sync.projection import Projection
 from lightning_dct.sync.shared_weights import SharedWeights, start_alike
 from lightning_dct.sync.updates import UpdateSynchronizer
 
@@ -105,7 +106,8 @@ def make_update_synchronizer(
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     names = _synchronised_names(module, ignored)
     refuse_shards(module, names, group)
-    refuse_same_memory(names)
+    if group.size() > 1:
+        refuse_same_memory(names)
     exchange = make_exchange(host, names, group)
     start_alike([tensor for name, tensor in module.named_parameters() if name not in ignored], group)
     # Not over the exchange's own group: training waits for buffers, and not for updates in flight.
@@ -117,7 +119,7 @@ def make_update_synchronizer(
     made = UpdateSynchronizer(
         host.config, names, exchange, buffers, optimizers, lambda: list(module.parameters()), weights
     )
-    made.project = None if host.project is None else partial(host.project, module)
+    made.project = None if host.project is None else Projection(host.project, module)
     made.compare_places(host.lifeline, group)
     return made
 

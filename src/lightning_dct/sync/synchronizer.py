@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_dct.compress.bucket_plan import BucketPlan, Plans, real_dtype, real_numel
 from lightning_dct.compress.error_feedback import ErrorFeedback
@@ -103,6 +104,15 @@ class Synchronizer:
     def config(self) -> DCTConfig:
         """The current settings."""
         return self.plans.config
+
+    @property
+    def delays_gradients(self) -> bool:
+        """Whether gradients are exchanged, and those below a threshold later."""
+        return self.config.compress == "gradients" and self.config.density < 1.0 and self.exchange.everyone.size > 1
+
+    def is_stepped_by(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer steps parameters that are synchronised."""
+        return any(one in self.parameter_names for group in optimizer.param_groups for one in group["params"])
 
     def set_density(self, density: float) -> None:
         """Send this share of each tensor's entries from the next exchange on; all ranks do this at the same place."""

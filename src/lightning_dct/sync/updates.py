@@ -39,7 +39,7 @@ from lightning_dct.compress.bucket_plan import Sending, local_of, real_numel
 from lightning_dct.config import DCTConfig
 from lightning_dct.failures.collective_order import EXCHANGE
 from lightning_dct.law import FEWEST_COUNTED, RunSettings
-from lightning_dct.sync.optimizer_trial import try_out
+from lightning_dct.sync.optimizer_trial import try_out, warn_of_zeros
 from lightning_dct.sync.rounds import MOST_IN_FLIGHT, Rounds, buckets_of
 from lightning_dct.sync.shared_weights import as_real, start_alike
 from lightning_dct.sync.step_cosine import EVERY, is_measured
@@ -89,6 +89,8 @@ class UpdateSynchronizer(UpdateState):
         rounds = self._rounds[number] = self._rounds.get(number) or Rounds()
         if rounds.tried != (tried := (ref(optimizer), len(optimizer.param_groups))):
             rounds.tried, rounds.trial = tried, try_out(optimizer)
+            if rounds.trial.sets_zeros and not self._alone:
+                warn_of_zeros(optimizer)
         listed = [p for group in optimizer.param_groups for p in group["params"] if p not in rounds.known]
         # A frozen one is looked at once, because a checkpoint may have its weights.
         fresh = {p for p in listed if p.requires_grad or not rounds.known}
