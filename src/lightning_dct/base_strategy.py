@@ -25,7 +25,14 @@ from lightning_dct.activations.split_point import SplitPoint
 from lightning_dct.agreement import check_agreement, describe_run, gather_objects
 from lightning_dct.callbacks import internal
 from lightning_dct.callbacks.compression_monitor import CompressionMonitor
-from lightning_dct.callbacks.run_advice import RunAdvice, dense_setting, notes_on_updates, run_length, share_done
+from lightning_dct.callbacks.run_advice import (
+    RunAdvice,
+    dense_setting,
+    notes_on_updates,
+    percent,
+    run_length,
+    share_done,
+)
 from lightning_dct.callbacks.schedules import EmbeddingPruning, ThresholdRefresh
 from lightning_dct.clipping import install_clipping, remove_clipping
 from lightning_dct.compress.awaited import SPAN, clock_of, recorded
@@ -215,8 +222,8 @@ class DCTStrategyBase(CheckpointedStrategy):
             loss = CAUTION * expected_loss(updates.config, run.ranks, steps)
             rank_zero_warn(
                 f"This run has ended after {steps:,} optimizer steps, and its length was not known, so its settings"
-                f" (density={updates.config.density:g}) were those of a longer run: the loss may be {loss:.1g}% above"
-                f" that of plain DDP. Tell its length by `Trainer(max_steps={steps})`."
+                f" (density={updates.config.density:g}) were those of a longer run: the loss may be"
+                f" {percent(loss)} above that of plain DDP. Tell its length by `Trainer(max_steps={steps})`."
             )
 
     def _ranks_that_exchange(self, updates: UpdateSynchronizer) -> int:

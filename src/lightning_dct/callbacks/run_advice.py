@@ -334,7 +334,7 @@ def notes_on_updates(given: Given, ranks: int, length: RunLength, dense: str) ->
         notes.append(
             f"{steps:,.0f} optimizer steps on {ranks} ranks: DCT takes {settings}"
             # Of a short run the next note says what it may lose.
-            + (f", and expects the loss to be about {_percent(loss)} above that of plain DDP." if fits else ".")
+            + (f", and expects the loss to be about {percent(loss)} above that of plain DDP." if fits else ".")
             + (f" A run of {min(longer):,} steps would send less." if longer and fits else "")
         )
     if not fits:
@@ -345,12 +345,13 @@ def notes_on_updates(given: Given, ranks: int, length: RunLength, dense: str) ->
         short, train = "This run is short", f". Train for {needed:,} steps or more, or"
         if math.isinf(needed):
             short, train = "No run is long enough", ";"
-        may = f"{_percent(CAUTION * loss)} above that of plain DDP"
+        may = f"{percent(CAUTION * loss)} above that of plain DDP"
         notes.append(f"{short} for {settings}: the loss may be {may}{train} {remedy}.")
     return notes
 
 
-def _percent(loss: float) -> str:
+def percent(loss: float) -> str:
+    """A loss in percent, for a message."""
     return f"{loss:.1g}%" if loss < 9.5 else f"{loss:,.0f}%"
 
 
