@@ -95,16 +95,19 @@ def tabulate(runs: Sequence[Run]) -> list[Sequence[str]]:
 
 def settings_of(runs: Sequence[Run]) -> Tensor:
     """What the formula takes of runs side by side, ``[5, runs]``, in fp64."""
-    rows = [(run.ranks, run.config.local_steps, run.config.density, run.steps, run.config.lengthens) for run in runs]
+    rows = [
+        (run.ranks, run.config.local_steps, run.config.density, run.steps, run.config.exchanges_every_step)
+        for run in runs
+    ]
     return torch.tensor(rows, dtype=torch.float64).T
 
 
 def formula(constants: Tensor, settings: Tensor) -> Tensor:
     """The law with other constants, for the settings of runs side by side."""
     waiting, apart, grows, shortens, least_apart, least, eight, beyond = constants
-    ranks, local, density, steps, lengthens = settings
+    ranks, local, density, steps, has_gains = settings
     growth = (ranks.clamp(max=8) / 4).clamp(min=1) ** eight * (ranks / 8).clamp(min=1) ** beyond
-    entries = waiting * (2 - lengthens) * (ranks - 1).clamp(max=3) * growth / density / (steps / 1000)
+    entries = waiting * (2 - has_gains) * (ranks - 1).clamp(max=3) * growth / density / (steps / 1000)
     # A slope at zero steps apart would be infinite.
     steps_apart = apart * (ranks - 1) ** grows * (1000 * (local - 1).clamp(min=1e-12) / steps) ** shortens
     loss = entries + torch.maximum(steps_apart, least_apart * torch.log2(local))

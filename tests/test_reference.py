@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_dct import DCTConfig, reference
-from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Received, Sending, plan_bucket
+from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Gain, Received, Sending, plan_bucket
 from lightning_dct.compress.codec import compress, decompress
 from lightning_dct.compress.error_feedback import ErrorFeedback
 from lightning_dct.config import VALUE_FORMATS
@@ -102,12 +102,18 @@ def test_what_ranks_send_what_arrives_and_what_they_remember(kernel: str, data: 
             assert same(residuals[rank], torch.cat([torch.as_tensor(one.residual) for one in held[rank]]))
             expected = {name: one.threshold for name, one in zip(names, held[rank], strict=True) if one.target}
             assert feedbacks[rank].thresholds.by_label() == pytest.approx(expected, rel=1e-12)
-        for lengthening in (1.0, 1.3, None):
-            received = Received(torch.stack(payloads), plan, 1 / ranks, own=0, how=Sending(lengthening=lengthening))
+        factors = torch.rand(sum(sizes), dtype=torch.float64) + 0.5
+        own_gains = dict(zip(names, factors.split(sizes), strict=True))
+        known = {name: Gain(rows, torch.ones(1, dtype=torch.float64)) for name, rows in own_gains.items()}
+        of_reference = {name: rows.to(dtype) for name, rows in own_gains.items()}
+        for gains, expected_gains in (({}, dict.fromkeys(names, reference.ONE)), (known, of_reference), (None, {})):
+            received = Received(torch.stack(payloads), plan, 1 / ranks, own=0, how=Sending(gains=gains))
             empty = torch.empty(sum(sizes), dtype=dtype)
             got = decompress(feedbacks[0], received, empty)
             means = [
-                reference.weighted_sum([one[number] for one in sent], 1 / ranks, not target, lengthening)
+                reference.weighted_sum(
+                    [one[number] for one in sent], 1 / ranks, not target, expected_gains.get(names[number])
+                )
                 for number, target in enumerate(targets)
             ]
             assert same(got, torch.cat(means))

@@ -130,7 +130,7 @@ class Rank:
 
     def _exchange(self, number: int, kernel: str) -> None:
         payloads = torch.stack([self._compress(number, kernel), self.payloads[number]])
-        received = Received(payloads, self.plans[number], 0.5, own=0, how=Sending(lengthening=None))
+        received = Received(payloads, self.plans[number], 0.5, own=0, how=Sending(gains=None))
         apply(self.feedback, received, self._bucket(number))
 
     def _exchange_first(self) -> None:

@@ -4,9 +4,7 @@ A method (:mod:`rivals.apart`) hangs on the steps of an optimizer and calls coll
 """
 
 import sys
-import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 from unittest import mock
 
@@ -16,26 +14,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_dct.traffic import Traffic, all_reduce_bytes
-from replicated.lockstep import Arrive, Collectives, Group, Work, figures_of_traffic
+from replicated.lockstep import Collectives, figures_of_traffic
+from replicated.threads import ThreadGroup, Threads, Work
 from rivals.apart import Replica
 
 MODULES = ("rivals.sparse_loco", "rivals.with_torchft")
 """Whose methods replicas follow: those that call no collectives but ``dist`` of their own module, or a manager's."""
-
-
-class ThreadGroup(Group):
-    """The process group of one thread of several: a collective returns when all threads have come to it."""
-
-    def __init__(self, rank: int, brought: list[tuple[Tensor, Any]], barrier: threading.Barrier) -> None:
-        super().__init__(rank, [], barrier.parties)
-        self._brought, self._barrier = brought, barrier
-
-    def bring(self, tensor: Tensor, sizes: Any, arrive: Arrive) -> Work:
-        self._brought[self._rank] = tensor, sizes
-        self._barrier.wait()
-        arrived = arrive(list(self._brought))
-        self._barrier.wait()
-        return Work(lambda: arrived)
 
 
 class Manager:
@@ -87,15 +71,12 @@ class Apart:
     """
 
     def __init__(self, method: Any, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-        ranks, threads = len(modules), torch.get_num_threads()
         self.traffic = [Traffic() for _ in modules]
-        self._barrier, self._optimizers, self._modules = threading.Barrier(ranks), optimizers, modules
-        self._pool = ThreadPoolExecutor(ranks, initializer=lambda: torch.set_num_threads(threads))
-        brought: list[Any] = ranks * [None]
+        self._threads, self._optimizers, self._modules = Threads(len(modules)), optimizers, modules
         self._methods = [hydra.utils.instantiate(method) for _ in modules]
         self._module = sys.modules[type(self._methods[0]).__module__]
         for rank, (own, module, optimizer) in enumerate(zip(self._methods, modules, optimizers, strict=True)):
-            group = ThreadGroup(rank, brought, self._barrier)
+            group = self._threads.groups[rank]
             manager = Manager(group, self.traffic[rank])
             replica = Replica(module, optimizer, group, self.traffic[rank], manager)  # type: ignore[arg-type]
             replica.count_steps(own.attach(replica))
@@ -107,22 +88,11 @@ class Apart:
             Exception: What a replica has raised. The others do not wait for it.
         """
         with mock.patch.object(self._module, "dist", Collectives):
-            steps = [self._pool.submit(self._step_of, optimizer) for optimizer in self._optimizers]
-            wait(steps)
-        problems = [problem for step in steps if (problem := step.exception()) is not None]
-        for problem in sorted(problems, key=lambda one: isinstance(one, threading.BrokenBarrierError)):
-            raise problem
+            self._threads.run(lambda rank: self._optimizers[rank].step())
 
     def figures(self) -> dict[str, Any]:
         """What was sent, and by which method."""
         return {**figures_of_traffic(self.traffic), "exchange": type(self._methods[0]).__name__, "settings": None}
-
-    def _step_of(self, optimizer: Optimizer) -> None:
-        try:
-            optimizer.step()
-        except BaseException:
-            self._barrier.abort()
-            raise
 
     def shared_weights(self) -> dict[str, Tensor]:
         """The mean of all replicas by name, which :class:`~rivals.apart.ApartStrategy` leaves after fit."""

@@ -1,11 +1,10 @@
 """CUDA graphs of exchanges: what the package launches once for all ranks is recorded, and repeated without a host.
 
 A graph finds its numbers where it was recorded. So thresholds stay in memory of the graph's own, the addresses that the
-package would copy to the GPU are filled in after the recording, and so are the weights of sums, which change with the
-mean's length.
+package would copy to the GPU are filled in after the recording, and so are gains, which change now and then.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -13,12 +12,16 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from lightning_dct.compress import bucket_plan
+from lightning_dct.compress import bucket_plan, on_cpu
 from lightning_dct.compress.awaited import Awaited, Callback
+from lightning_dct.compress.bucket_plan import BucketPlan, Gain
 from lightning_dct.compress.error_feedback import ErrorFeedback
-from lightning_dct.kernels import weights_by_senders
+from lightning_dct.compress.gains import gain_of, gains_of
+from lightning_dct.exchange import base
+from lightning_dct.kernels.plain import Gains
 from lightning_dct.traffic import Traffic
 
+HOST = torch.device("cpu")
 # Bytes for what the package would copy in an exchange of all ranks.
 ROOM = 1 << 25
 
@@ -51,13 +54,14 @@ class ExchangeGraph:
         exchange: Callable[[], None],
         feedbacks: Sequence[ErrorFeedback],
         traffic: Sequence[Traffic],
-        lengthening: float | None,
+        gains: Mapping[str, Gain] | None,
     ) -> None:
         from lightning_dct.compress import on_gpu
 
         self._on_gpu, self._feedbacks, self._graph = on_gpu, feedbacks, torch.cuda.CUDAGraph()
-        self._weights: dict[tuple[int, float, torch.dtype], Tensor] = {}
-        self._lengthening = lengthening
+        self._gains = gains
+        # Where this graph reads factors, and what gives those of other gains.
+        self._factors: list[tuple[Tensor, Callable[[Any], Tensor]]] = []
         # Where this graph reads and writes thresholds.
         self._own: list[dict[tuple[str, ...], Tensor]] = [
             {names: values for names, (_, values) in feedback.thresholds.by_bucket.items()} for feedback in feedbacks
@@ -78,20 +82,29 @@ class ExchangeGraph:
 
         def to_device(host: Tensor, device: torch.device) -> Tensor:
             nonlocal used
-            place = room[used : used + host.nbytes].view(host.dtype)
+            place = room[used : used + host.nbytes].view(host.dtype).view(host.shape)
             used += -(-host.nbytes // 256) * 256
             later.append((place, host))
             return place
 
-        def weights(ranks: int, factor: float, lengthening: float | None, dtype: torch.dtype, device: Any) -> Tensor:
-            if (ranks, factor, dtype) not in self._weights:
-                numbers = weights_by_senders(ranks, factor, lengthening, dtype)
-                self._weights[ranks, factor, dtype] = to_device(numbers, device)
-            return self._weights[ranks, factor, dtype]
+        def on_device(factors_of: Callable[[Any], Tensor], device: torch.device) -> Tensor:
+            place = to_device(factors_of(self._gains), device)
+            self._factors.append((place, factors_of))
+            return place
 
-        patched = mock.patch.multiple(self._on_gpu, to_device=to_device, _weights=weights)
+        def of_compressed(plan: BucketPlan, gains: Any, device: torch.device) -> Gains | None:
+            if (found := gains_of(plan, gains, HOST)) is None:
+                return None
+            return found._replace(factors=on_device(lambda now: gains_of(plan, now, HOST).factors, device))  # type: ignore[union-attr]
+
+        def of_dense(plan: BucketPlan, index: int, gains: Any, mean: Tensor) -> Tensor:
+            on_host = torch.empty_like(mean, device=HOST)
+            return on_device(lambda now: gain_of(plan, index, now, on_host), mean.device)
+
+        patched = mock.patch.multiple(self._on_gpu, to_device=to_device, gains_of=of_compressed)
         samples = mock.patch.object(bucket_plan, "to_device", to_device)
-        with patched, samples, torch.cuda.graph(self._graph, capture_error_mode="relaxed"):
+        dense = mock.patch.object(on_cpu, "gain_of", of_dense), mock.patch.object(base, "gain_of", of_dense)
+        with patched, samples, dense[0], dense[1], torch.cuda.graph(self._graph, capture_error_mode="relaxed"):
             yield
         for place, host in later:
             place.copy_(host)
@@ -106,10 +119,10 @@ class ExchangeGraph:
                     values.copy_(now)
                     feedback.thresholds.replace(names, values)
 
-    def replay(self, lengthening: float | None) -> None:
-        """Exchange with a mean of this length."""
-        if lengthening != self._lengthening:
-            for (ranks, factor, dtype), place in self._weights.items():
-                place.copy_(weights_by_senders(ranks, factor, lengthening, dtype), non_blocking=True)
-            self._lengthening = lengthening
+    def replay(self, gains: Mapping[str, Gain] | None) -> None:
+        """Exchange with these gains, of the same parameters as those that the graph was recorded with."""
+        if gains is not self._gains:
+            for place, factors_of in self._factors:
+                place.copy_(factors_of(gains).pin_memory(), non_blocking=True)
+            self._gains = gains
         self._graph.replay()

@@ -1,7 +1,8 @@
 """The exchanges of all ranks of one training, in one thread: each rank starts a collective before the first waits.
 
 Plans, memories, exchanges, weights and flows are the package's. Here is what ``UpdateSynchronizer.after_step`` does,
-for all ranks at once, so that a GPU can repeat it as a graph.
+for all ranks at once, so that a GPU can repeat it as a graph. What ranks do seldom, they do in a thread each
+(:mod:`replicated.threads`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dct import DCTConfig
-from lightning_dct.compress.bucket_plan import Plans, Sending
+from lightning_dct.compress.awaited import Awaited
+from lightning_dct.compress.bucket_plan import Gain, Plans, Sending
 from lightning_dct.compress.error_feedback import ErrorFeedback
 from lightning_dct.exchange import collectives
 from lightning_dct.exchange.base import Exchange
@@ -22,21 +24,14 @@ from lightning_dct.exchange.collectives import Link
 from lightning_dct.exchange.compressed import AllGather, TwoPhase, link_traversals
 from lightning_dct.exchange.factory import NodeLayout, choose_for_model, share_model
 from lightning_dct.law import Given, RunSettings
+from lightning_dct.sync.coherence import is_measured, measure_all
+from lightning_dct.sync.optimizer_state import Squares, average, is_averaged
 from lightning_dct.sync.optimizer_trial import Trial
 from lightning_dct.sync.rounds import Rounds, UpdateFlow, buckets_of
 from lightning_dct.sync.shared_weights import SharedWeights
-from lightning_dct.sync.step_cosine import StepCosine, cosine_of_all, is_measured, sample_of
 from lightning_dct.traffic import FP32_BYTES, Traffic, all_reduce_bytes
 from lightning_dct.wire.payload import tag_of
-
-Arrive = Callable[[list[tuple[Tensor, Any]]], Any]
-
-
-class Work:
-    """A collective that this rank has started."""
-
-    def __init__(self, finish: Callable[[], Any]) -> None:
-        self.wait = finish
+from replicated.threads import Arrive, Threads, Work
 
 
 class Group:
@@ -141,34 +136,44 @@ class Exchanges:
 
     Args:
         settings: Of :class:`~lightning_dct.Updates`; those that are left out follow from the length of the run.
-        models: The weights of each rank by name, in the model's order, all alike.
+        models: The weights of each rank by name, in the model's order, all alike. After a step they have its gradients.
         steps: Of the run.
         trial: How the optimizer's steps depend on gradients and weight decay.
+        keys: By parameter, those of its optimizer's state that grow with the square of gradients, and their memories.
+        squares: Gives each rank's state of that kind of some parameters, in their order.
 
     Attributes:
         config: The settings of the whole run.
-        ranks: What each rank has.
+        ranks: What each rank has. The first one's coherence is that of all.
         traffic: The bytes of each rank.
         start: Calls :meth:`exchange`, or does the same in another way.
     """
 
     def __init__(
-        self, settings: Mapping[str, Any], models: Sequence[Mapping[str, Tensor]], steps: int, trial: Trial
+        self,
+        settings: Mapping[str, Any],
+        models: Sequence[Mapping[str, Tensor]],
+        steps: int,
+        trial: Trial,
+        keys: Mapping[str, Mapping[str, float]],
+        squares: Callable[[Sequence[str]], Sequence[Sequence[Squares]]],
     ) -> None:
         self._run = RunSettings(Given.of(settings), len(models), steps)
         self.config = self._run.at(0)
         meetings: list[dict[int, tuple[Tensor, Any]]] = []
         self.traffic = [Traffic() for _ in models]
-        self._meetings, self._trial = meetings, trial
+        self._meetings, self._trial, self._keys, self._squares = meetings, trial, keys, squares
         self.start: Callable[[int, Sending, bool], None] = self.exchange
         links = [Link(Group(rank, meetings, len(models)), own) for rank, own in enumerate(self.traffic)]  # type: ignore[arg-type]
         self.ranks = [Rank(self.config, own, link) for own, link in zip(models, links, strict=True)]
+        self._threads = Threads(len(models))
+        groups = zip(self._threads.groups, self.traffic, strict=True)
+        self._thread_links = [Link(group, own) for group, own in groups]  # type: ignore[arg-type]
         self._models = models
         self._step, self._since_refresh, self._wants_refresh = 0, 0, False
         self._buckets = buckets_of(list(models[0].items()), 1)
         self._entries = sum(weights.numel() for weights in models[0].values())
-        self._cosine = StepCosine()
-        self._before: list[Tensor] = []
+        self._coherence, self._awaited = self.ranks[0].rounds.coherence, Awaited()
 
     def shared(self, names: Sequence[str]) -> list[Tensor]:
         """The shared weights of some parameters on all ranks."""
@@ -184,9 +189,12 @@ class Exchanges:
         }
 
     def before_step(self) -> None:
-        """Sample the weights before an optimizer step in which the cosine is measured."""
-        if self.config.lengthens and self._lengthens(self._step + 1) and is_measured(self._step + 1):
-            self._before = [sample_of(list(own.values()), self._step + 1) for own in self._models]
+        """Begin an optimizer step after which the ranks measure how far their gradients agree."""
+        step = self._step + 1
+        if self.config.exchanges_every_step and self._takes_gains(step) and is_measured(step):
+            by_step = [name for name in self._models[0] if not self._keys.get(name)]
+            for rank in self.ranks:
+                rank.rounds.coherence.begin(step, {name: rank.weights.own(name) for name in by_step})
 
     def let_decay(self, rank: Rank, optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
         """Let a rank's shared weights decay after a step of its optimizer."""
@@ -204,30 +212,60 @@ class Exchanges:
         length = self.config.length_at(self._step)
         if self._step % length:
             return
-        if self._before:
+        if self._coherence.has_begun(self._step):
             self._measure()
         refreshes = self._wants_refresh
         if refreshes:
             self._since_refresh, self._wants_refresh = 1, False
         lost = 1.0 - self.config.residual_decay if self._step <= self.config.warmup_steps else 0.0
-        lengthening: float | None = 1.0
-        if self._lengthens(self._step):
-            lengthening = self._cosine.lengthening(ranks) if self.config.lengthens else None
-        self.start(length, Sending(tag_of("replicas", self._step, 0), lost=lost, lengthening=lengthening), refreshes)
+        tag = tag_of("replicas", self._step, 0)
+        self.start(length, Sending(tag, lost=lost, gains=self._gains()), refreshes)
+        if self.config.share_second_moments:
+            self._average_squares(length)
 
-    def _lengthens(self, step: int) -> bool:
+    def _takes_gains(self, step: int) -> bool:
         return self._trial.chooses_length and not self._run.is_ending(step)
 
+    def _gains(self) -> Mapping[str, Gain] | None:
+        if not self._takes_gains(self._step):
+            return {}
+        return self._coherence.gains() if self.config.exchanges_every_step else None
+
     def _measure(self) -> None:
-        steps = [sample_of(list(own.values()), self._step) for own in self._models]
-        torch._foreach_sub_(steps, self._before)
-        self._before = []
-        if self._cosine.measured is not None:
-            self._cosine.value = (self._cosine.value + self._cosine.measured) // 2
-        measured = cosine_of_all(torch.stack(steps))
-        self._cosine.measured = measured if measured >= 0 else None
-        for own in self.traffic:
-            own.add(bytes_sent=all_reduce_bytes(FP32_BYTES * (steps[0].numel() + 1), len(self.ranks)))
+        samples = [
+            {
+                name: rank.rounds.coherence.sample(name, rank.weights.own(name), parameter.grad, self._memory(name))
+                for name, parameter in rank.weights.parameters.items()
+            }
+            for rank in self.ranks
+        ]
+
+        def measure(rank: int) -> None:
+            if rank:
+                measure_all([sample.entries for sample in samples[rank].values()], self._thread_links[rank])
+            else:
+                self._coherence.measure(samples[0], self._thread_links[0], self._awaited)
+
+        self._side_by_side(measure)
+        self._awaited.poll()
+
+    def _memory(self, name: str) -> float | None:
+        return next(iter(self._keys.get(name, {}).values()), None)
+
+    def _average_squares(self, length: int) -> None:
+        first, having = self.ranks[0], [name for name in self._models[0] if self._keys.get(name)]
+        if not having:
+            return
+        num_bytes = 2 * sum(first.weights.sizes[name] * len(self._keys[name]) for name in having)
+        sent = sum(first.flow.plan(names, length).num_bytes for names in self._buckets)
+        if is_averaged(self._step, length, num_bytes, sent * first.exchange.link_traversals / length):
+            squares, device = self._squares(having), self._models[0][having[0]].device
+            self._side_by_side(lambda rank: average(squares[rank], self._thread_links[rank], device))
+
+    def _side_by_side(self, function: Callable[[int], object]) -> None:
+        """Call a function with each rank; its collectives wait for all of them."""
+        with mock.patch.object(collectives, "dist", Collectives):
+            self._threads.run(function)
 
     def exchange(self, length: int, how: Sending, refreshes: bool) -> None:
         """Exchange all buckets, rank by rank, ``length`` steps after the last time."""

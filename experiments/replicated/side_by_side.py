@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_dct.compress.bucket_plan import Sending
+from lightning_dct.sync.optimizer_state import Squares, squares_of
 from lightning_dct.sync.optimizer_trial import try_out
 from replicated.graphs import ExchangeGraph, Unread
 from replicated.lockstep import Exchanges
@@ -37,6 +38,9 @@ AHEAD = 50
 EAGER = 3
 # Optimizers whose step of stacked weights is that of each replica.
 ELEMENTWISE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+# What exchanges of one kind have in common: steps since the last one, the share that own weights lose, whether
+# thresholds are selected, and whether there are gains; None if these go by senders.
+Kind = tuple[int, float, bool, bool | None]
 
 
 class Training:
@@ -68,12 +72,15 @@ class Training:
                 group |= {"capturable": True} if "capturable" in group else {}
         self.exchanges: Exchanges | None = None
         self._shared: list[list[Tensor]] = []
-        self._graphs: dict[tuple[int, float, bool], ExchangeGraph] = {}
+        self._graphs: dict[Kind, ExchangeGraph] = {}
         self._latest: ExchangeGraph | None = None
-        self._made: dict[tuple[int, float, bool], int] = {}
+        self._made: dict[Kind, int] = {}
+        self._ranks: list[dict[str, Tensor]] = []
         if prepared.settings is not None:
-            ranks = [{name: own[rank] for name, own in weights.items()} for rank in range(prepared.job.ranks)]
-            self.exchanges = Exchanges(prepared.settings, ranks, prepared.job.steps, self._trial)
+            self._ranks = [{name: own[rank] for name, own in weights.items()} for rank in range(prepared.job.ranks)]
+            keys = {names[p]: own for p, own in self._trial.squares_by_parameter(self._schedule).items()}
+            given = prepared.settings, self._ranks, prepared.job.steps, self._trial, keys
+            self.exchanges = Exchanges(*given, self._squares)
             self.exchanges.start = self._exchange
             for rank in self.exchanges.ranks:
                 rank.feedback.awaited = Unread()
@@ -94,12 +101,23 @@ class Training:
         """Step, and let shared weights decay; ``numbers`` as above, or tensors of them on a GPU."""
         for name, weights in self.weights.items():
             weights.grad = gradients[name]
+            for own, gradient in zip(self._ranks, gradients[name], strict=False):
+                own[name].grad = gradient
         for place, group in enumerate(self.optimizer.param_groups):
             group["lr"] = numbers[2 * place]
         self.optimizer.step()
         for place, (shared, decays) in enumerate(zip(self._shared, self._trial.decays, strict=False)):
             if self._trial.chooses_length and decays and self.optimizer.param_groups[place]["weight_decay"]:
                 torch._foreach_mul_(shared, numbers[2 * place + 1])
+
+    def _squares(self, names: Sequence[str]) -> list[list[Squares]]:
+        """Each rank's part of what the optimizer keeps of all."""
+        keys = self._trial.squares_by_parameter(self.optimizer)
+        stacked = squares_of(self.optimizer, [self.weights[name] for name in names], keys)
+        return [
+            [Squares(None if values is None else values[rank], bias) for values, bias in stacked]
+            for rank in range(len(self._ranks))
+        ]
 
     def _exchange(self, length: int, how: Sending, refreshes: bool) -> None:
         if self._beside is not None:
@@ -109,12 +127,16 @@ class Training:
 
     def _exchange_here(self, length: int, how: Sending, refreshes: bool) -> None:
         """Exchange as a graph, once exchanges of this kind have been made without one."""
-        exchanges, kind = self.exchanges, (length, how.lost, refreshes)
+        # A mean whose gains go by senders is computed otherwise, and so is one without any.
+        exchanges, kind = (
+            self.exchanges,
+            (length, how.lost, refreshes, how.gains if how.gains is None else bool(how.gains)),
+        )
         assert exchanges is not None
         if (graph := self._graphs.get(kind)) is not None:
             if self._latest is not graph:
                 graph.take_over()
-            graph.replay(how.lengthening)
+            graph.replay(how.gains)
             for own, more in zip(exchanges.traffic, graph.sent, strict=True):
                 own.add(bytes_sent=more)
             self._latest = graph
@@ -128,8 +150,8 @@ class Training:
             self._latest = None
             return
         exchange = partial(exchanges.exchange, length, how, refreshes)
-        self._latest = self._graphs[kind] = ExchangeGraph(exchange, feedbacks, exchanges.traffic, how.lengthening)
-        self._latest.replay(how.lengthening)
+        self._latest = self._graphs[kind] = ExchangeGraph(exchange, feedbacks, exchanges.traffic, how.gains)
+        self._latest.replay(how.gains)
 
     def end_exchange(self) -> None:
         """Have the current stream wait for the latest exchange."""

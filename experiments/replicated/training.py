@@ -27,6 +27,7 @@ from torch.func import functional_call, grad_and_value, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_dct import DCTConfig
+from lightning_dct.sync.optimizer_state import Squares, squares_of
 from lightning_dct.sync.optimizer_trial import try_out
 from replicated.apart import MODULES, Apart
 from replicated.lockstep import Exchanges
@@ -193,8 +194,16 @@ class Replicas:
         self.exchanges: Exchanges | None = None
         self.apart = None if prepared.method is None else Apart(prepared.method, self.modules, self.optimizers)
         if prepared.settings is not None:
-            models = [dict(module.named_parameters()) for module in self.modules]
-            self.exchanges = Exchanges(prepared.settings, models, prepared.job.steps, try_out(self.optimizers[0]))
+            models, trial = [dict(module.named_parameters()) for module in self.modules], try_out(self.optimizers[0])
+            keys = {self._names[0][p]: own for p, own in trial.squares_by_parameter(self.optimizers[0]).items()}
+
+            def squares(names: Sequence[str]) -> list[list[Squares]]:
+                return [
+                    squares_of(optimizer, [model[name] for name in names], trial.squares_by_parameter(optimizer))
+                    for optimizer, model in zip(self.optimizers, models, strict=True)
+                ]
+
+            self.exchanges = Exchanges(prepared.settings, models, prepared.job.steps, trial, keys, squares)
         self._step = 0
 
     def step(self) -> Tensor:

@@ -34,7 +34,7 @@ from lightning_dct.callbacks.run_advice import (
     share_done,
 )
 from lightning_dct.callbacks.schedules import EmbeddingPruning, ThresholdRefresh
-from lightning_dct.clipping import install_clipping, remove_clipping
+from lightning_dct.clipping import install_clipping, install_clipping_of_mean, remove_clipping
 from lightning_dct.compress.awaited import SPAN, clock_of, recorded
 from lightning_dct.config import DCTConfig, check_density
 from lightning_dct.embedding.growing import GrowingEmbeddingBags
@@ -67,6 +67,8 @@ class DCTStrategyBase(CheckpointedStrategy):
     when_alone: ClassVar[str] = "A single process (`devices=1`) exchanges nothing. Give `devices=2` or more."
     # Why a callback cannot copy the model; empty if it can.
     not_copied_because: ClassVar[str] = ""
+    # Whether each rank has whole parameters, so that their norm is that of the gradient.
+    clips_by_norm_of_mean: ClassVar[bool] = False
     # Brings weights back into their bounds.
     project: Callable[[Module], None] | None = None
     _timeout: timedelta | None
@@ -189,6 +191,9 @@ class DCTStrategyBase(CheckpointedStrategy):
                 updates.register(optimizer)  # a forward's writes before the first step are sent, too
             updates.check_alike()
             updates.may_skip |= self._scaler is not None
+            # Tables and pipelines have put theirs there, over their ranks' parameters.
+            if "clip_grad_by_norm" not in vars(self.precision_plugin) and self.clips_by_norm_of_mean:
+                install_clipping_of_mean(self.precision_plugin, updates.norm_of_mean)
             self._unseen_steps.watch(lambda: (updates,))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Clips gradients by their norm over several ranks with different parameters, in Lightning's clipping too."""
+"""Clips gradients by their norm over several ranks: with different parameters, or by the norm of the ranks' mean."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -32,8 +32,32 @@ def install_clipping(precision: Any, group: dist.ProcessGroup | None, is_own: Ca
     precision.clip_grad_by_value = clip_grad_by_value
 
 
+def install_clipping_of_mean(precision: Any, norm_of_mean: Callable[[Iterable[Tensor]], Tensor]) -> None:
+    """Make a precision plugin clip by the norm of the ranks' mean gradient, as under DistributedDataParallel.
+
+    Each rank trains with its own gradients, which are longer than their mean, so their own norm would clip too much.
+    ``norm_of_mean`` gives the norm for some parameters.
+    """
+
+    def clip_grad_by_norm(optimizer: Optimizer, clip_val: float) -> None:
+        clip_by_norm_of_mean(precision.main_params(optimizer), float(clip_val), norm_of_mean)
+
+    precision.clip_grad_by_norm = clip_grad_by_norm
+
+
+def clip_by_norm_of_mean(
+    parameters: Iterable[Tensor], max_norm: float, norm_of_mean: Callable[[Iterable[Tensor]], Tensor]
+) -> Tensor:
+    """Scale this rank's gradients by what brings the norm of the ranks' mean to ``max_norm``; return that norm."""
+    own = list(parameters)
+    norm = norm_of_mean(own)
+    # In a loop, because sparse gradients have no `foreach`.
+    torch.nn.utils.clip_grads_with_norm_(own, max_norm, norm, foreach=False)
+    return norm
+
+
 def remove_clipping(precision: Any) -> None:
-    """Undo :func:`install_clipping`, so that the plugin holds no reference to a group."""
+    """Undo both, so that the plugin holds no reference to a group."""
     for method in ("clip_grad_by_norm", "clip_grad_by_value"):
         vars(precision).pop(method, None)
 

@@ -16,7 +16,7 @@ ExchangeName = Literal["auto", "all_gather", "two_phase", "hierarchical"]
 MissingState = Literal["error", "reset"]
 Compress = Literal["updates", "gradients"]
 # Settings for updates only.
-OF_UPDATES = ("local_steps", "overlap_steps", "warmup_steps", "residual_decay")
+OF_UPDATES = ("local_steps", "overlap_steps", "warmup_steps", "residual_decay", "share_second_moments")
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,9 @@ class DCTConfig:
         residual_decay: Factor on an update's residual after each exchange of the warm-up, in (0, 1]. Less than 1 keeps
             the ranks together at learning rates that are too large for the batch of one rank. After the warm-up it
             is 1.
+        share_second_moments: Average over the ranks, now and then, what an optimizer has learnt about the size of
+            gradients, such as Adam's ``exp_avg_sq``. Without it, ranks whose data differ train to another place than
+            plain DDP does.
         overlap_steps: Optimizer steps for which an exchange of updates may be in flight during training, at most
             ``local_steps``. With 0 training waits for it. From 1 on tensors take turns, so that the load on the link is
             even.
@@ -63,6 +66,7 @@ class DCTConfig:
     local_steps: int = None  # type: ignore[assignment]  # until it is checked
     warmup_steps: int = 320
     residual_decay: float = 0.95
+    share_second_moments: bool = True
     overlap_steps: int = 0
     density: float = 0.3
     density_per_parameter: Mapping[str, float] = field(default_factory=dict)
@@ -94,8 +98,9 @@ class DCTConfig:
         object.__setattr__(self, "density_per_parameter", plain)
         for name, least in (("refresh_every", 1), ("min_tensor_size", 0), ("overlap_steps", 0), ("warmup_steps", 0)):
             check_integer(name, getattr(self, name), least)
-        if not isinstance(self.adapt_threshold, bool):
-            raise TypeError(f"`adapt_threshold` must be True or False, got {self.adapt_threshold!r}.")
+        for name in ("adapt_threshold", "share_second_moments"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"`{name}` must be True or False, got {getattr(self, name)!r}.")
         updates = self.compress == "updates"
         if self.local_steps is None:
             object.__setattr__(self, "local_steps", max(8, self.overlap_steps) if updates else 1)
@@ -130,10 +135,9 @@ class DCTConfig:
         return 1 if step <= self.warmup_steps else self.local_steps
 
     @property
-    def lengthens(self) -> bool:
-        """Whether the mean of updates is made as long as the ranks' steps; after several that overshoots."""
-        one_step = self.compress == "updates" and self.local_steps == 1 and not self.overlap_steps
-        return one_step and self.density < 1.0 and self.exchange != "hierarchical"
+    def exchanges_every_step(self) -> bool:
+        """Whether updates of one step are exchanged at once: then their means have a gain that is measured."""
+        return self.compress == "updates" and self.local_steps == 1 and not self.overlap_steps
 
     @property
     def averages_in_bf16(self) -> bool:

@@ -27,6 +27,7 @@ from lightning_dct.checkpoint import format as saved
 from lightning_dct.checkpoint import reading
 from lightning_dct.checkpoint.files import AtomicCheckpointIO, cleans_own_disk, lock, unlock, write_on_all_ranks
 from lightning_dct.checkpoint.handing_over import places_of, received
+from lightning_dct.clipping import clip_by_norm_of_mean
 from lightning_dct.compress.awaited import clock_of, recorded
 from lightning_dct.config import DCTConfig, check_density, check_keywords
 from lightning_dct.embedding.sharded import ShardedEmbeddingBags
@@ -196,6 +197,27 @@ class DCTStrategy(DDPStrategy):
             for module in self._trained[optimizer]:
                 self.project(module.module)
         return output
+
+    def clip_gradients_norm(
+        self,
+        module: Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """Clip by the norm of the ranks' mean gradient: with updates each rank's own gradients are longer."""
+        updates = self._trained_by(optimizer)
+        if len(updates) != 1 or norm_type != 2.0:
+            return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
+        self.precision.unscale_gradients(optimizer)
+        norm = clip_by_norm_of_mean(self.precision.main_params(optimizer), max_norm, updates[0].norm_of_mean)
+        if error_if_nonfinite and not bool(norm.isfinite()):
+            raise RuntimeError(
+                "The norm of the gradients is not finite, so they cannot be clipped. Look at the loss, or give"
+                " `error_if_nonfinite=False`."
+            )
+        return norm
 
     def _come_to(self, what: str, group: Any = None) -> None:
         """Come to a place that all ranks of a group come to (RuntimeError); see ``collective_order.py``."""

@@ -14,7 +14,7 @@ the package. Tensors are flat, in fp32 or fp64. Loss scaling, activations and th
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 
 TINY = torch.finfo(torch.float32).tiny  # the smallest threshold: zeros are never sent
+ONE = torch.ones(1)
+LEVELS = ((torch.arange(256).double() - 255) / 5).exp2()  # of codes of one byte
 BITS = {"fp32": 32, "bf16": 16, "2bit": 2, "1bit": 1}
 
 
@@ -181,22 +183,21 @@ def send(news: Tensor, state: State, target: int, settings: Settings, others_kee
     return sent
 
 
-# 4. One exchange (exchange/): the mean over ranks of what they send of a tensor, the same on all ranks. For
-#    updates of one step it is lengthened (6), and otherwise an entry that n of W ranks send is weighted by sqrt(W / n).
-#    With either, an entry moves at most as far as its senders have moved it on average.
+# 4. One exchange (exchange/): the mean over ranks of what they send of a tensor, the same on all ranks. For updates of
+#    one step it has a gain (6), and otherwise an entry that n of W ranks send is weighted by sqrt(W / n).
 
 States = defaultdict[tuple[str, int, int], State]  # of one tensor, by sender, its number, a piece's first entry
 
 
-def weighted_sum(sent: list[Tensor], weight: float, dense: bool, longer: float | None) -> Tensor:
-    """``weight`` times the sum in the ranks' order, times at most ``longer``; None: by the number of senders."""
+def weighted_sum(sent: list[Tensor], weight: float, dense: bool, gain: Tensor | None) -> Tensor:
+    """``weight`` times the sum in the ranks' order, times each entry's gain; None: by the number of senders."""
     senders = torch.stack([(one != 0) | dense for one in sent]).double().sum(0).clamp(min=1)
-    fewer = len(sent) / senders
-    factor = fewer.sqrt() if longer is None else fewer.clamp(max=longer)
+    factor = torch.ones_like(senders) if gain is not None else (len(sent) / senders).sqrt()
     total = torch.zeros_like(sent[0])
     for one in sent:
         total = total + one
-    return total * (weight * factor).to(total.dtype)
+    total = total * (weight * factor).to(total.dtype)
+    return total if gain is None else total * gain.to(total.dtype)
 
 
 def send_sum(total: Tensor, owner: State, target: int, settings: Settings, is_update: bool) -> Tensor:
@@ -211,7 +212,7 @@ def exchange(
     states: States,
     settings: Settings,
     share: float = 1.0,
-    longer: float | None = 1.0,
+    gain: Tensor | None = ONE,
     is_update: bool = False,
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """Exchange one tensor of all ranks. Returns the mean, what each rank has sent, and the part of it that counts.
@@ -226,6 +227,7 @@ def exchange(
     means, sent_by_piece, counted_by_piece = [], [], []
     for start, stop in pairwise(size * piece // count for piece in range(count + 1)):
         parts, goal = [tensor[start:stop] for tensor in tensors], -(-target * (stop - start) // size)
+        gains = gain if gain is None or gain is ONE else gain[start:stop]
         news, sender, hierarchical = parts, "rank", settings.exchange == "hierarchical"
         if hierarchical:  # dense inside a node, which then is one sender
             nodes = [parts[first : first + per_node] for first in range(0, ranks, per_node)]
@@ -234,14 +236,14 @@ def exchange(
         sent = [send(one, states[sender, number, start], goal, settings, keep) for number, one in enumerate(news)]
         own = parts if hierarchical else sent
         if settings.exchange == "two_phase":  # the owner sends a part of the sum, and keeps a residual
-            total = weighted_sum(sent, 1.0, not target, longer)
+            total, gains = weighted_sum(sent, 1.0, not target, gains), ONE
             sent = [send_sum(total, states["owner", 0, start], goal, settings, is_update)]
         # A rank's update counts if its node, or the owner of the sum, has sent that entry.
         passed = [one for one in sent for _ in range(ranks // len(sent))]
         counted = [c.where((one != 0) | (not goal), 0.0) for c, one in zip(own, passed, strict=True)]
         sent_by_piece.append(own)
         counted_by_piece.append(counted)
-        means.append(weighted_sum(sent, 1 / ranks, not target, longer))
+        means.append(weighted_sum(sent, 1 / ranks, not target, gains))
     mine, counted = ([torch.cat(p) for p in zip(*every, strict=True)] for every in (sent_by_piece, counted_by_piece))
     return torch.cat(means), mine, counted
 
@@ -252,33 +254,109 @@ def exchange(
 # 6. Updates (sync/updates.py), the default. Each rank trains its own weights ``w``. The shared weights ``S`` are the
 #    same on all ranks. ``w - S`` is what a rank has moved and not sent yet, so it is the residual.
 
-# Steps ``q`` whose mean cosine is ``c`` have a mean that is shorter by ``sqrt((1 + (W - 1) c) / W)``. If ranks exchange
-# after every step, the mean is lengthened to make up for it (sync/step_cosine.py). The cosine is measured now and then
-# on a sample, in parts of 1024, and counts from the next measurement on. Steps of SGD grow with their gradients, and
+# Adam divides by the root of a running mean ``v`` of squares. Of the mean gradient, which DistributedDataParallel has,
+# that is smaller by ``R / W`` (sync/coherence.py). So if ranks exchange after every step, the mean of their updates is
+# multiplied by ``sqrt(W / R)``. Rows and columns of a tensor have an ``R`` each, from samples, with the optimizer's own
+# memory. Without squares in the optimizer's state its steps are compared. Steps of SGD grow with their gradients, and
 # then the plain mean is the step of DistributedDataParallel. Shared weights decay by themselves (sync/shared_decay.py).
+# Now and then the ranks average ``v`` (sync/optimizer_state.py).
 
 
-def sampled(weights: list[Tensor], step: int) -> Tensor:
-    """Some entries of one rank's weights, others at another step."""
-    stride = max(64, sum(w.numel() for w in weights) // 1024)
-    first = 7919 * (step + step // 16)
-    return torch.cat([w[first % min(stride, w.numel()) :: stride].float() for w in weights])
+def is_measured(step: int) -> bool:
+    """Whether the ranks compare what they have in a step."""
+    return step <= 16 or step % (4 if step <= 64 else 16) == 0
 
 
-def cosine_of(steps: list[Tensor]) -> int | None:
-    """The mean cosine between the ranks' steps, in parts of 1024; None if no rank has moved."""
-    ranks, mean = len(steps), torch.stack([q / len(steps) for q in steps]).sum(0).double()
-    square = torch.stack([q.square().sum() / ranks for q in steps]).sum(0).double()
-    c = (ranks * mean.square().sum() / square - 1) / (ranks - 1)
-    return round(1024 * float(c.clamp(0, 1))) if c.isfinite() else None
+class Compared:
+    """Of one tensor: squares of sums over ranks, sums of squares, and numbers of samples: of rows, columns and all."""
+
+    def __init__(self, shape: Sequence[int], memory: float | None) -> None:
+        size = math.prod(shape)
+        self.rows, self.columns = (shape[0], size // shape[0]) if len(shape) > 1 and size else (1, size)
+        self.memory, self.latest = memory, (torch.empty(0), torch.empty(0), torch.empty(0), 0.0)
+        self.of_rows, self.of_columns = torch.zeros(3, self.rows).double(), torch.zeros(3, self.columns).double()
+        self.of_all = torch.zeros(3, 1).double()
+
+    def places(self, step: int) -> Tensor:
+        """The entries that are compared in a step: about one of each row, from other columns each time."""
+        size, width = self.rows * self.columns, self.columns if self.rows > 1 else 1
+        stride = min(max(64, width, size // 65536), max(size // 64, 1))
+        while math.gcd(stride, width) > 1:
+            stride += 1
+        return torch.arange(7919 * (step + step // 16) % stride, size, stride)
+
+    def measure(self, step: int, by_rank: list[Tensor]) -> None:
+        """Take the measurement before this one into the running means, and make this one."""
+        places, of_sums, sums, weight = self.latest
+        for known, number in ((self.of_rows, places // self.columns), (self.of_columns, places % self.columns)):
+            known.copy_(self._with(known, number, of_sums, sums, weight) if len(places) else known)
+        if len(places):
+            self.of_all = self._with(self.of_all, torch.zeros_like(places), of_sums, sums, weight)
+        places = self.places(step)
+        samples = [one.flatten()[places].float().bfloat16().double() for one in by_rank]
+        total, squares = torch.zeros(len(places)).double(), torch.zeros(len(places)).double()
+        for sample in samples:
+            total, squares = total + sample, squares + sample.square()
+        steps = next((step - before for before in range(step - 1, 0, -1) if is_measured(before)), step)
+        weight = 0.25
+        if self.memory is not None and self.memory < 1:
+            weight = (1 - self.memory**steps) / (1 - self.memory**step)
+        elif self.memory is not None:
+            weight = steps / step
+        weight = (1.0 if step == 1 else 0.25) if self.memory is None else min(weight, max(0.25, steps / step))
+        self.latest = places, total.square(), squares, weight
+
+    @staticmethod
+    def _with(known: Tensor, number: Tensor, of_sums: Tensor, sums: Tensor, weight: float) -> Tensor:
+        kept, size = known * (1 - weight), known.shape[1]
+        for row, values in enumerate((of_sums, sums)):
+            kept[row] += torch.bincount(number, values, size) * weight
+        kept[2] = known[2] + torch.bincount(number, minlength=size)
+        return kept
+
+    def gain(self, ranks: int, dtype: torch.dtype) -> Tensor:
+        """What the mean of each entry is multiplied by."""
+        if not self.of_all[1]:
+            return ONE
+        whole = min(max(float(self.of_all[0] / self.of_all[1]), 0.25), float(ranks))
+        if self.rows == 1:
+            return torch.full((self.columns,), math.sqrt(ranks / whole), dtype=torch.float64).to(dtype)
+        of_rows, of_columns = (
+            ((torch.where(known[1] > 0, known[0] / known[1], whole) * known[2] + whole) / (known[2] + 1)).clamp(
+                0.25, ranks
+            )
+            for known in (self.of_rows, self.of_columns)
+        )
+        rows, columns = (ranks / of_rows).sqrt(), (whole / of_columns).sqrt().clamp(0.5, 2)
+        return (rows.to(dtype).unsqueeze(1) * columns.to(dtype)).flatten()
+
+
+def average_squares(by_rank: list[Tensor], bias: float) -> None:
+    """Give all ranks the mean of their ``v`` of a tensor, in place; it travels in one byte an entry, as a logarithm."""
+    most = float(torch.stack(by_rank).double().div(bias).max())
+
+    def coded(values: Tensor, largest: float) -> Tensor:
+        codes = ((values / (largest or 1.0)).log2() * 5).round().add(255).nan_to_num(0.0, 255, 0.0).clamp(1, 255)
+        return torch.where(values > 0, LEVELS[codes.long()], 0.0)
+
+    arrived = torch.stack([coded(v.double() / bias, most) for v in by_rank])
+    mean = coded(arrived.mean(0), 1.0) * (most * bias)
+    for v in by_rank:
+        v.copy_(torch.where(mean > 0, mean.to(v.dtype), v))
 
 
 def exchange_updates(
-    own: list[Tensor], shared: Tensor, states: States, settings: Settings, share: float, decay: float, f: float | None
+    own: list[Tensor],
+    shared: Tensor,
+    states: States,
+    settings: Settings,
+    share: float,
+    decay: float,
+    gain: Tensor | None,
 ) -> tuple[Tensor, list[Tensor]]:
     """Exchange one tensor. Returns the mean, and each rank's sent part that counts; the unsent part decays in ``w``."""
     moved = [w - shared for w in own]  # a = w - S
-    mean, sent, counted = exchange(moved, states, settings, share, f, is_update=True)  # m
+    mean, sent, counted = exchange(moved, states, settings, share, gain, is_update=True)  # m
     for (sender, _, _), state in states.items():
         state.residual = 0.0 if sender == "rank" else state.residual  # w keeps it
     for w, a, c in zip(own, moved, sent, strict=True):
@@ -288,24 +366,31 @@ def exchange_updates(
 
 def train(
     weights: list[list[Tensor]],
-    local_step: Callable[[int, int], None],
+    local_step: Callable[[int, int], list[Tensor] | None],
     steps: int,
     settings: Settings,
     chooses_length: bool = True,
     kept: float = 1.0,
     plain_after: float = math.inf,
+    memory: float | None = None,
+    squares: Callable[[int], list[Tensor]] | None = None,
+    shapes: Sequence[Sequence[int]] = (),
 ) -> tuple[list[Tensor], list[States]]:
     """Train ``weights[rank][tensor]`` in place. Returns the shared weights and the senders' states of each tensor.
 
-    ``local_step(rank, step)`` is a step of a rank's optimizer. If that ``chooses_length``, steps do not grow with
-    gradients. Decay leaves ``kept`` of a weight. No mean is lengthened after ``plain_after`` steps: 90% of a long run.
+    ``local_step(rank, step)`` is a step of a rank's optimizer, and returns its gradients. If that ``chooses_length``,
+    steps do not grow with gradients. ``squares(rank)`` are its ``v``, of which a step keeps the share ``memory``, as
+    Adam does; without them steps are compared instead of gradients. Decay leaves ``kept`` of a weight. No mean has a
+    gain after ``plain_after`` steps: 90% of a long run. ``v`` is averaged after 4, 16 and 64 steps; the package goes on
+    as often as 4% of the bytes allow.
     """
-    shared, all_states = [w.clone() for w in weights[0]], [States(State) for _ in weights[0]]
+    ranks, all_states = len(weights), [States(State) for _ in weights[0]]
+    shared = [w.clone() for w in weights[0]]
+    compared = [Compared(shape, memory) for shape in shapes or [w.shape for w in shared]]
     travelling: list[tuple[Tensor, list[Tensor]]] = []
     due = since_refresh = 0
     # Not if ranks are several steps apart, for which that is too long.
-    lengthens = settings.local_steps == 1 and not settings.overlap_steps and settings.exchange != "hierarchical"
-    cosine, measured = 1024, None
+    has_gains = settings.local_steps == 1 and not settings.overlap_steps
 
     def arrive() -> None:
         for number, (mean, sent) in enumerate(travelling):
@@ -317,15 +402,13 @@ def train(
     for step in range(1, steps + 1):
         refresh = since_refresh >= settings.refresh_every
         since_refresh += 1
-        before = [sampled(own, step) for own in weights]
-        for rank in range(len(weights)):
-            local_step(rank, step - 1)
+        before = [[w.clone() for w in own] for own in weights]
+        gradients = [local_step(rank, step - 1) for rank in range(ranks)]
         torch._foreach_mul_(shared, kept)  # as each rank's optimizer does with its own
-        if step % 16 == 0 or step in (1, 2, 4, 8):
-            cosine = cosine if measured is None else (cosine + measured) // 2
-            measured = cosine_of([sampled(own, step) - b for own, b in zip(weights, before, strict=True)])
-        longer = math.sqrt(len(weights) / (1 + (len(weights) - 1) * cosine / 1024)) if lengthens else None
-        longer = longer if chooses_length and step <= plain_after else 1.0
+        has_gain = chooses_length and step <= plain_after
+        for number, one in enumerate(compared if has_gain and has_gains and is_measured(step) else ()):
+            moved = [own[number] - old[number] for own, old in zip(weights, before, strict=True)]
+            one.measure(step, moved if memory is None else [own[number] for own in gradients if own is not None])
         if step == due:
             arrive()
         # Weights move fastest at first. So ranks exchange after every step, send as much less, and residuals decay.
@@ -337,10 +420,19 @@ def train(
                 state.target = 0
             own = [rank_weights[number] for rank_weights in weights]
             share = length / settings.local_steps
-            travelling.append(exchange_updates(own, w_shared, states, settings, share, decay, longer))
+            gain = compared[number].gain(ranks, w_shared.dtype) if has_gains else None
+            gain = gain if has_gain else ONE
+            travelling.append(exchange_updates(own, w_shared, states, settings, share, decay, gain))
         due, since_refresh = step + min(settings.overlap_steps, length), 1 if refresh else since_refresh
         if not settings.overlap_steps:
             arrive()
+        if (
+            squares is not None
+            and memory is not None
+            and not {4, 16, 64}.isdisjoint(range(step - length + 1, step + 1))
+        ):
+            for by_rank in zip(*map(squares, range(ranks)), strict=True):
+                average_squares(list(by_rank), 1 - memory**step)
     arrive()
     return shared, all_states
 

@@ -42,6 +42,7 @@ class DCTStrategy(DCTStrategyBase, DDPStrategy):
             allows.
         warmup_steps: Optimizer steps in which updates are exchanged after every step, but fewer entries each time.
         residual_decay: Factor on an update's residual after each exchange of the warm-up, in (0, 1].
+        share_second_moments: Average over the ranks what an optimizer has learnt about the size of gradients.
         overlap_steps: Optimizer steps for which an exchange may be in flight during training, at most ``local_steps``.
         density: Share of each tensor's entries that an exchange sends, in (0, 1]; by default as the length of the run
             allows.
@@ -67,6 +68,7 @@ class DCTStrategy(DCTStrategyBase, DDPStrategy):
     """
 
     strategy_name = "dct"
+    clips_by_norm_of_mean = True
 
     def __init__(
         self,
@@ -76,6 +78,7 @@ class DCTStrategy(DCTStrategyBase, DDPStrategy):
         local_steps: int | None = None,
         warmup_steps: int = 320,
         residual_decay: float = 0.95,
+        share_second_moments: bool = True,
         overlap_steps: int = 0,
         density: float | None = None,
         density_per_parameter: Mapping[str, float] | None = None,

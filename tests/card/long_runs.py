@@ -18,6 +18,7 @@ import torch
 sys.path.append(str(Path(__file__).parents[2] / "experiments"))
 import replicas
 from lightning_dct.compress.bucket_plan import Sending
+from lightning_dct.sync.coherence import TensorCoherence, shape_of
 from replicated.side_by_side import SideBySide, train_side_by_side
 from replicated.training import Job
 
@@ -49,11 +50,12 @@ def compile_kernels(ranks: int, settings: str) -> None:
     (one,) = SideBySide([job(ranks, f"strategy=dct {settings}", 0, RATE, MOST_STEPS, ["data=documentation"])]).trainings
     exchanges = one.exchanges
     assert exchanges is not None
-    config = exchanges.config
-    lengthening = 1.5 if config.lengthens else None
-    for _ in range(2):
-        exchanges.exchange(1, Sending(1, lost=1 - config.residual_decay, lengthening=lengthening), False)
-    exchanges.exchange(config.local_steps, Sending(1, lengthening=lengthening), True)
+    config, gains = exchanges.config, None
+    if config.exchanges_every_step:
+        gains = {name: TensorCoherence(shape_of(own[0])).gain(ranks) for name, own in one.weights.items()}
+    for now in (gains, gains, {}):  # without any at the end
+        exchanges.exchange(1, Sending(1, lost=1 - config.residual_decay, gains=now), False)
+    exchanges.exchange(config.local_steps, Sending(1, gains=gains), True)
     one.look()
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from interpreted import WAYS, bits, device_of, way_of
 from lightning_dct.compress import on_gpu
-from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Received, Sending, SentPayload
+from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Gain, Received, Sending, SentPayload
 from lightning_dct.compress.codec import apply, compress, decompress
 from lightning_dct.compress.error_feedback import ErrorFeedback
 from lightning_dct.exchange.sharding import sums_of
@@ -60,16 +60,27 @@ class Rank:
             kept = {"base": self.base.cpu().clone(), "own": self.own.cpu().clone(), "sent": sent.payload.cpu()}
             payloads = torch.stack([sent.payload, sent.payload if self.before is None else self.before])
             self.before = sent.payload
-            for lengthening in (1.3, None):
-                received = Received(payloads, self.plan, 0.4, 0, how=Sending(self.tag, lengthening=lengthening))
-                if self.of_updates and lengthening is None:
+            for gains in (gains_for(self.plan), None):
+                received = Received(payloads, self.plan, 0.4, 0, how=Sending(self.tag, gains=gains))
+                if self.of_updates and gains is None:
                     apply(self.feedback, received, bucket)
                     kept |= {"base after": self.base.cpu().clone(), "own after": self.own.cpu().clone()}
                 else:
-                    kept[f"mean {lengthening}"] = decompress(self.feedback, received, torch.full_like(new, 3.0)).cpu()
+                    kept[f"mean {gains is None}"] = decompress(self.feedback, received, torch.full_like(new, 3.0)).cpu()
             self.feedback.awaited.synchronize()
             kept["entries"] = int(torch.as_tensor(sent.num_entries).sum()), sent.num_dense, self.feedback.selected
             return kept
+
+
+def gains_for(plan: BucketPlan) -> dict[str, Gain]:
+    """Of every other tensor: rows of one to seven entries."""
+    made, gains = torch.Generator().manual_seed(3), {}
+    for number, (name, size) in enumerate(zip(plan.names, plan.sizes, strict=True)):
+        if number % 2 == 0:
+            width = next(width for width in (7, 5, 4, 3, 2, 1) if size % width == 0)
+            rows, columns = (torch.rand(n, dtype=torch.float64, generator=made) + 0.5 for n in (size // width, width))
+            gains[name] = Gain(rows, columns)
+    return gains
 
 
 def assert_same_ways(

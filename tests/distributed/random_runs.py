@@ -13,6 +13,7 @@ from distributed.training import Run, fit, on_two_nodes, rank
 from lightning_dct import DCTStrategy
 from lightning_dct.config import VALUE_FORMATS
 from lightning_dct.reference import Settings, State, States, exchange, train
+from lightning_dct.sync.optimizer_trial import try_out
 
 STEPS = 23
 # Each has another value format.
@@ -132,15 +133,21 @@ def train_updates(case: Case, world_size: int, plain_after: float = math.inf) ->
     modules = [Springs(case) for _ in range(world_size)]
     optimizers = [module.configure_optimizers() for module in modules]
 
-    def local_step(rank: int, step: int) -> None:
+    def local_step(rank: int, step: int) -> list[Tensor]:
         optimizers[rank].zero_grad()
         modules[rank].pull(rank, step).backward()
         optimizers[rank].step()
+        return [weight.grad.flatten() for weight in modules[rank].weights]
+
+    def squares(rank: int) -> list[Tensor]:
+        return [optimizers[rank].state[weight]["exp_avg_sq"].view(-1) for weight in modules[rank].weights]
 
     own = [[weight.detach().view(-1) for weight in module.weights] for module in modules]
     is_adam = case.optimizer is _adam
     kept = 1 - 0.01 * 0.01 if is_adam else 1.0  # AdamW's own weight decay
-    shared, all_states = train(own, local_step, STEPS, settings_of(case), is_adam, kept, plain_after)
+    memory = try_out(optimizers[0]).squares[0]["exp_avg_sq"] if is_adam else None
+    more = {"memory": memory, "squares": squares if is_adam else None, "shapes": case.shapes}
+    shared, all_states = train(own, local_step, STEPS, settings_of(case), is_adam, kept, plain_after, **more)
     return shared, own, all_states
 
 

@@ -38,7 +38,7 @@ TYPES = {
     **dict.fromkeys(DOUBLES, "*fp64"),
     **dict.fromkeys(INTEGERS, "*i32"),
     **dict.fromkeys(NUMBERS, "i32"),
-    **dict.fromkeys(("samples", "weights"), "*fp32"),
+    **dict.fromkeys(("samples", "weights", "factors"), "*fp32"),
 }
 
 
@@ -75,7 +75,8 @@ def variants() -> Iterator[tuple[Any, dict[str, Any]]]:
     yield triton_add.judge, {"ROUNDS": 2, "SCALES": True}
     for name, own, owns in (("1bit", None, True), ("2bit", "1bit", True), ("fp32", None, False), ("bf16", None, True)):
         yield triton_add.open_words, {"FORMAT": name}
-        yield (triton_add.add, {"SENDERS": 2, "BASE": tl.float32, "FORMAT": name, "OWN_FORMAT": own, "OWNS": owns})
+        kinds = {"FORMAT": name, "OWN_FORMAT": own, "OWNS": owns, "GAINS": owns}
+        yield triton_add.add, {"SENDERS": 2, "BASE": tl.float32, **kinds}
 
 
 def main() -> int:

@@ -97,6 +97,7 @@ _OPTIONAL: dict[str, Rule] = {
     "groups": "a count",  # a checksum of the hyperparameters in Lightning's file
     "exchange_clocks": ("a name", "a count"),
     "in_flight": ("a name", "a list of floating-point numbers"),
+    "coherence": ("a name", "a list of finite numbers"),
     "density": "a share",  # that was set in mid-run
     # With a Trainer.
     "split_traffic": ("counted here", "a number from 0 on"),

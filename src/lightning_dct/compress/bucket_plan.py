@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,6 +49,8 @@ class BucketPlan:
     # The first entry of each in the flattened bucket, ascending in each payload; None if there are no gaps. Positions
     # in a payload do not count gaps.
     starts: tuple[int, ...] | None = None
+    # Of each, the parameter of which it is a piece, and its first entry there; None if they are whole parameters.
+    pieces: tuple[tuple[str, int], ...] | None = None
     parts: tuple[BucketPlan, ...] = ()  # the plans that this one joins, of one rank's payload each; empty if it is one
 
     @staticmethod
@@ -58,7 +61,9 @@ class BucketPlan:
             for field in ("names", "sizes", "targets")
         )
         starts = tuple(start for part in parts for start, _ in part.bounds)
-        return replace(parts[0], names=names, sizes=sizes, targets=targets, starts=starts, parts=tuple(parts))
+        pieces = tuple(piece for part in parts for piece in part.origins)
+        joined = replace(parts[0], names=names, sizes=sizes, targets=targets, starts=starts, pieces=pieces)
+        return replace(joined, parts=tuple(parts))
 
     @cached_property
     def num_bytes(self) -> int:
@@ -80,6 +85,16 @@ class BucketPlan:
         """``(start, stop)`` of each tensor in the flattened bucket."""
         starts = accumulate(self.sizes[:-1], initial=0) if self.starts is None else self.starts
         return tuple((start, start + size) for start, size in zip(starts, self.sizes, strict=False))
+
+    @cached_property
+    def origins(self) -> tuple[tuple[str, int], ...]:
+        """Of each tensor, its parameter, and its first entry there."""
+        return tuple((name, 0) for name in self.names) if self.pieces is None else self.pieces
+
+    @cached_property
+    def known_gains(self) -> dict[torch.device, Any]:
+        """The gains of the compressed tensors by device, where :mod:`~lightning_dct.compress.gains` has put them."""
+        return {}
 
     @cached_property
     def compressed(self) -> tuple[int, ...]:
@@ -228,13 +243,25 @@ class Bucket:
         return new - base if self.scale is None else (new.to(base.dtype) * self.scale).add_(base)
 
 
+class Gain(NamedTuple):
+    """The factors on the mean of one parameter, fp64, on the host: an entry's is that of its row times its column's."""
+
+    rows: Tensor  # shape `[rows]`
+    columns: Tensor  # shape `[columns]`
+
+
 class Sending(NamedTuple):
     """How the buckets of one synchronisation are sent and added; the same for all of them."""
 
     tag: int = 0  # marks the payloads; others are refused: see `wire.payload.tag_of`
     scale: float = 1.0  # factor on gradients that undoes the loss scale of mixed-precision training
     lost: float = 0.0  # share of what is not sent that own weights lose, if entries are read from weights in place
-    lengthening: float | None = 1.0  # the most that a mean is lengthened by: see `kernels.weights_by_senders`
+    # The factors on the mean of each parameter, by name, where they are not 1; None for `sqrt(ranks / senders)`.
+    gains: Mapping[str, Gain] | None = MappingProxyType({})
+
+    def ungained(self) -> Sending:
+        """The same without gains."""
+        return self._replace(gains=PLAIN.gains)
 
 
 PLAIN = Sending()

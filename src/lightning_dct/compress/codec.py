@@ -59,8 +59,8 @@ def decompress(feedback: ErrorFeedback, received: Received, buffer: Tensor) -> T
     """Overwrite a bucket with the weighted sum of all ranks' payloads.
 
     Every rank adds the same payloads in the same order, so replicas stay bitwise identical. Each entry's weight follows
-    from the number of ranks that have sent it; see :func:`~lightning_dct.kernels.weights_by_senders`. ``buffer``, shape
-    ``[n]``, is overwritten where the plan's tensors lie.
+    from its gain, or from the number of ranks that have sent it; see :func:`~lightning_dct.kernels.weights_by_senders`.
+    ``buffer``, shape ``[n]``, is overwritten where the plan's tensors lie.
 
     Raises:
         PayloadError: A payload is corrupt or has another plan; the message names the rank. On a GPU
@@ -82,7 +82,8 @@ def decompress_own(feedback: ErrorFeedback, received: Received, mean: Tensor) ->
     assert own is not None
     payload, plan = own if isinstance(own, SentPayload) else SentPayload(received.payloads[own], received.plan)
     what = received.what or "This rank's own updates"
-    alone = received._replace(payloads=payload.unsqueeze(0), plan=plan, factor=1.0, own=None, what=what)
+    how = received.how.ungained()
+    alone = received._replace(payloads=payload.unsqueeze(0), plan=plan, factor=1.0, own=None, what=what, how=how)
     sent = decompress(feedback, alone, torch.empty_like(mean))
     return torch.where(counting(mean, plan), sent, 0.0) if isinstance(own, SentPayload) else sent
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Received, Sending, SentPayload
 from lightning_dct.compress.error_feedback import ErrorFeedback
+from lightning_dct.compress.gains import gain_of, gains_of
 from lightning_dct.compress.threshold import GUARD_RESELECT, nudge
 from lightning_dct.kernels import cpu_kernel, weights_by_senders
 from lightning_dct.kernels.plain import Sent
@@ -60,7 +61,7 @@ def pack(
         kernel.decay(news, bases, first, as_read, how.lost)
     if before:
         counted = [torch.zeros_like(old) for old in before]
-        kernel.add_sums(counted, None, first, as_read, weights_by_senders(1, 1.0, 1.0, plan.residual_dtype))
+        kernel.add_sums(counted, None, first, as_read, weights_by_senders(1, 1.0, False, plan.residual_dtype))
         for base, old, one in zip(bases, before, counted, strict=True):
             base.copy_(torch.where(one != 0, base, old))
     return torch.cat(sent) if plan.parts else sent[0], values.numel()
@@ -114,9 +115,10 @@ def add(feedback: ErrorFeedback, received: Received, bucket: Bucket, said: str) 
         if not is_finite(wire.read_scales(part.layout, payload) if part.layout.num_scales else out):
             name_broken_sender(sender)
     owns, totals = bucket.parts([plan.bounds[index] for index in plan.compressed])
-    weights = weights_by_senders(len(payloads), factor, how.lengthening, plan.residual_dtype)
+    weights = weights_by_senders(len(payloads), factor, how.gains is None, plan.residual_dtype)
+    gains = gains_of(plan, how.gains, torch.device("cpu"))
     sent = Sent(flags, values, [sum(sums[start : start + by]) for start in range(0, len(sums), by)])
-    cpu_kernel(feedback.kernel).add_sums(totals, owns or None, plan.first, sent, weights, mine)
+    cpu_kernel(feedback.kernel).add_sums(totals, owns or None, plan.first, sent, weights, mine, gains)
     for number, part in enumerate(parts):
         if part.dense:
             # In memory of its own, because a view as another dtype has to be aligned.
@@ -124,20 +126,30 @@ def add(feedback: ErrorFeedback, received: Received, bucket: Bucket, said: str) 
             for sender, own_dense in zip(senders[number::by], dense, strict=True):
                 if not is_finite(own_dense):
                     name_broken_sender(sender)
-            add_dense(part, bucket, dense, weights, mine)
+            add_dense(part, bucket, dense, received, mine)
 
 
-def add_dense(plan: BucketPlan, bucket: Bucket, sent: Sequence[Tensor], weights: Tensor, mine: int) -> None:
-    """Add the mean of tensors that are sent dense (all of a sender's, flattened), as :func:`add`, on any device."""
-    bounds, sizes = [plan.bounds[index] for index in plan.dense], [plan.sizes[index] for index in plan.dense]
-    summed = [dense.to(plan.residual_dtype) for dense in sent[: len(weights) - 1]]
-    mean = sum(summed[1:], start=summed[0]) * weights[-1]
+def add_dense(plan: BucketPlan, bucket: Bucket, sent: Sequence[Tensor], received: Received, mine: int) -> None:
+    """Add the mean of tensors that are sent dense (all of a sender's, flattened), as :func:`add`, on any device.
+
+    ``plan`` is that of the received payloads, or of a part of them. This rank's own payload may follow those that are
+    summed; ``mine`` is its number, -1 if there is none.
+    """
+    bounds = [plan.bounds[index] for index in plan.dense]
+    sizes = [plan.sizes[index] for index in plan.dense]
+    ranks, gains = len(received.payloads), received.how.gains
+    summed = [dense.to(plan.residual_dtype) for dense in sent[:ranks]]
+    total = sum(summed[1:], start=summed[0])
+    weight = float(weights_by_senders(ranks, received.factor, gains is None, plan.residual_dtype).numpy()[-1])
+    means = [one * weight for one in total.split(sizes)]
+    if gains:
+        means = [mean * gain_of(plan, index, gains, mean) for index, mean in zip(plan.dense, means, strict=True)]
     owns, totals = bucket.parts(bounds)
-    torch._foreach_add_(totals, list(mean.split(sizes)))
+    torch._foreach_add_(totals, means)
     if owns:
         if mine >= 0:
             torch._foreach_sub_(owns, list(sent[mine].to(plan.residual_dtype).split(sizes)))
-        torch._foreach_add_(owns, list(mean.split(sizes)))
+        torch._foreach_add_(owns, means)
 
 
 @lru_cache(maxsize=256)

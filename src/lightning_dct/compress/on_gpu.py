@@ -19,6 +19,7 @@ from torch import Tensor
 from lightning_dct.compress.awaited import to_device
 from lightning_dct.compress.bucket_plan import WORD, Bucket, BucketPlan, Received, Sending, SentPayload
 from lightning_dct.compress.error_feedback import ErrorFeedback
+from lightning_dct.compress.gains import gains_of
 from lightning_dct.compress.on_cpu import add_dense, name_broken_sender, take_dense
 from lightning_dct.compress.threshold import GUARD_AIM, GUARD_GAIN, GUARD_LARGEST_FACTOR, GUARD_RESELECT
 from lightning_dct.kernels import triton_add, triton_pack, weights_by_senders
@@ -143,8 +144,8 @@ def _number(value: float, device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def _weights(ranks: int, factor: float, lengthening: float | None, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return to_device(weights_by_senders(ranks, factor, lengthening, dtype), device)
+def _weights(ranks: int, factor: float, is_by_senders: bool, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return to_device(weights_by_senders(ranks, factor, is_by_senders, dtype), device)
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
@@ -304,11 +305,14 @@ def add(feedback: ErrorFeedback, received: Received, bucket: Bucket, said: str) 
     payloads, plan, factor, own, _, how = received
     arrived, rows, base = _Arrived(payloads, plan), len(payloads), DTYPES[plan.residual_dtype]
     table, words, addresses = arrived.table, arrived.words, arrived.table.addresses(bucket)
-    weights = _weights(rows, factor, how.lengthening, plan.residual_dtype, table.device)
+    weights = _weights(rows, factor, how.gains is None, plan.residual_dtype, table.device)
+    gains = gains_of(plan, how.gains, table.device)
+    factors, places = (weights, weights) if gains is None else (gains.factors, to_device(gains.places, table.device))
     mine, apart, own_format = own if isinstance(own, int) else -1, arrived, None
     if isinstance(own, SentPayload) and bucket.news:
         apart, own_format = _Arrived(own.payload.unsqueeze(0), own.plan), own.plan.value_format
     owns = {"SENDERS": rows, "BASE": base, "OWNS": bool(bucket.news), "num_warps": 8}
+    owns["GAINS"] = gains is not None
     formats = {"FORMAT": plan.value_format, "OWN_FORMAT": own_format}
     given = addresses, table.count, table.tensors, table.parts, table.blocks, words, arrived.stride
     # Some blocks at a time, because decoded flags and what a thread needs of each word take memory by sender.
@@ -324,7 +328,8 @@ def add(feedback: ErrorFeedback, received: Received, bucket: Bucket, said: str) 
             chunk = min(most, end - first)
             for source, room in zip(sources, opened, strict=True):
                 source.open(first, chunk, room)
-            rest: Any = first, chunk, opened[0], weights, mine, apart.table.tensors, apart.table.parts, apart.words
+            rest: Any = first, chunk, opened[0], weights, mine, factors, places
+            rest = *rest, apart.table.tensors, apart.table.parts, apart.words
             _launch(triton_add.add, (chunk,), *given, *rest, opened[-1], **owns, **formats)
     for source in sources:
         source.judge(how.tag)
@@ -338,7 +343,7 @@ def add(feedback: ErrorFeedback, received: Received, bucket: Bucket, said: str) 
             wrong[:, number].bitwise_or_(torch.stack(sent).isfinite().all(1).logical_not_().int() * 2)
             if owns_of_parts:
                 sent.append(read_dense(owns_of_parts[number][0].layout, owns_of_parts[number][1]).view(plan.dtype))
-            add_dense(part, bucket, sent, weights, rows if owns_of_parts else mine)
+            add_dense(part, bucket, sent, received, rows if owns_of_parts else mine)
     feedback.awaited.on_ready(arrived.wrong, partial(_check, said))
 
 

@@ -16,6 +16,7 @@ added that. Between two exchanges ranks do not depend on each other.
 training; a slow one does the same at the end of each round (skipped iterations: Luo et al., *Hop*, ASPLOS 2019).
 """
 
+import math
 import time
 import zlib
 from collections import deque
@@ -30,13 +31,13 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_dct.compress.bucket_plan import PLAIN, Bucket, BucketPlan, Received, Sending
+from lightning_dct.compress.bucket_plan import PLAIN, Bucket, BucketPlan, Gain, Received, Sending
 from lightning_dct.compress.codec import apply, decompress_own
 from lightning_dct.elastic.present import PresentRanks
 from lightning_dct.sync.buffers import PresentBuffers
+from lightning_dct.sync.coherence import LEAST, coherence_of_all, shape_of
 from lightning_dct.sync.rounds import Rounds
-from lightning_dct.sync.shared_weights import IN_PLACE
-from lightning_dct.sync.step_cosine import cosine_of_all
+from lightning_dct.sync.shared_weights import IN_PLACE, as_real
 from lightning_dct.sync.updates import UpdateSynchronizer
 from lightning_dct.traffic import all_gather_bytes
 
@@ -50,6 +51,9 @@ FAREWELLS = 3
 HANDS_OVER = 2
 # Rounds of which a rank knows in which quorum they were: one that has missed more starts with nothing held back.
 REMEMBERED = 100
+COSINE = "cosine"
+# Of a cosine of 1 in a header.
+WHOLE = 1 << 20
 
 
 class Header(NamedTuple):
@@ -63,7 +67,8 @@ class Header(NamedTuple):
         nanoseconds: Its time for a step.
         ready: 1 if a joining rank starts with those that are there, or any other leaves; ``HANDS_OVER`` if it gives the
             others what it has not sent.
-        cosine: How alike it takes the ranks' steps to be; that of the first rank that is not behind counts.
+        cosine: The mean cosine that it takes the ranks' gradients to have, in parts of ``WHOLE``. That of the first
+            rank that is not behind counts.
         history: A checksum of the rounds that its shared weights have taken, and of their quorums.
         buffers: A bit for each buffer that has changed since the last exchange.
     """
@@ -115,6 +120,8 @@ class ElasticUpdates(UpdateSynchronizer):
         self._times: deque[float] = deque(maxlen=LAST_STEPS)
         self.tallies: dict[int, tuple[int, int]] = {}
         self._said: list[int] = []
+        # Of all tensors together, in parts of `WHOLE`: the coherence of any number of ranks follows from it.
+        self._cosine = WHOLE
         self._round = 0
         # By round, the quorum in which this rank has committed it. And its payload of a round that has failed.
         self._commits: deque[tuple[int, int]] = deque(maxlen=REMEMBERED)
@@ -200,14 +207,15 @@ class ElasticUpdates(UpdateSynchronizer):
         rounds, present = self._the_rounds, self.present
         buckets = self._plans(rounds, rounds.steps)
         sampled = torch.empty(0)
-        if rounds.cosine.has_begun(rounds.steps):
-            sampled = rounds.cosine.sampled(rounds.steps, self._own_of(rounds))
+        if rounds.coherence.has_begun(rounds.steps):
+            sampled = torch.cat([one.entries for one in self._samples(rounds, self._optimizers()[0]).values()])
+            rounds.coherence.skip()
         # Those of all buffers, of which ranks then send those that have changed on one of them.
         decayed = rounds.own_decay.of(rounds.names if rounds.decays else ()).view(torch.uint8)
         compressed = sum(plan.layout.num_bytes for _, plan in buckets)
         num_bytes = decayed.numel() + compressed + self.buffers.num_bytes + sampled.nbytes
         nanoseconds = int(1e9 * median(self._times or (0.0,)))
-        shared = {"cosine": rounds.cosine.value, "history": self._history, "buffers": self.buffers.changed()}
+        shared = {"cosine": self._cosine, "history": self._history, "buffers": self.buffers.changed()}
         header = Header(self._rank, rounds.steps, self._trained, num_bytes, nanoseconds, **shared)
         with self.traffic.timed("exchange", "seconds_waiting"):
             headers = gather_headers(present, header)
@@ -259,9 +267,9 @@ class ElasticUpdates(UpdateSynchronizer):
                 self._choose_settings(own.step)
             return
         self.commit()
-        rounds.cosine.value = next(header.cosine for header in headers if header.step == step)
+        self._cosine = next(header.cosine for header in headers if header.step == step)
         if senders:
-            how = Sending(lengthening=self._lengthening(rounds, len(senders), step))
+            how = Sending(gains=self._gains(rounds, len(senders), step))
             rows_sent = self._decay_as_agreed(rows[senders])
             self._take(buckets, rows_sent, senders.index(present.rank()) if sends else None, changed, how)
         if own.step < step:
@@ -298,10 +306,41 @@ class ElasticUpdates(UpdateSynchronizer):
             self.weights.project(self.project)
             rest = self.buffers.take(rows[:, start:], changed)
             if rest.numel() and len(rows) > 1:
-                measured = cosine_of_all(rest.view(torch.float32))
-                rounds.cosine.value = (rounds.cosine.value + measured) // 2 if measured >= 0 else rounds.cosine.value
+                coherence = coherence_of_all(rest.view(torch.float32))
+                if coherence is not None:
+                    measured = round(WHOLE * (coherence - 1.0) / (len(rows) - 1))
+                    self._cosine = (self._cosine + measured) // 2
         self.feedback.awaited.poll()
         self.exchanges += 1
+
+    def _gains(self, rounds: Rounds, ranks: int, step: int) -> Mapping[str, Gain] | None:
+        """One gain for all parameters, because the number of ranks changes."""
+        if not self._takes_gains(rounds, step) or not self.config.exchanges_every_step:
+            return super()._gains(rounds, ranks, step)
+        coherence = max(1.0 + (ranks - 1) * self._cosine / WHOLE, LEAST)
+        one = torch.ones(1, dtype=torch.float64)
+        gain = math.sqrt(ranks / coherence)
+        gains = {}
+        for name in rounds.names:
+            rows, columns = shape_of(as_real(self.weights.own(name)))
+            gains[name] = Gain(torch.full((rows * columns,), gain, dtype=torch.float64), one)
+        return gains
+
+    def _share_of_mean(self, parameter: Tensor) -> float:
+        ranks = max(self.exchange.everyone.size, 1)
+        return max(1.0 + (ranks - 1) * self._cosine / WHOLE, LEAST) / ranks
+
+    def state_dict(self) -> dict[str, Any]:
+        """The base class's, and the ranks' cosine."""
+        state = super().state_dict()
+        state["exchange_clocks"][COSINE] = self._cosine + WHOLE
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved state."""
+        clocks = dict(state.get("exchange_clocks", {}))
+        self._cosine = clocks.pop(COSINE, 2 * WHOLE) - WHOLE
+        super().load_state_dict({**state, "exchange_clocks": clocks})
 
     def commit(self) -> None:
         """Note that this rank has taken the round that has ended."""

@@ -16,6 +16,7 @@ from lightning_dct.compress.awaited import must_not_wait
 from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, OwnedPiece, Received, Sending
 from lightning_dct.compress.codec import compress
 from lightning_dct.compress.error_feedback import ErrorFeedback
+from lightning_dct.compress.gains import gain_of
 from lightning_dct.exchange.collectives import (
     Link,
     Segments,
@@ -199,7 +200,11 @@ def send_dense(
             _check_tags(ends.tolist())
     else:
         yield work
-    return buffer if sent is buffer else buffer.copy_(sent)
+    mean = buffer if sent is buffer else buffer.copy_(sent)
+    if how.gains:
+        for index, part in enumerate(mean.split(plan.sizes)):
+            part.mul_(gain_of(plan, index, how.gains, part))
+    return mean
 
 
 def _check_tags(ends: list[int]) -> None:

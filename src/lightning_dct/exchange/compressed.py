@@ -91,6 +91,7 @@ class TwoPhase(Exchange):
         work, received = all_to_all(payload, sizes, ranks * [own.plan.num_bytes], self.everyone)
         yield work
 
+        # Owners multiply by the gains, and what they send counts as it is.
         sums = payload.new_empty(sum(own.plan.sizes), dtype=plan.residual_dtype)
         decompress(feedback, Received(received.view(ranks, -1), own.packed, 1.0, own=None, how=how), sums)
         deferred = unused_tensors(sums, own.sums) if self._defer_unused else set()
@@ -101,7 +102,8 @@ class TwoPhase(Exchange):
         yield work
 
         factor = 1.0 / ((bucket.scale or 1.0) * ranks)
-        return Received(spread.unsqueeze(0), joined_sums, factor, SentPayload(payload, joined), what="Sums", how=how)
+        own_payload, plain = SentPayload(payload, joined), how.ungained()
+        return Received(spread.unsqueeze(0), joined_sums, factor, own_payload, what="Sums", how=plain)
 
 
 class Hierarchical(Exchange):

@@ -99,16 +99,17 @@ class Cut(NamedTuple):
 
 def cut(bucket: BucketPlan, pieces: Mapping[str, tuple[OwnedPiece, ...]], owners: int) -> Cut:
     """Divide a bucket among the owners of its pieces; an owner's shard may be empty."""
-    rows: list[list[tuple[str, int, int, int, int]]] = [[] for _ in range(owners)]
+    rows: list[list[tuple[str, int, int, int, int, tuple[str, int]]]] = [[] for _ in range(owners)]
     for tensor, (name, size, target) in enumerate(zip(bucket.names, bucket.sizes, bucket.targets, strict=True)):
         for piece in pieces[name]:
             entries = piece.stop - piece.start
             part = -(-target * entries // max(size, 1))  # rounded up; with FSDP a rank's shard may be empty
-            rows[piece.owner].append((piece.label, entries, part, bucket.bounds[tensor][0] + piece.start, tensor))
+            start, origin = bucket.bounds[tensor][0] + piece.start, (name, piece.start)
+            rows[piece.owner].append((piece.label, entries, part, start, tensor, origin))
     shards = []
     for own in rows:
-        labels, sizes, targets, starts, tensors = zip(*own, strict=True) if own else ((),) * 5
-        plan = replace(bucket, names=labels, sizes=sizes, targets=targets, starts=starts)
+        labels, sizes, targets, starts, tensors, origins = zip(*own, strict=True) if own else ((),) * 6
+        plan = replace(bucket, names=labels, sizes=sizes, targets=targets, starts=starts, pieces=origins)
         shards.append(Shard(plan, tensors))
     plans = [shard.plan for shard in shards]
     return Cut(tuple(shards), BucketPlan.joined(plans), BucketPlan.joined([sums_of(plan) for plan in plans]))

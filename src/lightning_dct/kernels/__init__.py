@@ -47,14 +47,14 @@ def compiled(device_type: str, kernel: str = "auto", loops: str = "numba_cpu") -
 
 
 @lru_cache(maxsize=64)
-def weights_by_senders(ranks: int, factor: float, lengthening: float | None, dtype: torch.dtype) -> Tensor:
-    """The weight of a sum by the number of ranks that have sent a part of it: shape ``[ranks + 1]``, read-only.
+def weights_by_senders(ranks: int, factor: float, is_by_senders: bool, dtype: torch.dtype) -> Tensor:
+    """The weight of a sum by the number of ranks that have sent an entry: shape ``[ranks + 1]``, read-only.
 
-    That is ``factor``, times the lengthening. No sum gets longer than what its senders have sent on average: the
-    lengthening is at most ``ranks / senders``. None stands for ``sqrt(ranks / senders)``.
+    That is ``factor`` for any number, or ``factor * sqrt(ranks / senders)`` if it goes by them.
     """
-    fewer = ranks / torch.arange(ranks + 1, dtype=torch.float64).clamp_(min=1)
-    return (factor * (fewer.sqrt() if lengthening is None else fewer.clamp_(max=lengthening))).to(dtype)
+    senders = torch.arange(ranks + 1, dtype=torch.float64).clamp_(min=1)
+    gains = (ranks / senders).sqrt() if is_by_senders else torch.ones(ranks + 1, dtype=torch.float64)
+    return (factor * gains).to(dtype)
 
 
 def add_rows(total: Tensor, indices: Tensor, rows: Tensor) -> None:

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_dct.kernels.bits import num_bytes
-from lightning_dct.kernels.plain import LARGEST_HALF, LIMIT_SAMPLE, SMALLEST_THRESHOLD, Numbers, Sent, Tensors
+from lightning_dct.kernels.plain import LARGEST_HALF, LIMIT_SAMPLE, SMALLEST_THRESHOLD, Gains, Numbers, Sent, Tensors
 
 # Entries that fit the first-level cache.
 BLOCK = 1024
@@ -81,12 +81,21 @@ def decay(news: Tensors, bases: Tensors, first: Numbers, sent: Sent, lost: float
 
 
 def add_sums(
-    totals: Tensors, owns: Tensors | None, first: Numbers, sent: Sent, weights: Tensor, mine: int = -1
+    totals: Tensors,
+    owns: Tensors | None,
+    first: Numbers,
+    sent: Sent,
+    weights: Tensor,
+    mine: int = -1,
+    gains: Gains | None = None,
 ) -> None:
     """See :func:`lightning_dct.kernels.plain.add_sums`."""
     table = _table(first, totals) if owns is None else _table(first, totals, owns)
     starts = np.array([*accumulate(sent.counts, initial=0)][:-1], np.int64)
-    _in_threads(_add_sums, table, _words(sent.flags), sent.values.numpy(), starts, mine, weights.numpy())
+    factors = weights[:0] if gains is None else gains.factors
+    places = np.zeros((4, 0), np.int64) if gains is None else gains.places.numpy()
+    values, words = sent.values.numpy(), _words(sent.flags)
+    _in_threads(_add_sums, table, words, values, starts, mine, weights.numpy(), factors.numpy(), places)
 
 
 def encode_scaled(values: Tensor, counts: Numbers, bits: int) -> tuple[Tensor, Tensor]:
@@ -412,19 +421,47 @@ def _decay(table: Any, begin: int, end: int, lost: Any, words: Any, values: Any)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _add_sums(table: Any, begin: int, end: int, words: Any, values: Any, starts: Any, mine: int, weights: Any) -> None:
+def _add_sums(
+    table: Any,
+    begin: int,
+    end: int,
+    words: Any,
+    values: Any,
+    starts: Any,
+    mine: int,
+    weights: Any,
+    factors: Any,
+    places: Any,
+) -> None:
     cursors = np.empty_like(starts)
     for sender in range(starts.size):
         cursors[sender] = starts[sender] + _flags_before(words[sender], begin)
+    nowhere = np.zeros(4, np.int64)
     for tensor in range(table.shape[1]):
         total, bit = _part(table, 2, tensor, begin, end, weights), max(begin, table[FIRST, tensor])
         own = _part(table, 3, tensor, begin, end, weights) if table.shape[0] > 3 else weights[:0]
-        _add_part(total, own, words, bit, values, cursors, mine, weights)
+        place = nowhere
+        if factors.size:
+            place = places[:, tensor].copy()
+            place[3] += bit - table[FIRST, tensor]
+        _add_part(total, own, words, bit, values, cursors, mine, weights, factors, place)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _add_part(total: Any, own: Any, words: Any, bit: int, values: Any, cursors: Any, mine: int, weights: Any) -> None:
+def _add_part(
+    total: Any,
+    own: Any,
+    words: Any,
+    bit: int,
+    values: Any,
+    cursors: Any,
+    mine: int,
+    weights: Any,
+    factors: Any,
+    place: Any,
+) -> None:
     sums, senders, summed = np.zeros(64, total.dtype), np.zeros(64, np.int64), weights.size - 1
+    rows, columns, width, first = place[0], place[1], place[2], place[3]
     for start in range(0, total.size, 64):
         part, ours = total[start : start + 64], own[start : start + 64]
         union = np.uint64(0)
@@ -452,6 +489,10 @@ def _add_part(total: Any, own: Any, words: Any, bit: int, values: Any, cursors: 
             i = trailing_zeros(union)
             union &= union - ONE
             mean = weights[senders[i]] * sums[i]
+            if factors.size:
+                row = (first + start + i) // width
+                column = first + start + i - row * width
+                mean *= factors[rows + row] * factors[columns + column]
             part[i] += mean
             if ours.size:
                 ours[i] += mean

@@ -39,6 +39,25 @@ class Sent(NamedTuple):
     counts: list[int]  # how many are of each sender
 
 
+class Gains(NamedTuple):
+    """The factors on the mean of each entry: that of its row times that of its column.
+
+    Attributes:
+        factors: Those of all rows and columns of all tensors, in the dtype of the totals: shape ``[n]``.
+        places: For each tensor, where the factors of its rows begin, where those of its columns do, the width of a
+            row, and the number of its first entry, if it is a piece: shape ``[4, tensors]``, int64, on the host.
+    """
+
+    factors: Tensor
+    places: Tensor
+
+    def of(self, tensor: int, entries: Tensor) -> Tensor:
+        """The factors of some entries of a tensor, by number: shape ``[k]``."""
+        rows, columns, width, first = self.places[:, tensor].tolist()
+        entries = entries + first
+        return self.factors[rows + entries // width] * self.factors[columns + entries % width]
+
+
 def select(
     news: Tensors, bases: Tensors, first: Numbers, thresholds: Sequence[float], scale: float | None, flags: Tensor
 ) -> tuple[Tensor, list[int]]:
@@ -140,9 +159,15 @@ def decay(news: Tensors, bases: Tensors, first: Numbers, sent: Sent, lost: float
 
 
 def add_sums(
-    totals: Tensors, owns: Tensors | None, first: Numbers, sent: Sent, weights: Tensor, mine: int = -1
+    totals: Tensors,
+    owns: Tensors | None,
+    first: Numbers,
+    sent: Sent,
+    weights: Tensor,
+    mine: int = -1,
+    gains: Gains | None = None,
 ) -> None:
-    """Add ``weights[n]`` times the sum of what senders send, in their order.
+    """Add ``weights[n]`` times the sum of what senders send, in their order; with gains, times that of each entry.
 
     ``n`` counts the senders of a value other than zero. ``weights`` starts at ``n = 0`` and has the dtype of the
     totals. So the values of ``len(weights) - 1`` senders are summed; another sender may follow. The same is added to
@@ -160,6 +185,8 @@ def add_sums(
             union[places] = True
         where = union.nonzero().squeeze(1)
         mean = sums[where] * weights[counts[where]]
+        if gains is not None:
+            mean *= gains.of(number, where)
         total[where] += mean
         if owns is not None:
             if mine >= 0:

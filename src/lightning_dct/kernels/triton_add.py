@@ -232,11 +232,14 @@ def _values(tensors, parts, t, payload, opened, BASE: tl.constexpr, FORMAT: tl.c
 
 @triton.jit
 def add(
-    addresses, count, tensors, parts, block_tensor, payloads, stride, first, chunk, opened, weights, mine,
-    own_tensors, own_parts, own_payload, own_opened,
+    addresses, count, tensors, parts, block_tensor, payloads, stride, first, chunk, opened,
+    weights, mine, factors, places, own_tensors, own_parts, own_payload, own_opened,
     SENDERS: tl.constexpr, BASE: tl.constexpr, FORMAT: tl.constexpr, OWN_FORMAT: tl.constexpr, OWNS: tl.constexpr,
+    GAINS: tl.constexpr,
 ):  # fmt: skip
     """Add ``weights[n]`` times the sum of what ``n`` senders have sent of an entry; see ``plain.add_sums``.
+
+    With ``GAINS`` that is multiplied by the factors of the entry's row and column: see ``plain.Gains``.
 
     The same is added to own weights, if there are any (``OWNS``), less what row ``mine`` has sent, or a payload apart,
     if ``OWN_FORMAT`` is given.
@@ -258,6 +261,11 @@ def add(
     # In one row, because of whole words the compiler would move all numbers to other threads and back.
     mean = total * tl.reshape(tl.load(weights + tl.reshape(n, [tb.WORDS * 32])), [tb.WORDS, 32])
     i = start + tb.lanes()
+    if GAINS:
+        entry, width = tl.load(places + 3 * count + t) + i, tl.load(places + 2 * count + t)
+        row = entry // width
+        of_row = tl.load(factors + tl.load(places + t) + row, mask=union, other=0.0)
+        mean *= of_row * tl.load(factors + tl.load(places + count + t) + entry - row * width, mask=union, other=0.0)
     shared = tl.load(addresses + count + t).to(tl.pointer_type(BASE)) + i
     tl.store(shared, tl.load(shared, mask=union) + mean, mask=union)
     if OWNS:

@@ -8,12 +8,14 @@ along each dimension. It makes a few steps on them; nothing of the optimizer its
 - Which groups decay weights by ``1 - lr * weight_decay``, whatever the gradient (Loshchilov and Hutter, *Decoupled
   Weight Decay Regularization*, ICLR 2019).
 - Whether it sets small weights to exactly zero, as a proximal step does (a soft threshold).
+- Which values of its state grow with the square of gradients, and may be replaced by others of that size: Adam's
+  ``exp_avg_sq``, Adagrad's ``sum``, the factors of Adafactor (:mod:`lightning_dct.sync.optimizer_state`).
 - Whether another's change of a weight survives a step. It does not if the optimizer steps copies of its own.
 - Whether a step calls a collective.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -46,6 +48,8 @@ PUSH = WEIGHT / 2
 DECAYING_STEPS = 3
 # Times the smallest normal number: what steps leave of it is no zero.
 TINY = 2.0**6
+# Relative error of a ratio of squares.
+SQUARE = 0.02
 
 
 class Trial(NamedTuple):
@@ -55,11 +59,19 @@ class Trial(NamedTuple):
         chooses_length: Whether steps do not grow with their gradients.
         decays: For each group, whether its weights decay by ``1 - lr * weight_decay``.
         sets_zeros: Whether a step sets small weights to exactly zero.
+        squares: For each group, the keys of an optimizer's state whose values grow with the square of gradients. With
+            each its memory: what a step with a gradient of zero leaves of them, as ``beta2``.
     """
 
     chooses_length: bool = False
     decays: tuple[bool, ...] = ()
     sets_zeros: bool = False
+    squares: tuple[dict[str, float], ...] = ()
+
+    def squares_by_parameter(self, optimizer: Optimizer) -> dict[Tensor, dict[str, float]]:
+        """The keys and memories of such values by parameter, of those that may have any."""
+        groups = zip(optimizer.param_groups, self.squares, strict=False)
+        return {parameter: keys for group, keys in groups if keys for parameter in group["params"]}
 
 
 class _Refused(Exception):
@@ -136,9 +148,10 @@ def refuse(optimizer: Optimizer) -> None:
 
 
 def _tried(miniature: Callable[..., "_Miniature"]) -> Trial:
-    with (small := miniature()):  # the next two do the same with other numbers
+    with (small := miniature()):  # the next ones do the same with other numbers
         moves = _last_move(small, 1.0, 0.0)
-    larger, pushed = _last_move(miniature(), 2.0, 0.0), _last_move(miniature(), 1.0, PUSH)
+    small_of_larger = miniature()
+    larger, pushed = _last_move(small_of_larger, 2.0, 0.0), _last_move(miniature(), 1.0, PUSH)
     moved = [index for index, move in enumerate(moves) if move.norm() > 0]
     if moved and all((moves[index] - pushed[index]).mean() / PUSH > 1 - SURVIVES for index in moved):
         raise _Refused(
@@ -146,18 +159,79 @@ def _tried(miniature: Callable[..., "_Miniature"]) -> Trial:
             " `compress='gradients'`, or an optimizer that steps the model's own weights."
         )
     grows = any(larger[index].norm() > GROWS * moves[index].norm() for index in moved)
-    return Trial(bool(moved) and not grows, _decays(miniature(weight_decay=WEIGHT_DECAY)), _sets_zeros(miniature()))
+    chooses_length = bool(moved) and not grows
+    squares = _squares(small, small_of_larger, miniature()) if chooses_length else ()
+    if any(squares) and not _may_be_replaced(miniature(), squares):
+        squares = ({},) * len(squares)
+    return Trial(chooses_length, _decays(miniature(weight_decay=WEIGHT_DECAY)), _sets_zeros(miniature()), squares)
 
 
-def _last_move(small: "_Miniature", gradient: float, push: float) -> list[Tensor]:
+def _squares(small: "_Miniature", larger: "_Miniature", fresh: "_Miniature") -> tuple[dict[str, float], ...]:
+    """For each group, the keys of values that are four times as large if gradients are twice as large, and memories."""
+    _last_move(fresh, 1.0, 0.0)
+    before = _values_of(fresh)
+    _last_move(fresh, 0.0, 0.0, steps=1)
+    after = _values_of(fresh)
+    found = []
+    for number, (group, group_of_larger) in enumerate(zip(small.groups, larger.groups, strict=True)):
+        states = [small.state_of(parameter) for parameter in group["params"]]
+        states_of_larger = [larger.state_of(parameter) for parameter in group_of_larger["params"]]
+        keys = dict.fromkeys(key for state in states for key in state)
+        squares = [key for key in keys if _are_squares(key, states, states_of_larger)]
+        # Sums of half precision and fp32 are not exact.
+        found.append({key: round(min(after[number, key] / before[number, key], 1.0), 6) for key in squares})
+    return tuple(found)
+
+
+def _values_of(small: "_Miniature") -> dict[tuple[int, Any], float]:
+    """The sums of all values of a state, by group and key."""
+    sums: defaultdict[tuple[int, Any], float] = defaultdict(float)
+    for number, group in enumerate(small.groups):
+        for parameter in group["params"]:
+            for key, value in small.state_of(parameter).items():
+                if isinstance(value, Tensor) and value.is_floating_point():
+                    sums[number, key] += float(value.detach().double().sum())
+    return sums
+
+
+def _are_squares(key: Any, small: list[dict[Any, Any]], larger: list[dict[Any, Any]]) -> bool:
+    """Whether a key's values of all parameters that have it are squares; there must be some other than zero."""
+    pairs = [(one[key], other[key]) for one, other in zip(small, larger, strict=True) if key in one and key in other]
+    if not isinstance(key, str) or not all(isinstance(value, Tensor) for pair in pairs for value in pair):
+        return False
+    if not all(one.is_floating_point() for one, _ in pairs) or not any(bool(one.any()) for one, _ in pairs):
+        return False
+    for one, other in pairs:
+        expected = 4.0 * one.detach().double()
+        is_square = torch.allclose(other.detach().double(), expected, rtol=SQUARE, atol=0.0)
+        if not is_square or bool((one < 0).any()):
+            return False
+    return True
+
+
+def _may_be_replaced(small: "_Miniature", squares: Sequence[Mapping[str, float]]) -> bool:
+    """Whether steps stay finite after such values became smaller, as a mean over ranks may be; zeros are the least.
+
+    They do not if the optimizer subtracts the square of another value, as RMSprop does to centre them.
+    """
+    _last_move(small, 1.0, 0.0)
+    for group, keys in zip(small.groups, squares, strict=True):
+        for parameter in group["params"]:
+            state = small.state_of(parameter)
+            for key in state.keys() & set(keys):
+                state[key].zero_()
+    return all(bool(move.isfinite().all()) for move in _last_move(small, 1.0, 0.0, steps=1))
+
+
+def _last_move(small: "_Miniature", gradient: float, push: float, steps: int = STEPS) -> list[Tensor]:
     """The last of a few steps of a miniature, by parameter; before it, ``push`` is added to the weights."""
     numbers = torch.Generator().manual_seed(0)
     with torch.random.fork_rng(devices=small.gpus):
-        for step in range(1, STEPS + 1):
+        for step in range(1, steps + 1):
             for parameter in small.parameters:
                 scale = GRADIENT if parameter.dtype.itemsize > 2 else 1.0  # its square is 0 in half precision
                 small.set_gradient(parameter, torch.randn(parameter.shape, generator=numbers).mul_(scale * gradient))
-                parameter.data.add_(push if step == STEPS else 0.0)
+                parameter.data.add_(push if step == steps else 0.0)
             before = [parameter.detach().clone() for parameter in small.parameters]
             small.step()
         return [(p.detach() - old).real.float().cpu() for p, old in zip(small.parameters, before, strict=True)]
@@ -220,6 +294,10 @@ class _Miniature(TorchDispatchMode):
     def step(self) -> None:
         """Make a step, without the hooks and wrappers of the optimizer itself."""
         type(self._optimizer).step(self._optimizer)
+
+    def state_of(self, parameter: Tensor) -> dict[Any, Any]:
+        """The state of one of its parameters."""
+        return self._optimizer.state.get(parameter, {})
 
     def set_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
         """Give a parameter a gradient (shape and values of ``gradient``), sparse where real ones are."""

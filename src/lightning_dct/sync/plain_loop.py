@@ -29,6 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from lightning_dct.agreement import check_agreement, describe_optimizers
+from lightning_dct.clipping import clip_by_norm_of_mean
 from lightning_dct.compress.awaited import clock_of, recorded
 from lightning_dct.config import DCTConfig, check_integer
 from lightning_dct.failures.lifeline import lifeline_of_process
@@ -203,6 +204,18 @@ class Updates(_Loop):
             # A scaler tells fused optimizers to skip a step, and calls no step of others.
             self.synchronizer.may_skip |= hasattr(optimizer, "found_inf")
             self.synchronizer.after_step(optimizer, not is_skipped(optimizer))
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clip gradients by the norm of the ranks' mean gradient, in place of ``torch.nn.utils.clip_grad_norm_``.
+
+        A rank's own gradient is longer than the mean, so its own norm would clip too much. Call it as usual, between
+        backward and step. It is no collective call.
+
+        Returns:
+            About the norm of the mean of all ranks' gradients before clipping: a scalar of fp32.
+        """
+        parameters = [p for one in self.optimizers for group in one.param_groups for p in group["params"]]
+        return clip_by_norm_of_mean(dict.fromkeys(parameters), max_norm, self.synchronizer.norm_of_mean)
 
     @contextmanager
     def shared_weights(self) -> Iterator[None]:

@@ -13,10 +13,10 @@ from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Plans, Receiv
 from lightning_dct.compress.codec import apply, counting, decompress, decompress_own
 from lightning_dct.compress.error_feedback import ErrorFeedback
 from lightning_dct.exchange.base import Exchange, Message, finish
+from lightning_dct.sync.coherence import Coherence
 from lightning_dct.sync.optimizer_trial import Trial
 from lightning_dct.sync.shared_decay import OwnDecay, SharedDecay
 from lightning_dct.sync.shared_weights import SharedWeights
-from lightning_dct.sync.step_cosine import StepCosine
 from lightning_dct.traffic import FP32_BYTES, all_gather_bytes, all_reduce_bytes
 
 # Entries. One bucket is compressed while others are in flight. Smaller buckets cost more calls. Larger ones take more
@@ -66,7 +66,7 @@ class Rounds:
         sparse: Parameters with sparse gradients, of which that exchange would send the rows that a step has used.
         without_gradient: Parameters that have had no gradient yet, sparse or dense.
         in_flight: Updates that have not been applied.
-        cosine: How alike the steps of the ranks are.
+        coherence: How far the ranks' gradients agree.
         decay: Decays their shared weights.
         own_decay: Does so where ranks may make different steps.
         tried: The optimizer that ``trial`` is of, and how many groups it had.
@@ -84,7 +84,7 @@ class Rounds:
     sparse: list[Tensor] = field(default_factory=list)
     without_gradient: list[Tensor] = field(default_factory=list)
     in_flight: list[InFlight] = field(default_factory=list)
-    cosine: StepCosine = field(default_factory=StepCosine)
+    coherence: Coherence = field(default_factory=Coherence)
     decay: SharedDecay = field(default_factory=SharedDecay)
     own_decay: OwnDecay = field(default_factory=OwnDecay)
     tried: tuple[ref[Optimizer], int] | None = None

@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -14,9 +15,9 @@ from lightning_dct.compress.bucket_plan import local_of
 from lightning_dct.config import DCTConfig
 from lightning_dct.exchange.base import Exchange, Message
 from lightning_dct.sync.buffers import Buffers
+from lightning_dct.sync.coherence import Coherence, TensorCoherence
 from lightning_dct.sync.rounds import InFlight, Rounds, UpdateFlow
 from lightning_dct.sync.shared_weights import SharedWeights, as_real
-from lightning_dct.sync.step_cosine import WHOLE
 from lightning_dct.sync.synchronizer import Synchronizer
 
 COUNTED_STEPS = "counted steps"
@@ -93,6 +94,7 @@ class UpdateState(Synchronizer):
             "exchange_clocks": {**clocks, COUNTED_STEPS: self._counted},
             "in_flight": in_flight,
             **({"own_decay": own_decay} if (own_decay := self._own_decay()) else {}),
+            "coherence": self._save_coherence(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -143,6 +145,7 @@ class UpdateState(Synchronizer):
         self._load_rounds(clocks, state.get("in_flight", {}))
         for number, factors in state.get("own_decay", {}).items():
             self._rounds.setdefault(number, Rounds()).own_decay.factors = dict(factors)
+        self._load_coherence(state.get("coherence", {}))
         self.unclocked = self.synchronisations - sum(rounds.steps for rounds in self._rounds.values())
         for item in (item for rounds in self._rounds.values() for item in rounds.in_flight):
             if item.names[0] in edited:  # saved ones have one parameter each
@@ -163,7 +166,8 @@ class UpdateState(Synchronizer):
         clocks, in_flight = self._save_rounds()
         means = {name: mean for name, mean in in_flight.items() if name.startswith("mean of ")}
         shared = {f"shared weights of {name}": self.weights.shared(name) for name in self.weights.parameters}
-        return {**super().shared_state(), **clocks, COUNTED_STEPS: self._counted, **means, **shared}
+        coherence = {f"coherence of {key}": known for key, known in self._save_coherence().items()}
+        return {**super().shared_state(), **clocks, COUNTED_STEPS: self._counted, **means, **shared, **coherence}
 
     def _own_decay(self) -> dict[int, dict[str, float]]:
         """What this rank's weights have decayed by since the last exchange, by optimizer and parameter."""
@@ -177,9 +181,6 @@ class UpdateState(Synchronizer):
         for number, rounds in self._rounds.items():
             clocks[f"steps of {number}"] = rounds.steps
             clocks[f"unaveraged of {number}"] = rounds.since_buffers
-            clocks[f"cosine of {number}"] = rounds.cosine.value
-            if rounds.cosine.measured is not None:
-                clocks[f"measured of {number}"] = rounds.cosine.measured
             for name in rounds.decay.left_out | rounds.decay.known:
                 clocks[f"undecayed in {number} {name}"] = int(name in rounds.decay.left_out)
             for item in rounds.in_flight:
@@ -206,10 +207,8 @@ class UpdateState(Synchronizer):
                 own.steps = value
             elif what == "unaveraged":
                 own.since_buffers = value
-            elif what == "cosine":
-                own.cosine.value = min(value, WHOLE)
-            elif what == "measured":
-                own.cosine.measured = min(value, WHOLE)
+            elif what in ("cosine", "measured"):
+                pass  # an earlier version measured one number for all tensors
             elif what == "undecayed":
                 (own.decay.left_out if value else own.decay.known).update(names)
             elif (name := names[0]) in parameters and f"mean of {name}" in in_flight:
@@ -217,6 +216,44 @@ class UpdateState(Synchronizer):
                 mean, sent = (in_flight[f"{part} of {name}"].to(device) for part in ("mean", "own"))
                 own.in_flight.append(InFlight([name], mean.numel(), value, Message.arrived(mean), sent))
         self._rounds = dict(rounds)
+
+    def _save_coherence(self) -> dict[str, Tensor]:
+        """What is known of how far gradients agree, as flat tensors by number of an optimizer, part and parameter."""
+        saved = {}
+        for number, rounds in self._rounds.items():
+            for name, known in rounds.coherence.tensors.items():
+                shape = torch.tensor([self.exchange.everyone.size, *known.shape], dtype=torch.float64)
+                saved[f"{number} known {name}"] = torch.cat([shape, *map(torch.flatten, known.parts)])
+            for name, (step, weight, result) in rounds.coherence.measured.items():
+                found = torch.tensor([step, weight], dtype=torch.float64)
+                saved[f"{number} measured {name}"] = torch.cat([found, result.flatten()])
+        return saved
+
+    def _load_coherence(self, saved: Mapping[str, Tensor]) -> None:
+        """Continue with it; among another number of ranks it is measured anew."""
+        parameters, ranks = self._parameters_by_name(), self.exchange.everyone.size
+        found: defaultdict[int, dict[str, TensorCoherence]] = defaultdict(dict)
+        measured: defaultdict[int, dict[str, tuple[int, float, Tensor]]] = defaultdict(dict)
+        for key, values in saved.items():
+            its_number, part, name = key.split(" ", 2)
+            number = int(its_number)
+            if name not in parameters:
+                continue
+            if part == "measured":
+                step, weight = values[:2].tolist()
+                measured[number][name] = int(step), weight, values[2:].view(2, -1)
+                continue
+            of_ranks, rows, columns = map(int, values[:3].tolist())
+            if of_ranks == ranks:
+                known = found[number][name] = TensorCoherence((rows, columns))
+                sizes = [own.numel() for own in known.parts]
+                for own, its_values in zip(known.parts, values[3:].split(sizes), strict=True):
+                    own.copy_(its_values.view(own.shape))
+        for number, tensors in found.items():  # of optimizers whose clocks were saved, too
+            coherence = Coherence()
+            coherence.load(tensors, ranks)
+            coherence.measured = {name: one for name, one in measured[number].items() if name in tensors}
+            self._rounds[number].coherence = coherence
 
     def _excluded(self) -> set[Tensor]:
         return set(self._parameters()) - self.parameter_names.keys()

@@ -12,13 +12,13 @@ not sent in its own weights: it trains on with that, as in *Step-Ahead Error Fee
 ``w_r -= (1 - decay) (a_r - c_r)``, which keeps the ranks from drifting apart.
 
 The gradients of one rank are larger than their mean, because they are mostly noise. So an optimizer that divides by the
-size of gradients, such as Adam, takes steps whose mean is too short by up to ``sqrt(W)``. The factor ``f`` mends that.
-If ranks exchange after every step, it follows from their mean cosine (:mod:`lightning_dct.sync.step_cosine`), and is at
-most ``W / n`` for an entry that ``n`` ranks (by node: nodes) have sent: no entry goes further than its senders have
-moved it on average. Otherwise ``f = sqrt(W / n)``: the fewer have sent an entry, the less the ranks agree on where it
-should move. If all have, ``m`` is the mean. If steps grow with their gradients, as those of SGD do, ``f = 1`` and ``m``
-is the step of DistributedDataParallel (:mod:`lightning_dct.sync.optimizer_trial`). Decoupled weight decay is no update:
-``S`` decays by itself (:mod:`lightning_dct.sync.shared_decay`).
+size of gradients, such as Adam, takes steps whose mean is too short. The gain ``f`` mends that. If ranks exchange after
+every step, each tensor has its own, which follows from how far the ranks' gradients agree
+(:mod:`lightning_dct.sync.coherence`). Otherwise ``f = sqrt(W / n)`` for an entry that ``n`` ranks (by node: nodes) have
+sent: the fewer have sent an entry, the less the ranks agree on where it should move. If steps grow with their
+gradients, as those of SGD do, ``f = 1`` and ``m`` is the step of DistributedDataParallel
+(:mod:`lightning_dct.sync.optimizer_trial`). Decoupled weight decay is no update: ``S`` decays by itself
+(:mod:`lightning_dct.sync.shared_decay`).
 
 Sources: SPARQ-SGD (Singh et al., arXiv 1910.14280) and DiLoCo (Douillard et al., arXiv 2311.08105) for compressed
 local steps; Streaming DiLoCo (Douillard et al., arXiv 2501.18512) for tensors that take turns, and for exchanges that
@@ -26,23 +26,25 @@ overlap with training.
 """
 
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from weakref import ref
 
+import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dct.agreement import check_alike, gather_objects
-from lightning_dct.compress.bucket_plan import Sending, local_of, real_numel
+from lightning_dct.compress.bucket_plan import Gain, Sending, local_of, real_numel
 from lightning_dct.config import DCTConfig
 from lightning_dct.failures.collective_order import EXCHANGE
 from lightning_dct.law import FEWEST_COUNTED, RunSettings
+from lightning_dct.sync.coherence import SELDOM, Sample, is_measured
+from lightning_dct.sync.optimizer_state import average, is_averaged, squares_of
 from lightning_dct.sync.optimizer_trial import try_out, warn_of_zeros
 from lightning_dct.sync.rounds import MOST_IN_FLIGHT, Rounds, buckets_of
 from lightning_dct.sync.shared_weights import as_real, start_alike
-from lightning_dct.sync.step_cosine import EVERY, is_measured
 from lightning_dct.sync.update_state import UpdateState
 from lightning_dct.wire.payload import tag_of
 
@@ -58,11 +60,13 @@ class UpdateSynchronizer(UpdateState):
         run_settings: Chooses settings as the run goes on; None if they stay.
         project: Brings the weights in the model back into their bounds; None if they have none.
         may_skip: Whether a rank may skip a step by itself, as under a loss scaler; the same on all ranks.
+        clips_by_norm: Whether gradients are clipped by the norm of their mean, which coherence tells.
     """
 
     run_settings: RunSettings | None = None
     project: Callable[[], None] | None = None
     may_skip: bool = False
+    clips_by_norm = False
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Take the settings of a run of this length, and register parameters that are stepped for the first time."""
@@ -71,8 +75,8 @@ class UpdateSynchronizer(UpdateState):
         self.continue_training()  # a checkpoint made and not saved has left the shared ones in the model
         rounds = self.register(optimizer)
         step = rounds.steps + 1
-        if rounds.names and is_measured(step) and self._takes_cosine and self._lengthens(rounds, step):
-            rounds.cosine.begin(step, self._own_of(rounds))
+        if rounds.names and self._measures(rounds, step):
+            rounds.coherence.begin(step, self._compared_by_step(rounds, optimizer))
 
     def begin_step(self, optimizer: Optimizer) -> None:
         """As :meth:`before_step`, where weights may be loaded until the first step; a collective call."""
@@ -123,7 +127,7 @@ class UpdateSynchronizer(UpdateState):
             self.config.local_steps if self.config.overlap_steps else 1,
         )
         rounds.dense_entries, rounds.sparse = None, []
-        rounds.cosine.skip()
+        rounds.coherence.skip()
         shapes = [
             [(name, str(parameters[name].dtype), real_numel(parameters[name])) for name in b] for b in rounds.buckets
         ]
@@ -195,15 +199,15 @@ class UpdateSynchronizer(UpdateState):
         if sending := rounds.due(length, takes_turns=bool(config.overlap_steps)):
             own = f", step {rounds.steps} of optimizer {self._number_of(optimizer)}" if len(self._rounds) > 1 else ""
             self.come_to(rounds.what, f"{rounds.said}{own}, in optimizer step {self.synchronisations}")
-            self._measure(rounds, length)
+            self._measure(rounds, optimizer, length)
             if self.may_skip and rounds.decays:
                 rounds.own_decay.agree(rounds.names, self.weights, self.exchange.everyone)
             self._forget_thresholds(sending)
             self.feedback.begin()
             lost = 1.0 - config.residual_decay if rounds.steps <= config.warmup_steps else 0.0
             tag = tag_of(rounds.what, rounds.steps, self.epoch)
-            lengthening = self._lengthening(rounds, self.exchange.everyone.size, rounds.steps)
-            how = Sending(tag, lost=lost, lengthening=lengthening)
+            gains = self._gains(rounds, self.exchange.everyone.size, rounds.steps)
+            how = Sending(tag, lost=lost, gains=gains)
             for bucket in sending:
                 rounds.in_flight.append(self.flow.send(bucket, rounds, length, how))
                 behind = 0 if config.overlap_steps else sum([item.entries for item in rounds.in_flight[1:]])
@@ -215,6 +219,8 @@ class UpdateSynchronizer(UpdateState):
             # Training does not use the running statistics of a BatchNorm, so warm-up does not send them more often.
             if rounds.steps % config.local_steps == 0:
                 self._exchange_buffers_with(rounds)
+            if self.config.share_second_moments:
+                self._average_squares(rounds, optimizer, length)
         self.weights.project(self.project)
         self.feedback.awaited.poll()
 
@@ -226,6 +232,20 @@ class UpdateSynchronizer(UpdateState):
             rounds.own_decay.after_step(optimizer, rounds.trial.decays, self.parameter_names)
         else:
             rounds.decay.after_step(optimizer, rounds.trial.decays, self.parameter_names, self.weights)
+
+    def _average_squares(self, rounds: Rounds, optimizer: Optimizer, length: int) -> None:
+        """Now and then give all ranks the same mean squares of gradients; a collective call."""
+        keys, parameters = rounds.trial.squares_by_parameter(optimizer), self.weights.parameters
+        having = [name for name in rounds.names if keys.get(parameters[name])]
+        if not having:
+            return
+        # In the parts that a link carries: an average passes it twice, as an all-reduced tensor does.
+        num_bytes = 2 * sum(self.weights.sizes[name] * len(keys[parameters[name]]) for name in having)
+        sent = sum(self.flow.plan(names, length).num_bytes for names in rounds.buckets)
+        if is_averaged(rounds.steps, length, num_bytes, sent * self.exchange.link_traversals / length):
+            squares = squares_of(optimizer, [parameters[name] for name in having], keys)
+            with self.traffic.timed("exchange", "seconds_waiting"):
+                average(squares, self.exchange.everyone, parameters[having[0]].device)
 
     def _exchange_buffers_with(self, rounds: Rounds) -> None:
         """Exchange buffers when the first optimizer exchanges, or another one while the first rests."""
@@ -247,34 +267,79 @@ class UpdateSynchronizer(UpdateState):
         self.traffic.add(steps=1)
         return rounds
 
-    @property
-    def _takes_cosine(self) -> bool:
-        return self.config.lengthens and not (self._alone or self.exchange.sums_first)
+    def _measures(self, rounds: Rounds, step: int) -> bool:
+        """Whether the ranks measure after this step how far their gradients agree."""
+        is_used = self._takes_measured_gains(rounds, step) or self.clips_by_norm
+        return is_used and not self._alone and is_measured(step) and self.config.length_at(step) == 1
 
-    def _lengthens(self, rounds: Rounds, step: int) -> bool:
-        """Whether the mean is made longer: not at the end of a long run, and not if steps grow with their gradients."""
+    def _takes_measured_gains(self, rounds: Rounds, step: int) -> bool:
+        return self.config.exchanges_every_step and self._takes_gains(rounds, step)
+
+    def _takes_gains(self, rounds: Rounds, step: int) -> bool:
+        """Whether means have gains: not at the end of a long run, and not if steps grow with their gradients."""
         # Longer means go further in as many steps. At the end of a long run their noise costs more than that gains.
         is_ending = self.run_settings is not None and self.run_settings.is_ending(step)
         return rounds.trial.chooses_length and not is_ending
 
-    def _own_of(self, rounds: Rounds) -> list[Tensor]:
-        return [as_real(self.weights.own(name)) for name in rounds.names]
+    def _compared_by_step(self, rounds: Rounds, optimizer: Optimizer) -> dict[str, Tensor]:
+        """Own weights of the parameters whose steps are compared, because no squares of their gradients are kept."""
+        if not rounds.trial.chooses_length:
+            return {}
+        squares, parameters = rounds.trial.squares_by_parameter(optimizer), self.weights.parameters
+        by_step = [name for name in rounds.names if not squares.get(parameters[name])]
+        return {name: as_real(self.weights.own(name)) for name in by_step}
 
-    def _measure(self, rounds: Rounds, length: int) -> None:
-        """Now and then measure the cosine of the step just made, and agree on decay; collective calls."""
+    def _samples(self, rounds: Rounds, optimizer: Optimizer) -> dict[str, Sample]:
+        """What is compared of each parameter in the step just made: see :mod:`lightning_dct.sync.coherence`."""
+        squares, samples = rounds.trial.squares_by_parameter(optimizer), {}
+        for name in rounds.names:
+            parameter, own = self.weights.parameters[name], as_real(self.weights.own(name))
+            gradient = None if parameter.grad is None else as_real(local_of(parameter.grad))
+            memory = next(iter(squares.get(parameter, {}).values()), None)
+            samples[name] = rounds.coherence.sample(name, own, gradient, memory)
+        return samples
+
+    def _measure(self, rounds: Rounds, optimizer: Optimizer, length: int) -> None:
+        """Now and then measure how far gradients agree in the step just made, and agree on decay; collective calls."""
         everyone, awaited = self.exchange.everyone, self.feedback.awaited
         with self.traffic.timed("exchange", "seconds_waiting"):
-            if rounds.cosine.has_begun(rounds.steps):
-                rounds.cosine.measure(rounds.steps, self._own_of(rounds), everyone, awaited)
-            is_due = is_measured(rounds.steps) if length == 1 else rounds.steps % (EVERY * length) == 0
+            if rounds.coherence.has_begun(rounds.steps):
+                rounds.coherence.measure(self._samples(rounds, optimizer), everyone, awaited)
+            is_due = is_measured(rounds.steps) if length == 1 else rounds.steps % (SELDOM * length) == 0
             if is_due and rounds.decays and not self.may_skip:
                 rounds.decay.agree(rounds.names, self.weights.parameters, everyone, awaited)
 
-    def _lengthening(self, rounds: Rounds, ranks: int, step: int) -> float | None:
-        """Upper bound on the factor that lengthens the mean; None to divide by the number of senders instead."""
-        if not self._lengthens(rounds, step):
-            return 1.0
-        return rounds.cosine.lengthening(ranks) if self._takes_cosine else None
+    @torch.no_grad()
+    def norm_of_mean(self, parameters: Iterable[Tensor]) -> Tensor:
+        """About the norm of the mean of all ranks' gradients, from this rank's own: a scalar of fp32.
+
+        A rank's gradient is longer than the mean by ``sqrt(W / R)``; see :mod:`lightning_dct.sync.coherence`. No
+        collective call, but from now on coherence is measured for it.
+        """
+        self.clips_by_norm = True
+        square = torch.zeros((), dtype=torch.float64)
+        for parameter in parameters:
+            if parameter.grad is None:
+                continue
+            gradient = local_of(parameter.grad)
+            values = gradient.coalesce().values() if gradient.is_sparse else gradient
+            own = torch.linalg.vector_norm(as_real(values), dtype=torch.promote_types(values.dtype, torch.float32))
+            square = square.to(own.device) + own.double().square() * self._share_of_mean(parameter)
+        return square.sqrt().float()
+
+    def _share_of_mean(self, parameter: Tensor) -> float:
+        """The square of the mean gradient of a parameter, as a share of the ranks' own; 1 while it is not known."""
+        name, ranks = self.parameter_names.get(parameter, ""), self.exchange.everyone.size
+        for rounds in self._rounds.values():
+            if name in rounds.coherence.tensors:
+                return rounds.coherence.tensors[name].present(ranks) / ranks
+        return 1.0
+
+    def _gains(self, rounds: Rounds, ranks: int, step: int) -> Mapping[str, Gain] | None:
+        """The gains on means by parameter, where they are not 1; None for ``sqrt(W / senders)``."""
+        if not self._takes_gains(rounds, step):
+            return {}
+        return rounds.coherence.gains() if self.config.exchanges_every_step else None
 
     def apply_all(self) -> None:
         """Wait for updates in flight and apply them, whether they are due or not; a collective call."""
