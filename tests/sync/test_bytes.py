@@ -12,9 +12,9 @@ from lightning_dct import DCTConfig, DCTStrategy
 from lightning_dct.compress.bucket_plan import real_dtype
 from lightning_dct.cost.forecast import compressed_step, dense_step, layout_of
 from lightning_dct.cost.workload import workload_of
+from lightning_dct.sync.coherence import is_measured, sample_of
 from lightning_dct.sync.rounds import Rounds, buckets_of, is_due
-from lightning_dct.sync.step_cosine import is_measured, sample_of
-from lightning_dct.traffic import TrafficTotals, all_reduce_bytes
+from lightning_dct.traffic import TrafficTotals, all_gather_bytes, all_reduce_bytes
 
 STEPS = 17
 
@@ -61,15 +61,25 @@ def test_the_plan_says_what_is_counted(
         exchanges = sum(is_due(step, length) for step in range(first, last + 1))
         expected = [before + exchanges * sum(one) for before, one in zip(expected, sent.tolist(), strict=True)]
     if config.local_steps == 1:
-        # Samples of steps, whose sum all ranks need.
+        # Samples of gradients, which all ranks need.
         weights = [parameter.detach() for parameter in Module().parameters()]
-        samples = [sample_of(weights, step).numel() + 1 for step in range(1, STEPS + 1) if is_measured(step)]
-        assert len(samples) == 5
-        measuring = sum(all_reduce_bytes(4 * entries, world_size) for entries in samples)
+        sampled = [sample_of(one, step).numel() for one in weights for step in range(1, STEPS + 1) if is_measured(step)]
+        measuring = all_gather_bytes(2 * sum(sampled), world_size)
         expected = [before + measuring for before in expected]
+    for step in range(1, STEPS + 1):
+        if config.length_at(step) == 1 or step % config.length_at(step) == 0:
+            due = range(step - config.length_at(step) + 1, step + 1)
+            expected = [before + (not {4, 16}.isdisjoint(due)) * averaging(world_size) for before in expected]
     assert [counted.bytes_sent + counted.bytes_inside_node for counted in totals] == expected
     dense = dense_step(workload, layout)  # by node, between nodes
     assert [counted.bytes_dense for counted in totals] == [STEPS * sent for sent, _ in dense.sent.tolist()]
+
+
+def averaging(world_size: int) -> int:
+    """Bytes of an average of Adam's second moments: codes of one byte, there and back, and sizes and largest values."""
+    sizes = [parameter.numel() for parameter in Module().parameters()]
+    part = -(-sum(sizes) // world_size)
+    return 2 * part * (world_size - 1) + all_reduce_bytes(8 * 2 * len(sizes), world_size)
 
 
 def test_rounds_are_shorter_while_training_warms_up() -> None:
