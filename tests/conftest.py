@@ -65,7 +65,7 @@ SLOW = (
     "pipeline/test_idioms.py",
     "reliability/",
     "sync/test_lengths.py",
-    "sync/test_step_cosine.py",
+    "sync/test_coherence.py",
     "test_examples.py",
     "test_gpu_check.py",
 )

@@ -152,7 +152,7 @@ def rounds_of_a_run(settings: dict[str, Any], optimizer: str = "Adam") -> tuple[
 
 
 def test_steps_apart_are_averaged_without_it(ranks: Any) -> None:
-    """Oracle: no measurement with several steps apart, a delay or SGD; else gains, alike on all ranks, dense ones too."""
+    """Oracle: no measurement with several steps apart, a delay or SGD; else gains, alike on all ranks, dense too."""
     for settings in ({"local_steps": 4}, {"local_steps": 1, "overlap_steps": 1}):
         assert ranks(2).run(rounds_of_a_run, settings) == [([], True, [])] * 2
     assert ranks(2).run(rounds_of_a_run, {"local_steps": 1}, "SGD") == [([], False, [])] * 2

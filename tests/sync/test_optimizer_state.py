@@ -42,7 +42,7 @@ def averaged() -> tuple[list[float], list[float], float, list[float], bool]:
 
 
 def test_the_mean_of_all_ranks_takes_the_place_of_each(ranks: Any) -> None:
-    """Oracle: the plain mean, and codes 15% apart, twice. A rank without a state counts as zero; infinite and zero ones stay."""
+    """Oracle: the plain mean, and codes 15% apart, twice. No state counts as zero; infinite and zero ones stay."""
     found = ranks(RANKS).run(averaged)
     expected = torch.stack([values_of(number) for number in range(RANKS)]).mean(0)
     for number, (own, late, rare, broken, stays_zero) in enumerate(found):

@@ -51,7 +51,7 @@ FAREWELLS = 3
 HANDS_OVER = 2
 # Rounds of which a rank knows in which quorum they were: one that has missed more starts with nothing held back.
 REMEMBERED = 100
-COSINE = "cosine"
+COSINE = "agreement of 0"
 # Of a cosine of 1 in a header.
 WHOLE = 1 << 20
 

@@ -207,8 +207,8 @@ class UpdateState(Synchronizer):
                 own.steps = value
             elif what == "unaveraged":
                 own.since_buffers = value
-            elif what in ("cosine", "measured"):
-                pass  # an earlier version measured one number for all tensors
+            elif what in ("agreement", "cosine", "measured"):
+                pass  # of elastic ranks, and of an earlier version, which measured one number for all tensors
             elif what == "undecayed":
                 (own.decay.left_out if value else own.decay.known).update(names)
             elif (name := names[0]) in parameters and f"mean of {name}" in in_flight:
