@@ -25,7 +25,7 @@ from torch import Tensor
 
 from comparison.table import markdown
 from lightning_dct import DCTConfig
-from lightning_dct.law import BOUND, CAUTION, expected_loss
+from lightning_dct.law import BOUND, CAUTION, expected_loss, has_measured_gain
 
 ROWS = Path(__file__).parents[1] / "docs" / "evidence" / "run_length.csv"
 LEVEL = 0.3  # percent: at most so much is no loss that these runs could show
@@ -96,7 +96,7 @@ def tabulate(runs: Sequence[Run]) -> list[Sequence[str]]:
 def settings_of(runs: Sequence[Run]) -> Tensor:
     """What the formula takes of runs side by side, ``[5, runs]``, in fp64."""
     rows = [
-        (run.ranks, run.config.local_steps, run.config.density, run.steps, run.config.exchanges_every_step)
+        (run.ranks, run.config.local_steps, run.config.density, run.steps, has_measured_gain(run.config))
         for run in runs
     ]
     return torch.tensor(rows, dtype=torch.float64).T

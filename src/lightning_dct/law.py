@@ -44,10 +44,13 @@ def expected_loss(config: DCTConfig, ranks: int, steps: float) -> float:
     growth = max(1.0, min(ranks, 8) / 4) ** 2 * max(1.0, ranks / 8) ** 0.45
     waiting = 35 * min(ranks - 1, 3) * growth / config.density / steps
     apart = 0.65 * (ranks - 1) ** 0.65 * (1000 * (config.local_steps - 1) / steps) ** 0.8
-    # Hierarchical and dense exchanges had no gains in the runs of the fit.
-    has_gains = config.exchanges_every_step and config.density < 1.0 and config.exchange != "hierarchical"
-    loss = (1 if has_gains else 2) * waiting + max(apart, 0.2 * math.log2(config.local_steps))
+    loss = (1 if has_measured_gain(config) else 2) * waiting + max(apart, 0.2 * math.log2(config.local_steps))
     return max(loss, 0.25 * math.log2(min(ranks, 4)))
+
+
+def has_measured_gain(config: DCTConfig) -> bool:
+    """Whether means had a gain that was measured, in the runs of the fit: dense and hierarchical ones had none."""
+    return config.exchanges_every_step and config.density < 1.0 and config.exchange != "hierarchical"
 
 
 def steps_needed(config: DCTConfig, ranks: int) -> float:

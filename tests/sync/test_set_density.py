@@ -50,8 +50,9 @@ class Sets(Callback):
 def train(kind: str, at: dict[int, float], load: Path | None = None, save: Path | None = None) -> Run:
     strategy, module = DCTStrategy(**SETTINGS[kind]), Module(None, torch.optim.Adam, lr=0.01)
 
-    def look(trainer: Trainer) -> tuple[float, float]:
-        return trainer.strategy.config.density, trainer.strategy.traffic.totals.bytes_sent
+    def look(trainer: Trainer) -> tuple[float, float, float]:
+        totals = trainer.strategy.traffic.totals
+        return trainer.strategy.config.density, totals.bytes_sent, totals.entries_sent
 
     callbacks = [Sets(at), *([] if save is None else [SaveAndStop(save, 10)])]
     path = None if load is None else str(load)
@@ -68,16 +69,17 @@ def test_from_the_next_exchange_on_and_after_a_resume(ranks: Any, tmp_path: Path
     whole, begun = ranks(2).run(train, kind, {6: LATER}), ranks(2).run(train, kind, {6: LATER}, None, path)
     resumed, always = ranks(2).run(train, kind, {}, path), ranks(2).run(train, kind, {1: LATER})
     for expected, first, run, steady in zip(whole, begun, resumed, always, strict=True):
-        assert {density for density, _ in expected.seen[5:]} == {LATER}
-        assert all(density > LATER for density, _ in expected.seen[:5])
+        assert {density for density, *_ in expected.seen[5:]} == {LATER}
+        assert all(density > LATER for density, *_ in expected.seen[:5])
         sent, as_always = (
-            [after - before for (_, before), (_, after) in pairwise(one.seen)] for one in (expected, steady)
+            [after - before for (_, before, _), (_, after, _) in pairwise(one.seen)] for one in (expected, steady)
         )
         assert sent[5:] == as_always[5:]
-        assert min(sent[:4]) > 2 * sent[5]
+        entries = [after - before for (*_, before), (*_, after) in pairwise(expected.seen)]
+        assert min(entries[:4]) > 2 * entries[5]
         assert first.hashes + run.hashes == expected.hashes
         assert_weights_equal(expected.weights, run.weights)
-        assert {density for density, _ in run.seen} == {LATER}
+        assert {density for density, *_ in run.seen} == {LATER}
 
 
 def differ() -> str:
