@@ -46,8 +46,9 @@ try:
     from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 except ImportError as error:
     raise ImportError(
-        "`lightning_dct.torchrec` needs TorchRec: `pip install 'lightning-dct[torchrec]'`. On a CPU, `pip install"
-        " --no-deps torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0`. Without it use `lightning_dct.ShardedEmbeddingBags`."
+        "`lightning_dct.torchrec` needs TorchRec: `pip install '.[torchrec]'` in a clone of lightning_dct. On a CPU,"
+        " `pip install --no-deps torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0`. Without it use"
+        " `lightning_dct.ShardedEmbeddingBags`."
     ) from error
 
 __all__ = ["EmbeddingBagCollection", "EmbeddingBagConfig", "EmbeddingCollection", "EmbeddingConfig"]

@@ -64,7 +64,7 @@ def test_a_folder_that_others_can_write_to_is_not_used(monkeypatch: pytest.Monke
     place.chmod(0o777)
     other = folder_of_another_process(tmp_path)
     assert other.startswith(str(tmp_path / "lightning_dct-numba-"))
-    assert list(tmp_path.iterdir()) == [place]
+    assert list(tmp_path.glob("lightning_dct*")) == [place]  # torch may have one of its own
     assert other != str(place)
 
 
