@@ -287,6 +287,8 @@ def measure_all(samples: Sequence[Tensor], everyone: Link) -> Tensor:
     """
     # Half the bytes; rounding errors are far below the noise of a sample.
     rounded = torch.cat([sample.reshape(-1) for sample in samples]).to(torch.bfloat16)
+    if not rounded.numel():  # shards of these ranks are all empty
+        return torch.zeros(2, 0, dtype=torch.float64, device=rounded.device)
     work, gathered = all_gather_payload(rounded.view(torch.uint8), everyone)
     work.wait()
     return squares_over_ranks(list(gathered.view(everyone.size, -1).view(torch.bfloat16)))

@@ -89,6 +89,8 @@ def average(squares: Sequence[Squares], everyone: Link, device: torch.device) ->
     agreed = torch.tensor([*map(float, sizes), *largest], dtype=torch.float64, device=device)
     all_reduce_max(agreed, everyone).wait()
     sizes_of_all, largest_of_all = (part.tolist() for part in agreed.split(len(squares)))
+    if not any(sizes_of_all):
+        return
     codes = [
         _encoded(torch.zeros(int(size), dtype=torch.float64, device=device) if values is None else values, most)
         for values, size, most in zip(given, sizes_of_all, largest_of_all, strict=True)
