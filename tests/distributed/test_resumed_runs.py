@@ -4,11 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from callbacks import test_accordion as accordion
 from differences import assert_same
 from distributed import test_loss_scaling as loss_scaling
 from distributed.resuming import fit_half
+from distributed.training import Module
 from embedding import test_growing as growing
 from embedding import test_hybrid as hybrid
 from embedding import test_pruning as pruning
@@ -40,6 +42,12 @@ def of_updates(trainer: dict[str, Any] | None = None, **strategy: Any) -> tuple[
     return 2, train, {**updates.SETTINGS, **strategy}, trainer or {}
 
 
+def train_clipped(save: Path | None, load: Path | None) -> Any:
+    """Of SGD coherence is measured for clipping alone: also in the first step after the resume."""
+    module = Module(None, torch.optim.SGD, lr=0.1)
+    return fit_half(save, load, DCTStrategy(local_steps=1, warmup_steps=0), module, gradient_clip_val=0.01)
+
+
 # The number of ranks, what they train, and its arguments after the two files.
 CASES: dict[str, tuple[Any, ...]] = {
     "1bit": gradients(value_format="1bit"),
@@ -50,6 +58,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "updates, accumulation": of_updates({"accumulate_grad_batches": 3}, value_format="2bit"),
     "updates, bf16-true": of_updates({"precision": "bf16-true"}, local_steps=64),
     "updates, 64-true": of_updates({"precision": "64-true"}),
+    "updates, clipped by the norm of their mean": (2, train_clipped),
     "buffers of all kinds": (2, buffers.train_with_buffers),
     "updates, loss scales of their own": (2, loss_scaling.train_updates),
     "a validation": (2, updates.train_normalised),

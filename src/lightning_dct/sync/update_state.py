@@ -21,6 +21,7 @@ from lightning_dct.sync.shared_weights import SharedWeights, as_real
 from lightning_dct.sync.synchronizer import Synchronizer
 
 COUNTED_STEPS = "counted steps"
+CLIPS = "clips by norm"
 
 
 class UpdateState(Synchronizer):
@@ -34,6 +35,7 @@ class UpdateState(Synchronizer):
 
     Attributes:
         flow: Sends a bucket and applies what arrives.
+        clips_by_norm: Whether gradients are clipped by the norm of their mean, for which coherence is measured.
         evaluates: Whether the model has the shared weights and buffers for an evaluation.
     """
 
@@ -60,6 +62,7 @@ class UpdateState(Synchronizer):
         # A single rank has only its own weights.
         self._alone = exchange.everyone.size == 1
         self._counted = 0
+        self.clips_by_norm = False
         self.evaluates = False
 
     @property
@@ -177,6 +180,8 @@ class UpdateState(Synchronizer):
     def _save_rounds(self) -> tuple[dict[str, int], dict[str, Tensor]]:
         """The clocks as numbers, and the completed updates in flight as CPU tensors by parameter."""
         clocks = {f"refresh {name}": 1 for name in self._to_refresh}
+        if self.clips_by_norm:
+            clocks[CLIPS] = 1
         in_flight: dict[str, Tensor] = {}
         for number, rounds in self._rounds.items():
             clocks[f"steps of {number}"] = rounds.steps
@@ -200,6 +205,9 @@ class UpdateState(Synchronizer):
             what, _, of = key.partition(" ")
             if what == "refresh":
                 self._to_refresh.add(of)
+                continue
+            if key == CLIPS:
+                self.clips_by_norm = True
                 continue
             _, number, *names = of.split(" ", 2)
             own = rounds[int(number)]

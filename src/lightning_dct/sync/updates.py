@@ -60,13 +60,11 @@ class UpdateSynchronizer(UpdateState):
         run_settings: Chooses settings as the run goes on; None if they stay.
         project: Brings the weights in the model back into their bounds; None if they have none.
         may_skip: Whether a rank may skip a step by itself, as under a loss scaler; the same on all ranks.
-        clips_by_norm: Whether gradients are clipped by the norm of their mean, which coherence tells.
     """
 
     run_settings: RunSettings | None = None
     project: Callable[[], None] | None = None
     may_skip: bool = False
-    clips_by_norm = False
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Take the settings of a run of this length, and register parameters that are stepped for the first time."""
@@ -198,7 +196,12 @@ class UpdateSynchronizer(UpdateState):
         length = config.length_at(rounds.steps)
         if sending := rounds.due(length, takes_turns=bool(config.overlap_steps)):
             own = f", step {rounds.steps} of optimizer {self._number_of(optimizer)}" if len(self._rounds) > 1 else ""
-            self.come_to(rounds.what, f"{rounds.said}{own}, in optimizer step {self.synchronisations}")
+            what = rounds.what
+            if rounds.coherence.has_begun(
+                rounds.steps
+            ):  # a rank that has not clipped as the others have may measure nothing
+                what = f"{what} with coherence"
+            self.come_to(what, f"{rounds.said}{own}, in optimizer step {self.synchronisations}")
             self._measure(rounds, optimizer, length)
             if self.may_skip and rounds.decays:
                 rounds.own_decay.agree(rounds.names, self.weights, self.exchange.everyone)
