@@ -280,7 +280,7 @@ class Compared:
     def places(self, step: int) -> Tensor:
         """The entries that are compared in a step: about one of each row, from other columns each time."""
         size, width = self.rows * self.columns, self.columns if self.rows > 1 else 1
-        stride = min(max(64, width, size // 65536), max(size // 64, 1))
+        stride = min(max(64, width, size // 65536), max(size // 16, 1))
         while math.gcd(stride, width) > 1:
             stride += 1
         return torch.arange(7919 * (step + step // 16) % stride, size, stride)

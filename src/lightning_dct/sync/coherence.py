@@ -36,7 +36,7 @@ from lightning_dct.compress.bucket_plan import Gain
 from lightning_dct.exchange.collectives import Link, all_gather_payload
 
 # A sample has one entry in so many, or in each row if it is longer, but at least so many of a tensor, and at most.
-STRIDE, FEWEST, MOST = 64, 64, 1 << 16
+STRIDE, FEWEST, MOST = 64, 16, 1 << 16
 # Measured in every step at first, when coherence changes fast, and then once in so many steps.
 OFTEN, SELDOM, EARLY = 4, 16, 64
 # The weight of a measurement in a running mean of the last few.
