@@ -25,7 +25,7 @@ from lightning_dct.exchange.compressed import AllGather, TwoPhase, link_traversa
 from lightning_dct.exchange.factory import NodeLayout, choose_for_model, share_model
 from lightning_dct.law import Given, RunSettings
 from lightning_dct.sync.coherence import is_measured, measure_all
-from lightning_dct.sync.optimizer_state import Squares, average, is_averaged
+from lightning_dct.sync.optimizer_state import Squares, average, bytes_of_average, is_averaged
 from lightning_dct.sync.optimizer_trial import Trial
 from lightning_dct.sync.rounds import Rounds, UpdateFlow, buckets_of
 from lightning_dct.sync.shared_weights import SharedWeights
@@ -256,7 +256,8 @@ class Exchanges:
         first, having = self.ranks[0], [name for name in self._models[0] if self._keys.get(name)]
         if not having:
             return
-        num_bytes = 2 * sum(first.weights.sizes[name] * len(self._keys[name]) for name in having)
+        states = [first.weights.parameters[name] for name in having for _ in self._keys[name]]
+        num_bytes = bytes_of_average(states, len(self.ranks))
         sent = sum(first.flow.plan(names, length).num_bytes for names in self._buckets)
         if is_averaged(self._step, length, num_bytes, sent * first.exchange.link_traversals / length):
             squares, device = self._squares(having), self._models[0][having[0]].device

@@ -1,14 +1,17 @@
-"""Averages what optimizers have learnt about the size of gradients: the state that grows with their square.
+r"""Averages what optimizers have learnt about the size of gradients: the state that grows with their square.
 
-    v_r  <-  mean over ranks of v        every so many steps
+    r_i = sum over j of v_ij,   c_j = sum over i of v_ij,   t = sum of v          of each rank
+    v_ij  <-  v_ij  (R_i / r_i)  (C_j / c_j)  /  (T / t)                          R, C, T: means over ranks
 
 Adam's first moment is linear in the gradient. So the mean of the ranks' steps ``m_r / sqrt(v)`` is Adam's step on the
 mean gradient if all ranks divide by the same ``v``, whatever their data. With a ``v_r`` of its own, a rank whose
 gradients are small, or of a few classes only, has an equal vote, and training goes to another place. So ``v`` is
 averaged like the running statistics of a BatchNorm. First moments stay the rank's own.
 
-Values travel as logarithms in one byte each, to the rank that owns a part of them, and back as a mean. Bias corrections
-are undone before and done again afterwards: a rank that has stepped a parameter less often than the others has another.
+Ranks exchange only the sums of rows and columns, as Adafactor (Shazeer and Stern, ICML 2018) keeps them. What differs
+between ranks lies there: the rows of a class, of a word, of an expert. Within these a rank keeps its own pattern, and
+where ranks are alike nothing changes. An entry that is zero on this rank, because it has seen no gradient there, becomes
+``R_i C_j / T``. State of one dimension is averaged entry by entry.
 """
 
 import math
@@ -20,15 +23,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dct.compress.bucket_plan import local_of
-from lightning_dct.exchange.collectives import Link, all_reduce_max, all_to_all, spread_payload
+from lightning_dct.exchange.collectives import Link, all_gather_payload, all_reduce_max
 
-# Codes of one byte: 0 is zero, and each next one is larger by 2 ** (1 / STEPS). The last one stands for the largest
-# value of all ranks, and the first one is 50 octaves below.
-CODES, STEPS = 256, 5
-# Averaged after so many steps at first, and then never more often than the last of them.
-FIRST = (4, 16, 64)
-# Share of an exchange's bytes that the average takes, at most.
+# Averaged after 1, 2, 4, ... steps at first, and then at most once in so many steps.
+FIRST, EVERY = 64, 16
+# Share of an exchange's bytes that the average takes, at most, but for the first ones.
 SHARE = 0.04
+_NUM_BYTES = 2
 
 
 class Squares(NamedTuple):
@@ -67,64 +68,79 @@ def _bias_of(state: Mapping[Any, Any], group: Mapping[str, Any]) -> float:
     return bias if 0.0 < bias < 1.0 else 1.0
 
 
+def bytes_of_average(states: Iterable[Tensor], ranks: int) -> int:
+    """What a rank sends when it averages states of these shapes."""
+    return (ranks - 1) * sum(_NUM_BYTES * _num_sums(*_shape_of(state)) for state in states)
+
+
 def is_averaged(step: int, length: int, bytes_of_average: float, bytes_of_step: float) -> bool:
     """Whether squares are averaged after an optimizer step (from 1 on), ``length`` steps after the last exchange.
 
-    That is as often as ``SHARE`` of the bytes of all steps allows, every 64, 128, 256 steps and so on.
+    That is as often as ``SHARE`` of the bytes of all steps allows, every 16, 32, 64 steps and so on.
     """
-    times = max(bytes_of_average / max(SHARE * bytes_of_step, 1.0) / FIRST[-1], 1.0)
-    every = FIRST[-1] * 2 ** math.ceil(math.log2(times))
-    return any(one in FIRST or one % every == 0 for one in range(step - length + 1, step + 1))
+    times = max(bytes_of_average / max(SHARE * bytes_of_step, 1.0) / EVERY, 1.0)
+    every = EVERY * 2 ** math.ceil(math.log2(times))
+    made = range(step - length + 1, step + 1)
+    return any((one <= FIRST and one.bit_count() == 1) or one % every == 0 for one in made)
 
 
 def average(squares: Sequence[Squares], everyone: Link, device: torch.device) -> None:
-    """Replace squares by their mean over all ranks, in place; a collective call.
+    """Give squares the means over all ranks of their rows and columns, in place; a collective call.
 
-    A rank without a part of the state counts as one that has seen zeros. What is zero on all ranks, or not finite on
-    one, stays as it is.
+    A rank without a part of the state counts as one that has seen zeros. What is not finite on one rank stays as it is
+    on all.
     """
-    given = [None if one.values is None else one.values.double() / one.bias for one in squares]
-    sizes = [0 if values is None else values.numel() for values in given]
-    largest = [0.0 if values is None or not values.numel() else float(values.max()) for values in given]
-    agreed = torch.tensor([*map(float, sizes), *largest], dtype=torch.float64, device=device)
-    all_reduce_max(agreed, everyone).wait()
-    sizes_of_all, largest_of_all = (part.tolist() for part in agreed.split(len(squares)))
-    if not any(sizes_of_all):
+    shapes = torch.tensor([_shape_of(one.values) for one in squares], dtype=torch.int64, device=device)
+    all_reduce_max(shapes, everyone).wait()
+    sizes = [_num_sums(*shape) for shape in shapes.tolist()]
+    if not any(sizes):
         return
-    codes = [
-        _encoded(torch.zeros(int(size), dtype=torch.float64, device=device) if values is None else values, most)
-        for values, size, most in zip(given, sizes_of_all, largest_of_all, strict=True)
-    ]
-    means = _mean_of(torch.cat(codes), everyone).split([int(size) for size in sizes_of_all])
-    for one, mean, most in zip(squares, means, largest_of_all, strict=True):
-        if one.values is not None and math.isfinite(most):
-            decoded = _decoded(mean).mul_(most * one.bias).view(one.values.shape).to(one.values.dtype)
-            one.values.copy_(torch.where(decoded > 0, decoded, one.values))
-
-
-def _encoded(values: Tensor, most: float) -> Tensor:
-    """The codes of values (fp64) of which the largest of all ranks is ``most``: shape ``[n]``, uint8."""
-    octaves = (values.reshape(-1) / (most or 1.0)).log2()
-    codes = (octaves * STEPS).round().add_(CODES - 1).nan_to_num_(0.0, CODES - 1, 0.0).clamp_(1, CODES - 1)
-    return torch.where(values.reshape(-1) > 0, codes, 0.0).to(torch.uint8)
-
-
-def _decoded(codes: Tensor) -> Tensor:
-    """The values of codes, in parts of the largest: fp64."""
-    steps = torch.arange(CODES, dtype=torch.float64, device=codes.device).sub_(CODES - 1).div_(STEPS)
-    table = steps.exp2()
-    table[0] = 0.0
-    return table[codes.long()]
-
-
-def _mean_of(codes: Tensor, everyone: Link) -> Tensor:
-    """The codes of the mean over ranks: each rank averages its part and sends that to all; a collective call."""
-    ranks, count = everyone.size, codes.numel()
-    part = -(-count // ranks)
-    sent = torch.cat([codes, codes.new_zeros(part * ranks - count)])
-    work, received = all_to_all(sent, ranks * [part], ranks * [part], everyone)
+    own = torch.cat([_sums(one, size, device) for one, size in zip(squares, sizes, strict=True)]).to(torch.bfloat16)
+    work, gathered = all_gather_payload(own.view(torch.uint8), everyone)
     work.wait()
-    mean = _decoded(received.view(ranks, part)).mean(0)
-    work, spread = spread_payload(_encoded(mean, 1.0), ranks * [part], everyone)
-    work.wait()
-    return spread[:count]
+    means = gathered.view(torch.bfloat16).double().mean(0)
+    for one, mine, mean in zip(squares, own.double().split(sizes), means.split(sizes), strict=True):
+        if one.values is not None:
+            _set_sums(one.values, mine, mean, one.bias)
+
+
+def _shape_of(state: Tensor | None) -> tuple[int, int]:
+    """The rows and columns of a state; one with a single long dimension is one row."""
+    if state is None:
+        return 0, 0
+    rows = state.shape[0] if state.dim() > 1 else 1
+    return (rows, state.numel() // rows) if 1 < rows < state.numel() else (1, state.numel())
+
+
+def _num_sums(rows: int, columns: int) -> int:
+    return columns if rows <= 1 else rows + columns
+
+
+def _sums(squares: Squares, size: int, device: torch.device) -> Tensor:
+    """The sums of rows and then those of columns, or all values of a single row: fp64, ``size`` numbers."""
+    if squares.values is None:
+        return torch.zeros(size, dtype=torch.float64, device=device)
+    rows, columns = _shape_of(squares.values)
+    matrix = squares.values.reshape(rows, columns)
+    sums = [matrix.sum(dim, dtype=torch.float64) for dim in ((1, 0) if rows > 1 else (0,))]
+    return torch.cat(sums) / squares.bias
+
+
+def _set_sums(values: Tensor, own: Tensor, mean: Tensor, bias: float) -> None:
+    """Scale the rows and columns of values, which have sums ``own``, to those of ``mean``."""
+    rows, columns = _shape_of(values)
+    is_finite = mean.isfinite().all()
+    factors = torch.where((own > 0) & is_finite, mean / own, 1.0).to(torch.float32)
+    mean = mean.nan_to_num(0.0, 0.0, 0.0) * bias * is_finite
+    matrix = values.reshape(rows, columns)
+    if rows == 1:
+        scaled, unseen = matrix * factors, mean
+    else:
+        of_rows, of_columns = factors.split([rows, columns])
+        mean_of_rows, mean_of_columns = mean.split([rows, columns])
+        own_total, total = own[:rows].sum(), mean_of_rows.sum()
+        of_whole = torch.where((own_total > 0) & (total > 0), own_total * bias / total, 1.0).to(torch.float32)
+        scaled = matrix * (of_rows * of_whole).unsqueeze(1) * of_columns
+        per_total = torch.where(total > 0, mean_of_rows / total, 0.0)
+        unseen = per_total.to(torch.float32).unsqueeze(1) * mean_of_columns.to(torch.float32)
+    values.copy_(torch.where(matrix > 0, scaled, unseen).view(values.shape))

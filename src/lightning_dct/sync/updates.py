@@ -41,7 +41,7 @@ from lightning_dct.config import DCTConfig
 from lightning_dct.failures.collective_order import EXCHANGE
 from lightning_dct.law import FEWEST_COUNTED, RunSettings
 from lightning_dct.sync.coherence import SELDOM, Sample, is_measured
-from lightning_dct.sync.optimizer_state import average, is_averaged, squares_of
+from lightning_dct.sync.optimizer_state import average, bytes_of_average, is_averaged, squares_of
 from lightning_dct.sync.optimizer_trial import try_out, warn_of_zeros
 from lightning_dct.sync.rounds import MOST_IN_FLIGHT, Rounds, buckets_of
 from lightning_dct.sync.shared_weights import as_real, start_alike
@@ -242,8 +242,8 @@ class UpdateSynchronizer(UpdateState):
         having = [name for name in rounds.names if keys.get(parameters[name])]
         if not having:
             return
-        # In the parts that a link carries: an average passes it twice, as an all-reduced tensor does.
-        num_bytes = 2 * sum(self.weights.sizes[name] * len(keys[parameters[name]]) for name in having)
+        states = [local_of(parameters[name]) for name in having for _ in keys[parameters[name]]]
+        num_bytes = bytes_of_average(states, self.exchange.everyone.size)
         sent = sum(self.flow.plan(names, length).num_bytes for names in rounds.buckets)
         if is_averaged(rounds.steps, length, num_bytes, sent * self.exchange.link_traversals / length):
             squares = squares_of(optimizer, [parameters[name] for name in having], keys)
