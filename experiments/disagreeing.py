@@ -96,7 +96,9 @@ def show(results: dict[Run, dict[str, Any]], baseline: str) -> None:
     table = Table("case", "ranks", "strategy", "loss", f"against {baseline}", "fewer bytes")
     for case, ranks, strategy in dict.fromkeys((run.case, run.ranks, run.strategy) for run in results):
         found = {run: result for run, result in results.items() if run[:3] == (case, ranks, strategy)}
-        shares = [result["loss"] / results[run._replace(strategy=baseline)]["loss"] - 1 for run, result in found.items()]
+        shares = [
+            result["loss"] / results[run._replace(strategy=baseline)]["loss"] - 1 for run, result in found.items()
+        ]
         loss = statistics.fmean(result["loss"] for result in found.values())
         ratio = statistics.fmean(result["ratio"] for result in found.values())
         against = Figure.of(shares)

@@ -127,7 +127,8 @@ class Domains(GPT2):
 
     def validate(self) -> Tensor:
         losses = []
-        for rank, self.held_out in enumerate(self.parts):
+        for rank, part in enumerate(self.parts):
+            self.held_out = part
             losses.append(super().validate() * self._weight(rank))
         return torch.stack(losses).mean()
 

@@ -19,7 +19,9 @@ def train(case: str, strategy: str, seed: int) -> dict[str, Any]:
     """Train and return the loss, and how many times fewer bytes than dense fp32 were sent.
 
     Args:
+        case: Its name.
         strategy: ``ddp``, or ``dct`` and settings of :class:`~lightning_dct.Updates`, as in ``dct density=0.3``.
+        seed: Of weights and batches.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     training = CASES[case](seed, rank, ranks)

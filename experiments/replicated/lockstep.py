@@ -25,7 +25,7 @@ from lightning_dct.exchange.compressed import AllGather, TwoPhase, link_traversa
 from lightning_dct.exchange.factory import NodeLayout, choose_for_model, share_model
 from lightning_dct.law import Given, RunSettings
 from lightning_dct.sync.coherence import is_measured, measure_all
-from lightning_dct.sync.optimizer_state import Squares, average, bytes_of_average, is_averaged
+from lightning_dct.sync.optimizer_state import Squares, bytes_of_average, is_averaged
 from lightning_dct.sync.optimizer_trial import Trial
 from lightning_dct.sync.rounds import Rounds, UpdateFlow, buckets_of
 from lightning_dct.sync.shared_weights import SharedWeights
@@ -140,7 +140,7 @@ class Exchanges:
         steps: Of the run.
         trial: How the optimizer's steps depend on gradients and weight decay.
         keys: By parameter, those of its optimizer's state that grow with the square of gradients, and their memories.
-        squares: Gives each rank's state of that kind of some parameters, in their order.
+        squares: Gives each rank's state of that kind of some parameters.
 
     Attributes:
         config: The settings of the whole run.
@@ -156,7 +156,7 @@ class Exchanges:
         steps: int,
         trial: Trial,
         keys: Mapping[str, Mapping[str, float]],
-        squares: Callable[[Sequence[str]], Sequence[Sequence[Squares]]],
+        squares: Callable[[Sequence[str]], Sequence[Mapping[str, Squares]]],
     ) -> None:
         self._run = RunSettings(Given.of(settings), len(models), steps)
         self.config = self._run.at(0)
@@ -219,6 +219,8 @@ class Exchanges:
             self._since_refresh, self._wants_refresh = 1, False
         lost = 1.0 - self.config.residual_decay if self._step <= self.config.warmup_steps else 0.0
         tag = tag_of("replicas", self._step, 0)
+        for rank in self.ranks:
+            rank.rounds.holds_back = self._coherence.are_opposed(ranks)
         self.start(length, Sending(tag, lost=lost, gains=self._gains()), refreshes)
         if self.config.share_second_moments:
             self._average_squares(length)
@@ -261,7 +263,8 @@ class Exchanges:
         sent = sum(first.flow.plan(names, length).num_bytes for names in self._buckets)
         if is_averaged(self._step, length, num_bytes, sent * first.exchange.link_traversals / length):
             squares, device = self._squares(having), self._models[0][having[0]].device
-            self._side_by_side(lambda rank: average(squares[rank], self._thread_links[rank], device))
+            average = [rank.rounds.squares.average for rank in self.ranks]
+            self._side_by_side(lambda rank: average[rank](squares[rank], self._thread_links[rank], device))
 
     def _side_by_side(self, function: Callable[[int], object]) -> None:
         """Call a function with each rank; its collectives wait for all of them."""

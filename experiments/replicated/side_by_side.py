@@ -110,12 +110,12 @@ class Training:
             if self._trial.chooses_length and decays and self.optimizer.param_groups[place]["weight_decay"]:
                 torch._foreach_mul_(shared, numbers[2 * place + 1])
 
-    def _squares(self, names: Sequence[str]) -> list[list[Squares]]:
+    def _squares(self, names: Sequence[str]) -> list[dict[str, Squares]]:
         """Each rank's part of what the optimizer keeps of all."""
         keys = self._trial.squares_by_parameter(self.optimizer)
-        stacked = squares_of(self.optimizer, [self.weights[name] for name in names], keys)
+        stacked = squares_of(self.optimizer, {name: self.weights[name] for name in names}, keys)
         return [
-            [Squares(None if values is None else values[rank], bias) for values, bias in stacked]
+            {name: Squares(None if values is None else values[rank], bias) for name, (values, bias) in stacked.items()}
             for rank in range(len(self._ranks))
         ]
 
@@ -133,7 +133,7 @@ class Training:
             (length, how.lost, refreshes, how.gains if how.gains is None else bool(how.gains)),
         )
         assert exchanges is not None
-        if (graph := self._graphs.get(kind)) is not None:
+        if (graph := self._graphs.get(kind)) is not None and not exchanges.ranks[0].rounds.holds_back:
             if self._latest is not graph:
                 graph.take_over()
             graph.replay(how.gains)
@@ -145,7 +145,9 @@ class Training:
         for feedback in feedbacks:
             feedback.awaited.latest.clear()
         self._made[kind] = self._made.get(kind, 0) + 1
-        if not self._on_gpu or self._made[kind] <= (1 if refreshes else EAGER):
+        # Residuals that are held back lie elsewhere after each exchange.
+        holds_back = exchanges.ranks[0].rounds.holds_back
+        if not self._on_gpu or holds_back or self._made[kind] <= (1 if refreshes else EAGER):
             exchanges.exchange(length, how, refreshes)
             self._latest = None
             return

@@ -197,9 +197,9 @@ class Replicas:
             models, trial = [dict(module.named_parameters()) for module in self.modules], try_out(self.optimizers[0])
             keys = {self._names[0][p]: own for p, own in trial.squares_by_parameter(self.optimizers[0]).items()}
 
-            def squares(names: Sequence[str]) -> list[list[Squares]]:
+            def squares(names: Sequence[str]) -> list[dict[str, Squares]]:
                 return [
-                    squares_of(optimizer, [model[name] for name in names], trial.squares_by_parameter(optimizer))
+                    squares_of(optimizer, {name: model[name] for name in names}, trial.squares_by_parameter(optimizer))
                     for optimizer, model in zip(self.optimizers, models, strict=True)
                 ]
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from distributed.training import rank
 from lightning_dct.exchange.collectives import Link
-from lightning_dct.sync.optimizer_state import Squares, average, is_averaged, squares_of
+from lightning_dct.sync.optimizer_state import SharedSquares, Squares, is_averaged, squares_of
 from lightning_dct.sync.optimizer_trial import try_out
 from lightning_dct.traffic import Traffic
 
@@ -39,7 +39,7 @@ def averaged() -> dict[str, list[float]]:
         "alike": Squares(values_of(1), 1.0),
         "image": Squares(torch.rand(4, 3, 5, 5).add_(rank()).to(memory_format=torch.channels_last), 1.0),
     }
-    average(list(given.values()), everyone, torch.device("cpu"))
+    SharedSquares().average(given, everyone, torch.device("cpu"))
     assert given["image"].values.is_contiguous(memory_format=torch.channels_last)
     given["late"].values.div_(bias)
     return {name: [] if one.values is None else one.values.flatten().tolist() for name, one in given.items()}
@@ -47,18 +47,15 @@ def averaged() -> dict[str, list[float]]:
 
 def expected_matrix(own: torch.Tensor, of_all: list[torch.Tensor]) -> torch.Tensor:
     """The equation of the module, entry by entry."""
-    mean = torch.stack(of_all).double().mean(0)
-    rows, columns, whole = mean.sum(1), mean.sum(0), mean.sum()
-    own = own.double()
-    own_rows, own_columns, own_whole = own.sum(1), own.sum(0), own.sum()
-    expected = torch.zeros_like(mean)
-    for i in range(len(rows)):
-        for j in range(len(columns)):
-            if own[i, j] > 0:
-                scale = (rows[i] / own_rows[i]) * (columns[j] / own_columns[j]) / (whole / own_whole)
-                expected[i, j] = own[i, j] * scale
-            else:
-                expected[i, j] = rows[i] * columns[j] / whole
+
+    def product(values: torch.Tensor, i: int, j: int) -> float:
+        return float(values[i].sum() * values[:, j].sum() / values.sum())
+
+    expected = torch.zeros_like(own)
+    for i in range(own.shape[0]):
+        for j in range(own.shape[1]):
+            mean = sum(product(one, i, j) for one in of_all) / len(of_all)
+            expected[i, j] = own[i, j] * mean / product(own, i, j) if own[i, j] > 0 else mean
     return expected
 
 
@@ -103,10 +100,11 @@ def test_a_trial_finds_squares_of_gradients_and_their_memory(kind: str, expected
     for weight in weights:
         weight.grad = torch.ones_like(weight)
     optimizer.step()
-    found = squares_of(optimizer, weights, trial.squares_by_parameter(optimizer))
+    named = {str(number): weight for number, weight in enumerate(weights)}
+    found = squares_of(optimizer, named, trial.squares_by_parameter(optimizer))
     assert len(found) == 2 * len(expected or {})
     if kind == "AdamW":
-        assert [one.bias for one in found] == [pytest.approx(0.001)] * 2
+        assert [one.bias for one in found.values()] == [pytest.approx(0.001)] * 2
 
 
 def test_a_variance_around_another_mean_is_no_square_that_may_be_replaced() -> None:

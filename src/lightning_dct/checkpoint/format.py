@@ -98,6 +98,8 @@ _OPTIONAL: dict[str, Rule] = {
     "exchange_clocks": ("a name", "a count"),
     "in_flight": ("a name", "a list of floating-point numbers"),
     "coherence": ("a name", "a list of finite numbers"),
+    "deviations": ("a name", "a list of finite numbers"),
+    "held_back": ("a name", "a dense tensor"),
     "density": "a share",  # that was set in mid-run
     # With a Trainer.
     "split_traffic": ("counted here", "a number from 0 on"),

@@ -27,7 +27,8 @@ from lightning_dct.sync.synchronizer import Synchronizer
 RESETTABLE = (FileNotFoundError, ValueError)  # errors after which `missing_state="reset"` continues
 # Parts of a state without a meaning in another layout. A mean of the ranks' optimizers or loss scalers would continue
 # none of them, and of shards they have other rows. Updates in flight are still in the ranks' own weights: sent again.
-OF_ONE_RANK = ("optimizers", "scaler", "in_flight")
+# So are residuals that were held back.
+OF_ONE_RANK = ("optimizers", "scaler", "in_flight", "deviations", "held_back")
 
 
 def read_on_all_ranks(read: Callable[[], Result], path: str, kinds: tuple[type[Exception], ...] = ()) -> list[Result]:

@@ -43,6 +43,8 @@ OFTEN, SELDOM, EARLY = 4, 16, 64
 USUAL_WEIGHT = 0.25
 # Noise of a measurement must not make a mean of opposed steps too long.
 LEAST = 0.25
+# Ranks whose coherence is less, in the mean over tensors, pull in opposite directions.
+OPPOSED = 0.9
 # The coherence of the whole tensor counts as so many samples of a row or a column.
 PRIOR = 1.0
 # Of the factor of a column, and its inverse.
@@ -217,6 +219,11 @@ class Coherence:
     def gains(self) -> Mapping[str, Gain]:
         """The factors on the mean of updates by parameter; the same object until they change."""
         return self._gains
+
+    def are_opposed(self, ranks: int) -> bool:
+        """Whether the ranks' gradients cancel each other, which those of ranks with the same data do not."""
+        known = [one.of_whole(ranks) for one in self.tensors.values() if bool(one.whole[1])]
+        return bool(known) and sum(known) / len(known) < OPPOSED
 
     def load(self, tensors: Mapping[str, TensorCoherence], ranks: int) -> None:
         """Continue with what is known of so many ranks."""

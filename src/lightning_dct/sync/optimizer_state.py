@@ -1,21 +1,30 @@
 r"""Averages what optimizers have learnt about the size of gradients: the state that grows with their square.
 
-    r_i = sum over j of v_ij,   c_j = sum over i of v_ij,   t = sum of v          of each rank
-    v_ij  <-  v_ij  (R_i / r_i)  (C_j / c_j)  /  (T / t)                          R, C, T: means over ranks
-
 Adam's first moment is linear in the gradient. So the mean of the ranks' steps ``m_r / sqrt(v)`` is Adam's step on the
 mean gradient if all ranks divide by the same ``v``, whatever their data. With a ``v_r`` of its own, a rank whose
 gradients are small, or of a few classes only, has an equal vote, and training goes to another place. So ``v`` is
 averaged like the running statistics of a BatchNorm. First moments stay the rank's own.
 
-Ranks exchange only the sums of rows and columns, as Adafactor (Shazeer and Stern, ICML 2018) keeps them. What differs
-between ranks lies there: the rows of a class, of a word, of an expert. Within these a rank keeps its own pattern, and
-where ranks are alike nothing changes. An entry that is zero on this rank, because it has seen no gradient there, becomes
-``R_i C_j / T``. State of one dimension is averaged entry by entry.
+Ranks exchange the sums of rows and columns, as Adafactor (Shazeer and Stern, ICML 2018) keeps them. They stand for
+
+    A_ij  =  r_i c_j / t        r_i = sum over j of v_ij,   c_j = sum over i of v_ij,   t = sum of v
+    v_ij  <-  v_ij  mean over ranks of A_ij / A_ij
+
+which gives all ranks the same rows and columns, and leaves each the pattern within them. An entry that is zero on this
+rank, because it has seen no gradient there, becomes the mean of ``A_ij``. State of one dimension is averaged entry by
+entry.
+
+If ranks draw from the same data, what their sums deviate by is noise. If not, they deviate in the same direction again
+and again. The *persistence* of a rank, the correlation of its deviations between one average and the next, tells one
+from the other: about 0, or 0.4 to 1. Where deviations persist,
+
+- the rank's own pattern gives way to that of ``A``, because patterns that differ make steps differ;
+- half of what a rank will deviate by until the next average is taken in advance. Otherwise its steps would always be a
+  little shorter where its gradients are large.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +38,15 @@ from lightning_dct.exchange.collectives import Link, all_gather_payload, all_red
 FIRST, EVERY = 64, 16
 # Share of an exchange's bytes that the average takes, at most, but for the first ones.
 SHARE = 0.04
+# The weight of the latest correlation of deviations in their running mean.
+WEIGHT = 0.25
+# Deviations that persist less than the first are taken for noise, and those that persist more than the second for the
+# ranks' data.
+NOISE, DATA = 0.25, 0.4
+# Deviations are turned around in this part. With 1 the noise in them would never fade.
+TURNED = 0.8
+# No further than so many times the mean, and its inverse.
+FARTHEST = 4.0
 _NUM_BYTES = 2
 
 
@@ -45,17 +63,17 @@ class Squares(NamedTuple):
 
 
 def squares_of(
-    optimizer: Optimizer, parameters: Iterable[Tensor], keys: Mapping[Tensor, Iterable[str]]
-) -> list[Squares]:
-    """All such state of some parameters of an optimizer, in their order."""
+    optimizer: Optimizer, parameters: Mapping[str, Tensor], keys: Mapping[Tensor, Iterable[str]]
+) -> dict[str, Squares]:
+    """All such state of some parameters of an optimizer, by its key and the parameter's name, in their order."""
     groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
-    found = []
-    for parameter in parameters:
+    found = {}
+    for name, parameter in parameters.items():
         state = optimizer.state.get(parameter, {})
         for key in keys.get(parameter, ()):
             value = state.get(key)
             values = local_of(value) if isinstance(value, Tensor) else None
-            found.append(Squares(values, _bias_of(state, groups[parameter])))
+            found[f"{key} {name}"] = Squares(values, _bias_of(state, groups[parameter]))
     return found
 
 
@@ -84,24 +102,103 @@ def is_averaged(step: int, length: int, bytes_of_average: float, bytes_of_step: 
     return any((one <= FIRST and one.bit_count() == 1) or one % every == 0 for one in made)
 
 
-def average(squares: Sequence[Squares], everyone: Link, device: torch.device) -> None:
-    """Give squares the means over all ranks of their rows and columns, in place; a collective call.
+class Deviation(NamedTuple):
+    """How the sums of one state on this rank deviate from the mean over ranks, in parts of the mean.
 
-    A rank without a part of the state counts as one that has seen zeros. What is not finite on one rank stays as it is
-    on all.
+    Attributes:
+        left: What the latest average has left: fp32, shape ``[sums]``.
+        drift: What had come since the average before: fp32, shape ``[sums]``.
+        persistence: The running mean of the correlation of one drift with the next.
     """
-    shapes = torch.tensor([_shape_of(one.values) for one in squares], dtype=torch.int64, device=device)
-    all_reduce_max(shapes, everyone).wait()
-    sizes = [_num_sums(*shape) for shape in shapes.tolist()]
-    if not any(sizes):
-        return
-    own = torch.cat([_sums(one, size, device) for one, size in zip(squares, sizes, strict=True)]).to(torch.bfloat16)
-    work, gathered = all_gather_payload(own.view(torch.uint8), everyone)
-    work.wait()
-    means = gathered.view(torch.bfloat16).double().mean(0)
-    for one, mine, mean in zip(squares, own.double().split(sizes), means.split(sizes), strict=True):
-        if one.values is not None:
-            _set_sums(one.values, mine, mean, one.bias)
+
+    left: Tensor
+    drift: Tensor
+    persistence: float
+
+
+class SharedSquares:
+    """Averages the squares of one optimizer, and knows how this rank has deviated.
+
+    Attributes:
+        deviations: By state, as :func:`squares_of` names it.
+    """
+
+    def __init__(self) -> None:
+        self.deviations: dict[str, Deviation] = {}
+
+    @property
+    def persistence(self) -> float:
+        """The mean of all states."""
+        known = self.deviations.values()
+        return sum(one.persistence for one in known) / len(known) if known else 0.0
+
+    def average(self, squares: Mapping[str, Squares], everyone: Link, device: torch.device) -> None:
+        """Give squares the means over all ranks of their rows and columns, in place; a collective call.
+
+        A rank without a part of the state counts as one that has seen zeros. What is not finite on one rank stays as it
+        is on all.
+        """
+        shapes = torch.tensor([_shape_of(one.values) for one in squares.values()], dtype=torch.int64, device=device)
+        all_reduce_max(shapes, everyone).wait()
+        sizes = [_num_sums(*shape) for shape in shapes.tolist()]
+        if not any(sizes):
+            return
+        sums = [_sums(one, size, device) for one, size in zip(squares.values(), sizes, strict=True)]
+        rounded = torch.cat(sums).to(torch.bfloat16)
+        work, gathered = all_gather_payload(rounded.view(torch.uint8), everyone)
+        work.wait()
+        of_all = gathered.view(torch.bfloat16).float().split(sizes, dim=1)
+        is_finite = torch.stack([one.isfinite().all() for one in of_all]).tolist()
+        rank = everyone.rank
+        given: dict[str, tuple[Squares, Tensor, Tensor]] = {}
+        for (name, one), mine, of_ranks, finite in zip(squares.items(), sums, of_all, is_finite, strict=True):
+            if finite and one.values is not None:
+                given[name] = one, mine.float(), of_ranks
+        share = self._note({name: _ratios(of_ranks, rank) for name, (_, _, of_ranks) in given.items()})
+        for one, mine, of_ranks in given.values():
+            _give(one, mine, of_ranks, rank, share)
+
+    def _note(self, ratios: Mapping[str, tuple[Tensor, Tensor]]) -> float:
+        """Note how far sums deviate, before they become those of the mean, and how much of that persists.
+
+        Args:
+            ratios: By state, own sums in parts of the mean, and the mean.
+
+        Returns:
+            From 0, where deviations are noise, to 1.
+        """
+        correlated, drifts = {}, {}
+        for name, (ratio, mean) in ratios.items():
+            before, drift = self.deviations.get(name), ratio - 1.0
+            if before is not None and before.left.shape == ratio.shape:
+                drift -= before.left.to(ratio.device)
+                former = before.drift.to(ratio.device)
+                pairs = (drift * former, drift.square(), former.square())
+                correlated[name] = torch.stack([(pair * mean).sum() for pair in pairs])
+            drifts[name] = drift
+        found = torch.stack(list(correlated.values())).tolist() if correlated else []
+        persistences = dict.fromkeys(ratios, 0.0)
+        for name, (product, square, former_square) in zip(correlated, found, strict=True):
+            size = math.sqrt(square * former_square)
+            correlation = product / size if size > 0.0 else 0.0
+            persistences[name] = (1 - WEIGHT) * self.deviations[name].persistence + WEIGHT * correlation
+        mean_of_all = sum(persistences.values()) / max(len(persistences), 1)
+        share = min(max((mean_of_all - NOISE) / (DATA - NOISE), 0.0), 1.0)
+        for name, (ratio, _) in ratios.items():
+            self.deviations[name] = Deviation(_turned(ratio, share) - 1.0, drifts[name], persistences[name])
+        return share
+
+
+def _ratios(of_ranks: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """The sums of one rank in parts of the mean over ranks, 1 where that is zero; and the mean."""
+    mean = of_ranks.mean(0)
+    return torch.where(mean > 0, of_ranks[rank] / mean, 1.0), mean
+
+
+def _turned(ratios: Tensor, share: float) -> Tensor:
+    """Where ratios of own sums to the mean are turned to: from 2 to about a half, if all of it persists."""
+    turned = ratios.clamp(1 / FARTHEST, FARTHEST) ** (-TURNED * share)
+    return torch.where(ratios > 0, turned, 1.0)
 
 
 def _shape_of(state: Tensor | None) -> tuple[int, int]:
@@ -117,7 +214,7 @@ def _num_sums(rows: int, columns: int) -> int:
 
 
 def _sums(squares: Squares, size: int, device: torch.device) -> Tensor:
-    """The sums of rows and then those of columns, or all values of a single row: fp64, ``size`` numbers."""
+    """The sums of rows and then those of columns, or all values of a single row, over ``bias``: fp64, ``[size]``."""
     if squares.values is None:
         return torch.zeros(size, dtype=torch.float64, device=device)
     rows, columns = _shape_of(squares.values)
@@ -126,21 +223,42 @@ def _sums(squares: Squares, size: int, device: torch.device) -> Tensor:
     return torch.cat(sums) / squares.bias
 
 
-def _set_sums(values: Tensor, own: Tensor, mean: Tensor, bias: float) -> None:
-    """Scale the rows and columns of values, which have sums ``own``, to those of ``mean``."""
+def _give(squares: Squares, own: Tensor, of_ranks: Tensor, rank: int, share: float) -> None:
+    """Give the squares of this rank the rows and columns of the mean over ranks, in place.
+
+    Args:
+        squares: With a state.
+        own: Its sums, fp32: shape ``[sums]``.
+        of_ranks: Those of all ranks, rounded alike, fp32: shape ``[ranks, sums]``.
+        rank: The row of this rank.
+        share: How much of the deviations persists.
+    """
+    values, bias = squares
+    assert values is not None
     rows, columns = _shape_of(values)
-    is_finite = mean.isfinite().all()
-    factors = torch.where((own > 0) & is_finite, mean / own, 1.0).to(torch.float32)
-    mean = mean.nan_to_num(0.0, 0.0, 0.0) * bias * is_finite
-    matrix = values.reshape(rows, columns)
+    matrix = values.reshape(rows, columns).to(torch.promote_types(values.dtype, torch.float32))
+    ratios, mean = _ratios(of_ranks, rank)
+    turned = _turned(ratios, share)
     if rows == 1:
-        scaled, unseen = matrix * factors, mean
-    else:
-        of_rows, of_columns = factors.split([rows, columns])
-        mean_of_rows, mean_of_columns = mean.split([rows, columns])
-        own_total, total = own[:rows].sum(), mean_of_rows.sum()
-        of_whole = torch.where((own_total > 0) & (total > 0), own_total * bias / total, 1.0).to(torch.float32)
-        scaled = matrix * (of_rows * of_whole).unsqueeze(1) * of_columns
-        per_total = torch.where(total > 0, mean_of_rows / total, 0.0)
-        unseen = per_total.to(torch.float32).unsqueeze(1) * mean_of_columns.to(torch.float32)
-    values.copy_(torch.where(matrix > 0, scaled, unseen).view(values.shape))
+        scaled = matrix * torch.where(ratios > 0, turned / ratios, 1.0)
+        values.copy_(torch.where(matrix > 0, scaled, mean * bias).view(values.shape))
+        return
+    parts = of_ranks.split([rows, columns], dim=1)
+    means = _products(*parts).div_(len(of_ranks))
+    rounded = _products(*(part[rank : rank + 1] for part in parts))
+    of_rows, of_columns = turned.split([rows, columns])
+    mean_of_rows = mean[:rows]
+    of_whole = (of_rows * mean_of_rows).sum() / mean_of_rows.sum().clamp(min=torch.finfo(mean.dtype).tiny)
+    means *= of_rows.unsqueeze(1) * of_columns / of_whole.clamp(min=1 / FARTHEST)
+    pattern = matrix
+    if share > 0:
+        alike = _products(*(part.unsqueeze(0) for part in own.split([rows, columns]))) * bias
+        pattern = matrix ** (1.0 - share) * alike**share
+    scaled = pattern * torch.where(rounded > 0, means / rounded, 1.0)
+    values.copy_(torch.where(matrix > 0, scaled, means * bias).view(values.shape))
+
+
+def _products(rows: Tensor, columns: Tensor) -> Tensor:
+    """The sum over ranks of ``A``: shape ``[rows, columns]``, from ``[ranks, rows]`` and ``[ranks, columns]``."""
+    totals = rows.sum(1, keepdim=True)
+    return torch.where(totals > 0, rows / totals, 0.0).T @ columns

@@ -14,6 +14,7 @@ from lightning_dct.compress.codec import apply, counting, decompress, decompress
 from lightning_dct.compress.error_feedback import ErrorFeedback
 from lightning_dct.exchange.base import Exchange, Message, finish
 from lightning_dct.sync.coherence import Coherence
+from lightning_dct.sync.optimizer_state import SharedSquares
 from lightning_dct.sync.optimizer_trial import Trial
 from lightning_dct.sync.shared_decay import OwnDecay, SharedDecay
 from lightning_dct.sync.shared_weights import SharedWeights
@@ -67,6 +68,8 @@ class Rounds:
         without_gradient: Parameters that have had no gradient yet, sparse or dense.
         in_flight: Updates that have not been applied.
         coherence: How far the ranks' gradients agree.
+        holds_back: Whether own weights are without what this rank has not sent, from the next exchange on.
+        squares: Averages what the optimizer has learnt about the size of gradients.
         decay: Decays their shared weights.
         own_decay: Does so where ranks may make different steps.
         tried: The optimizer that ``trial`` is of, and how many groups it had.
@@ -85,6 +88,8 @@ class Rounds:
     without_gradient: list[Tensor] = field(default_factory=list)
     in_flight: list[InFlight] = field(default_factory=list)
     coherence: Coherence = field(default_factory=Coherence)
+    holds_back: bool = False
+    squares: SharedSquares = field(default_factory=SharedSquares)
     decay: SharedDecay = field(default_factory=SharedDecay)
     own_decay: OwnDecay = field(default_factory=OwnDecay)
     tried: tuple[ref[Optimizer], int] | None = None
@@ -185,6 +190,7 @@ class UpdateFlow:
         """Start sending the updates of some parameters, ``length`` steps after the last time; a collective call."""
         with self._traffic.timed("compress"):
             config, plan = self._plans.config, self.plan(names, length)
+            self._weights.take_back(names)
             is_summed = plan.is_dense or self._exchange.sums_first
             bucket = None if is_summed else self._weights.bucket(names)
             sent, own, left = bucket, None, list[Tensor]()
@@ -213,6 +219,8 @@ class UpdateFlow:
                     apply(self._feedback, received, bucket)
                 else:
                     self._weights.move(item.names, *self.read(item))
+                if rounds.holds_back:
+                    self._weights.hold_back(item.names)
         rounds.in_flight = [item for item in rounds.in_flight if item not in items]
 
     def finish(self, items: Iterable[InFlight]) -> None:

@@ -41,6 +41,8 @@ class SharedWeights:
         self.parameters: dict[str, Tensor] = {}
         self.sizes: dict[str, int] = {}
         self._shared: dict[str, Tensor] = {}
+        # Residuals that are kept apart from own weights, as real numbers.
+        self._held: dict[str, Tensor] = {}
         # Kept as long as their weights lie at the same addresses.
         self._buckets: dict[tuple[str, ...], tuple[list[int], Bucket | None]] = {}
         # While the shared weights are in the model: this rank's own, and copies of the shared ones to compare with. And
@@ -64,7 +66,7 @@ class SharedWeights:
 
     def forget(self) -> None:
         """Forget all parameters; :meth:`adopt` takes the weights that they have by then."""
-        self.parameters, self.sizes, self._shared, self._buckets = {}, {}, {}, {}
+        self.parameters, self.sizes, self._shared, self._held, self._buckets = {}, {}, {}, {}, {}
 
     def shared(self, name: str) -> Tensor:
         """The shared weights of a parameter, in its shape and dtype; only exchanges change them, in place."""
@@ -110,6 +112,40 @@ class SharedWeights:
         in_processes = local.is_cpu and storage.is_shared()
         holders = torch._C._storage_Use_Count(storage._cdata) - ours.get(storage.data_ptr(), 0)
         return is_larger or in_processes or holders > HOLDERS
+
+    @property
+    def held(self) -> Mapping[str, Tensor]:
+        """Residuals that own weights do not contain, by parameter; see :meth:`hold_back`."""
+        return self._held
+
+    def hold_back(self, names: Sequence[str]) -> None:
+        """Keep the residuals of some parameters apart until the next exchange, so that own weights are the shared ones.
+
+        Where ranks pull in opposite directions, each would otherwise train on weights that lie in its own direction.
+        """
+        for name in names:
+            own, shared = as_real(self.own(name)), as_real(self._shared[name])
+            self._held[name] = own - shared
+            own.copy_(shared)
+
+    def take_back(self, names: Sequence[str]) -> None:
+        """Add the residuals that were kept apart to own weights again."""
+        for name in names:
+            if name in self._held:
+                as_real(self.own(name)).add_(self._held.pop(name))
+
+    def hold_saved(self, name: str, own: Tensor, held: Tensor) -> None:
+        """Continue with saved own weights, and with a residual that was kept apart from them."""
+        self.set_own(name, own)
+        self._held[name] = held.to(self._shared[name].device)
+
+    def with_held(self, name: str, own: Tensor) -> Tensor:
+        """Own weights of a parameter with its residual, if that is kept apart."""
+        if name not in self._held:
+            return own
+        whole = own.clone()
+        as_real(whole).add_(self._held[name])
+        return whole
 
     def settle(self) -> None:
         """Have training continue from what was written into the shared weights since they are in the model.
@@ -187,6 +223,7 @@ class SharedWeights:
                 f" has {list(own.shape)}. Resume with the model that was saved."
             )
         own.copy_(saved)
+        self._held.pop(name, None)
         self._unwritten.pop(name, None)
         if name in self._before:  # what has been loaded into the model goes with them
             self._before[name].copy_(local_of(self.parameters[name]).data)
@@ -196,6 +233,8 @@ class SharedWeights:
         for name, parameter in self.parameters.items():
             self._shared[name] = parameter.data
             self._own[name] = self._own[name].to(parameter.device)
+            if name in self._held:
+                self._held[name] = self._held[name].to(parameter.device)
             self._before[name] = self._before[name].to(parameter.device)
 
     def movement(self, names: Sequence[str], dtype: torch.dtype) -> Tensor:
@@ -204,6 +243,8 @@ class SharedWeights:
         moved = weights[0].new_empty(sum(own.numel() for own in weights), dtype=dtype)
         for name, own, part in zip(names, weights, moved.split([own.numel() for own in weights]), strict=True):
             torch.sub(own.to(dtype), as_real(self._shared[name]), out=part.view(own.shape))
+            if name in self._held:
+                part.add_(self._held[name].reshape(-1))
         return moved
 
     def bucket(self, names: Sequence[str]) -> Bucket | None:

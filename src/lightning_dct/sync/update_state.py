@@ -16,6 +16,7 @@ from lightning_dct.config import DCTConfig
 from lightning_dct.exchange.base import Exchange, Message
 from lightning_dct.sync.buffers import Buffers
 from lightning_dct.sync.coherence import Coherence, TensorCoherence
+from lightning_dct.sync.optimizer_state import Deviation
 from lightning_dct.sync.rounds import InFlight, Rounds, UpdateFlow
 from lightning_dct.sync.shared_weights import SharedWeights, as_real
 from lightning_dct.sync.synchronizer import Synchronizer
@@ -88,7 +89,9 @@ class UpdateState(Synchronizer):
         clocks, in_flight = self._save_rounds()
         # Weight averaging swaps weights in temporarily. Save what is there after it swaps them back.
         settled = {name: self.weights.settled(name) for name in self.weights.parameters}
-        own = {name: own for name, (own, _) in settled.items()} | self.buffers.own()
+        own = {name: self.weights.with_held(name, own) for name, (own, _) in settled.items()} | self.buffers.own()
+        held = {f"own of {name}": settled[name][0].cpu().clone() for name in self.weights.held}
+        held |= {f"residual of {name}": residual.cpu().clone() for name, residual in self.weights.held.items()}
         return {
             **state,
             "residuals": {},
@@ -98,6 +101,8 @@ class UpdateState(Synchronizer):
             "in_flight": in_flight,
             **({"own_decay": own_decay} if (own_decay := self._own_decay()) else {}),
             "coherence": self._save_coherence(),
+            "deviations": self._save_deviations(),
+            "held_back": held,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -130,7 +135,11 @@ class UpdateState(Synchronizer):
                 self.weights.adopt(name, parameters[name])
                 shared = self.weights.shared(name)
                 edited += [name] if _is_edited(name, shared, state) else []
-                self.weights.set_own(name, shared if name in edited else weights)
+                held = state.get("held_back", {})
+                if f"own of {name}" in held and name not in edited:
+                    self.weights.hold_saved(name, held[f"own of {name}"], held[f"residual of {name}"])
+                else:
+                    self.weights.set_own(name, shared if name in edited else weights)
             elif name in buffers:
                 buffers[name].copy_(weights)
         # Parameters that took no part yet when the state was saved, as before the trials of a search for a rate.
@@ -149,6 +158,7 @@ class UpdateState(Synchronizer):
         for number, factors in state.get("own_decay", {}).items():
             self._rounds.setdefault(number, Rounds()).own_decay.factors = dict(factors)
         self._load_coherence(state.get("coherence", {}))
+        self._load_deviations(state.get("deviations", {}))
         self.unclocked = self.synchronisations - sum(rounds.steps for rounds in self._rounds.values())
         for item in (item for rounds in self._rounds.values() for item in rounds.in_flight):
             if item.names[0] in edited:  # saved ones have one parameter each
@@ -262,6 +272,24 @@ class UpdateState(Synchronizer):
             coherence.load(tensors, ranks)
             coherence.measured = {name: one for name, one in measured[number].items() if name in tensors}
             self._rounds[number].coherence = coherence
+
+    def _save_deviations(self) -> dict[str, Tensor]:
+        """How this rank's squares of gradients deviate, as flat tensors by number of an optimizer and state."""
+        saved, ranks = {}, self.exchange.everyone.size
+        for number, rounds in self._rounds.items():
+            for name, (left, drift, persistence) in rounds.squares.deviations.items():
+                numbers = torch.tensor([ranks, persistence], dtype=torch.float64)
+                saved[f"{number} {name}"] = torch.cat([numbers, left.double().cpu(), drift.double().cpu()])
+        return saved
+
+    def _load_deviations(self, saved: Mapping[str, Tensor]) -> None:
+        """Continue with it; among another number of ranks deviations are others."""
+        for key, values in saved.items():
+            number, name = key.split(" ", 1)
+            ranks, persistence = values[:2].tolist()
+            if ranks == self.exchange.everyone.size and int(number) in self._rounds:
+                left, drift = values[2:].float().chunk(2)
+                self._rounds[int(number)].squares.deviations[name] = Deviation(left, drift, persistence)
 
     def _excluded(self) -> set[Tensor]:
         return set(self._parameters()) - self.parameter_names.keys()

@@ -41,7 +41,7 @@ from lightning_dct.config import DCTConfig
 from lightning_dct.failures.collective_order import EXCHANGE
 from lightning_dct.law import FEWEST_COUNTED, RunSettings
 from lightning_dct.sync.coherence import SELDOM, Sample, is_measured
-from lightning_dct.sync.optimizer_state import average, bytes_of_average, is_averaged, squares_of
+from lightning_dct.sync.optimizer_state import bytes_of_average, is_averaged, squares_of
 from lightning_dct.sync.optimizer_trial import try_out, warn_of_zeros
 from lightning_dct.sync.rounds import MOST_IN_FLIGHT, Rounds, buckets_of
 from lightning_dct.sync.shared_weights import as_real, start_alike
@@ -211,6 +211,7 @@ class UpdateSynchronizer(UpdateState):
             tag = tag_of(rounds.what, rounds.steps, self.epoch)
             gains = self._gains(rounds, self.exchange.everyone.size, rounds.steps)
             how = Sending(tag, lost=lost, gains=gains)
+            rounds.holds_back = self._holds_back(rounds)
             for bucket in sending:
                 rounds.in_flight.append(self.flow.send(bucket, rounds, length, how))
                 behind = 0 if config.overlap_steps else sum([item.entries for item in rounds.in_flight[1:]])
@@ -246,9 +247,9 @@ class UpdateSynchronizer(UpdateState):
         num_bytes = bytes_of_average(states, self.exchange.everyone.size)
         sent = sum(self.flow.plan(names, length).num_bytes for names in rounds.buckets)
         if is_averaged(rounds.steps, length, num_bytes, sent * self.exchange.link_traversals / length):
-            squares = squares_of(optimizer, [parameters[name] for name in having], keys)
+            squares = squares_of(optimizer, {name: parameters[name] for name in having}, keys)
             with self.traffic.timed("exchange", "seconds_waiting"):
-                average(squares, self.exchange.everyone, parameters[having[0]].device)
+                rounds.squares.average(squares, self.exchange.everyone, parameters[having[0]].device)
 
     def _exchange_buffers_with(self, rounds: Rounds) -> None:
         """Exchange buffers when the first optimizer exchanges, or another one while the first rests."""
@@ -343,6 +344,10 @@ class UpdateSynchronizer(UpdateState):
         if not self._takes_gains(rounds, step):
             return {}
         return rounds.coherence.gains() if self.config.exchanges_every_step else None
+
+    def _holds_back(self, rounds: Rounds) -> bool:
+        """Whether own weights are without residuals, because the ranks pull in opposite directions."""
+        return not self.config.overlap_steps and rounds.coherence.are_opposed(self.exchange.everyone.size)
 
     def apply_all(self) -> None:
         """Wait for updates in flight and apply them, whether they are due or not; a collective call."""
