@@ -23,7 +23,7 @@ from torch import Tensor
 
 TINY = torch.finfo(torch.float32).tiny  # the smallest threshold: zeros are never sent
 ONE = torch.ones(1)
-LEVELS = ((torch.arange(256).double() - 255) / 5).exp2()  # of codes of one byte
+TINIEST = torch.finfo(torch.float32).tiny
 BITS = {"fp32": 32, "bf16": 16, "2bit": 2, "1bit": 1}
 
 
@@ -314,11 +314,15 @@ class Compared:
         kept[2] = known[2] + torch.bincount(number, minlength=size)
         return kept
 
+    def coherence(self, ranks: int) -> float:
+        """That of the whole tensor."""
+        return min(max(float(self.of_all[0] / self.of_all[1]), 0.25), float(ranks))
+
     def gain(self, ranks: int, dtype: torch.dtype) -> Tensor:
         """What the mean of each entry is multiplied by."""
         if not self.of_all[1]:
             return ONE
-        whole = min(max(float(self.of_all[0] / self.of_all[1]), 0.25), float(ranks))
+        whole = self.coherence(ranks)
         if self.rows == 1:
             return torch.full((self.columns,), math.sqrt(ranks / whole), dtype=torch.float64).to(dtype)
         of_rows, of_columns = (
@@ -331,18 +335,76 @@ class Compared:
         return (rows.to(dtype).unsqueeze(1) * columns.to(dtype)).flatten()
 
 
-def average_squares(by_rank: list[Tensor], bias: float) -> None:
-    """Give all ranks the mean of their ``v`` of a tensor, in place; it travels in one byte an entry, as a logarithm."""
-    most = float(torch.stack(by_rank).double().div(bias).max())
+class Averaged:
+    """Of one tensor of one rank: how the sums of rows and columns of ``v`` have deviated from their mean over ranks."""
 
-    def coded(values: Tensor, largest: float) -> Tensor:
-        codes = ((values / (largest or 1.0)).log2() * 5).round().add(255).nan_to_num(0.0, 255, 0.0).clamp(1, 255)
-        return torch.where(values > 0, LEVELS[codes.long()], 0.0)
+    def __init__(self) -> None:
+        self.left, self.drift, self.persistence = torch.empty(0), torch.empty(0), 0.0
 
-    arrived = torch.stack([coded(v.double() / bias, most) for v in by_rank])
-    mean = coded(arrived.mean(0), 1.0) * (most * bias)
-    for v in by_rank:
-        v.copy_(torch.where(mean > 0, mean.to(v.dtype), v))
+    def deviate(self, ratio: Tensor, mean: Tensor) -> None:
+        """Note the deviations before an average, from the rank's sums in parts of the mean."""
+        drift = ratio - 1.0
+        correlation = 0.0
+        if len(self.left):
+            drift = drift - self.left
+            product, square, former = ((one * mean).sum() for one in (drift * self.drift, drift**2, self.drift**2))
+            size = math.sqrt(float(square) * float(former))
+            correlation = float(product) / size if size else 0.0
+            self.persistence = 0.75 * self.persistence + 0.25 * correlation
+        self.drift = drift
+
+
+def turned(ratio: Tensor, share: float) -> Tensor:
+    """What sums in parts of the mean become: those that are too large become too small, in the share that persists."""
+    return torch.where(ratio > 0, ratio.clamp(0.25, 4.0) ** (-0.8 * share), 1.0)
+
+
+def outer(rows: Tensor, columns: Tensor) -> Tensor:
+    """``r_i c_j / t``, summed over the first dimension."""
+    totals = rows.sum(1, keepdim=True)
+    return torch.where(totals > 0, rows / totals, 0.0).T @ columns
+
+
+def average_squares(
+    by_rank: list[list[Tensor]], shapes: Sequence[Sequence[int]], bias: float, known: list[list[Averaged]]
+) -> None:
+    """Give each rank's ``v`` of all tensors the rows and columns of their mean, in place; the sums travel in bf16."""
+    exact: list[list[Tensor]] = [[] for _ in shapes]
+    for number, shape in enumerate(shapes):
+        for squares in by_rank:
+            v = squares[number].view(shape if len(shape) > 1 else (1, -1)).flatten(1)
+            is_matrix = len(v) > 1 and v.shape[1] > 1
+            sums = [v.sum(1, dtype=torch.double), v.sum(0, dtype=torch.double)] if is_matrix else [v.flatten().double()]
+            exact[number].append(torch.cat(sums) / bias)
+    of_all = [torch.stack(sums).bfloat16().float() for sums in exact]
+    means = [sums.mean(0) for sums in of_all]
+    for rank, own in enumerate(by_rank):
+        ratios = [torch.where(mean > 0, sums[rank] / mean, 1.0) for sums, mean in zip(of_all, means, strict=True)]
+        for one, ratio, mean in zip(known[rank], ratios, means, strict=True):
+            one.deviate(ratio, mean)
+        persistence = sum(one.persistence for one in known[rank]) / len(shapes)
+        share = min(max((persistence - 0.25) / (0.4 - 0.25), 0.0), 1.0)
+        for number, (v, ratio, mean) in enumerate(zip(own, ratios, means, strict=True)):
+            given = turned(ratio, share)
+            known[rank][number].left = given - 1.0
+            if len(ratio) == v.numel():  # a single row
+                scaled = v * torch.where(ratio > 0, given / ratio, 1.0)
+                v.copy_(torch.where(v > 0, scaled, mean * bias))
+                continue
+            sizes = [shapes[number][0], v.numel() // shapes[number][0]]
+            rows, columns = of_all[number].split(sizes, dim=1)
+            mean_products = outer(rows, columns) / len(by_rank)
+            of_rows, of_columns = given.split(sizes)
+            whole = (of_rows * mean[: sizes[0]]).sum() / mean[: sizes[0]].sum().clamp(min=TINIEST)
+            mean_products *= of_rows.unsqueeze(1) * of_columns / whole.clamp(min=0.25)
+            pattern = v.view(sizes).to(torch.promote_types(v.dtype, torch.float32))
+            if share > 0:
+                own_rows, own_columns = exact[number][rank].float().split(sizes)
+                alike = outer(own_rows.unsqueeze(0), own_columns.unsqueeze(0)) * bias
+                pattern = pattern ** (1.0 - share) * alike**share
+            own_products = outer(rows[rank : rank + 1], columns[rank : rank + 1])
+            scaled = pattern * torch.where(own_products > 0, mean_products / own_products, 1.0)
+            v.copy_(torch.where(v.view(sizes) > 0, scaled, mean_products * bias).flatten())
 
 
 def exchange_updates(
@@ -381,13 +443,16 @@ def train(
     ``local_step(rank, step)`` is a step of a rank's optimizer, and returns its gradients. If that ``chooses_length``,
     steps do not grow with gradients. ``squares(rank)`` are its ``v``, of which a step keeps the share ``memory``, as
     Adam does; without them steps are compared instead of gradients. Decay leaves ``kept`` of a weight. No mean has a
-    gain after ``plain_after`` steps: 90% of a long run. ``v`` is averaged after 4, 16 and 64 steps; the package goes on
-    as often as 4% of the bytes allow.
+    gain after ``plain_after`` steps: 90% of a long run. ``v`` is averaged after 1, 2, 4, ... 64 steps; the package goes
+    on as often as 4% of the bytes allow, every 16 steps at most.
     """
     ranks, all_states = len(weights), [States(State) for _ in weights[0]]
     shared = [w.clone() for w in weights[0]]
     compared = [Compared(shape, memory) for shape in shapes or [w.shape for w in shared]]
+    averaged = [[Averaged() for _ in shapes] for _ in range(ranks)]
     travelling: list[tuple[Tensor, list[Tensor]]] = []
+    # Residuals that are kept apart from ``w``.
+    apart = [[torch.zeros_like(w) for w in own] for own in weights]
     due = since_refresh = 0
     # Not if ranks are several steps apart, for which that is too long.
     has_gains = settings.local_steps == 1 and not settings.overlap_steps
@@ -415,6 +480,10 @@ def train(
         length, decay = (1, settings.residual_decay) if step <= settings.warmup_steps else (settings.local_steps, 1.0)
         if step % length or travelling:
             continue
+        for own, residuals in zip(weights, apart, strict=True):
+            for w, residual in zip(own, residuals, strict=True):
+                w.add_(residual)
+                residual.zero_()
         for number, (w_shared, states) in enumerate(zip(shared, all_states, strict=True)):
             for state in states.values() if refresh else ():
                 state.target = 0
@@ -423,17 +492,22 @@ def train(
             gain = compared[number].gain(ranks, w_shared.dtype) if has_gains else None
             gain = gain if has_gain else ONE
             travelling.append(exchange_updates(own, w_shared, states, settings, share, decay, gain))
+        # Ranks that pull in opposite directions train on S.
+        of_all = [one.coherence(ranks) for one in compared if one.of_all[1]]
+        holds_back = bool(of_all) and sum(of_all) / len(of_all) < 0.9 and not settings.overlap_steps
         due, since_refresh = step + min(settings.overlap_steps, length), 1 if refresh else since_refresh
         if not settings.overlap_steps:
             arrive()
-        if (
-            squares is not None
-            and memory is not None
-            and not {4, 16, 64}.isdisjoint(range(step - length + 1, step + 1))
-        ):
-            for by_rank in zip(*map(squares, range(ranks)), strict=True):
-                average_squares(list(by_rank), 1 - memory**step)
+        for own, residuals in zip(weights, apart, strict=True):
+            for w, residual, w_shared in zip(own, residuals, shared, strict=True) if holds_back else ():
+                residual.copy_(w - w_shared)
+                w.copy_(w_shared)
+        made = range(step - length + 1, step + 1)
+        if squares is not None and memory is not None and not {1, 2, 4, 8, 16, 32, 64}.isdisjoint(made):
+            average_squares([squares(rank) for rank in range(ranks)], shapes, 1 - memory**step, averaged)
     arrive()
+    for own, residuals in zip(weights, apart, strict=True):
+        torch._foreach_add_(own, residuals)
     return shared, all_states
 
 

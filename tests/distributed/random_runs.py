@@ -21,12 +21,16 @@ CASES = len(VALUE_FORMATS)
 
 
 class Case(NamedTuple):
-    """What is trained and how; ``settings`` are those of DCTConfig."""
+    """What is trained and how; ``settings`` are those of DCTConfig.
+
+    If ``is_unlike``, ranks pull in opposite directions, and some harder than others.
+    """
 
     shapes: list[tuple[int, ...]]
     dtype: torch.dtype
     settings: dict[str, Any]
     optimizer: Callable[..., torch.optim.Optimizer]
+    is_unlike: bool = False
 
 
 def draw(seed: int, compress: str, exchange: str) -> Case:
@@ -49,10 +53,10 @@ def draw(seed: int, compress: str, exchange: str) -> Case:
         settings["residual_decay"] = choice.choice([1.0, 0.9, 0.5])
     shapes = [(size // 2, 2) if size % 2 == 0 else (size,) for size in sizes]
     dtype, adam = choice.choice([torch.float32, torch.float64]), choice.random() < 0.5
-    return Case(shapes, dtype, settings, _adam if adam else _momentum)
+    return Case(shapes, dtype, settings, adamw if adam else _momentum)
 
 
-def _adam(parameters: Any) -> torch.optim.Optimizer:
+def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01)
 
 
@@ -72,7 +76,12 @@ class Springs(LightningModule):
     def goals(self, rank: int, step: int) -> list[Tensor]:
         """Heavy-tailed, others for every rank and step."""
         noise = torch.Generator().manual_seed(100_000 * rank + step)
-        return [torch.randn(shape, generator=noise, dtype=self.case.dtype).pow(3) for shape in self.case.shapes]
+        goals = [torch.randn(shape, generator=noise, dtype=self.case.dtype).pow(3) for shape in self.case.shapes]
+        if self.case.is_unlike:
+            towards = (8.0, -2.0, -6.0)[rank % 3]
+            rows = [torch.arange(len(goal)).remainder(4).view(-1, *(goal.dim() - 1) * (1,)) for goal in goals]
+            goals = [0.1 * goal + towards * row for goal, row in zip(goals, rows, strict=True)]
+        return goals
 
     def pull(self, rank: int, step: int) -> Tensor:
         """The loss."""
@@ -143,7 +152,7 @@ def train_updates(case: Case, world_size: int, plain_after: float = math.inf) ->
         return [optimizers[rank].state[weight]["exp_avg_sq"].view(-1) for weight in modules[rank].weights]
 
     own = [[weight.detach().view(-1) for weight in module.weights] for module in modules]
-    is_adam = case.optimizer is _adam
+    is_adam = case.optimizer is adamw
     kept = 1 - 0.01 * 0.01 if is_adam else 1.0  # AdamW's own weight decay
     memory = try_out(optimizers[0]).squares[0]["exp_avg_sq"] if is_adam else None
     more = {"memory": memory, "squares": squares if is_adam else None, "shapes": case.shapes}

@@ -8,10 +8,20 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
-from distributed.random_runs import STEPS, assert_remembered, assert_weights, draw, run_case, run_cases, train_updates
+from distributed.random_runs import (
+    STEPS,
+    adamw,
+    assert_remembered,
+    assert_weights,
+    draw,
+    run_case,
+    run_cases,
+    train_updates,
+)
 from distributed.training import Module, Run, assert_weights_close, fit
 from lightning_dct import DCTStrategy, law
 from lightning_dct.sync import rounds
+from lightning_dct.sync.optimizer_state import DATA
 from one_card import DEVICE
 
 
@@ -71,6 +81,34 @@ def test_the_mean_is_plain_at_the_end_of_a_long_run(ranks: Any) -> None:
         lengthened, *_ = train_updates(case, 2)
         is_adam = case.optimizer(nn.Linear(1, 1).parameters()).defaults.get("betas") is not None
         assert is_adam == any(not torch.equal(one, other) for one, other in zip(shared, lengthened, strict=True))
+
+
+UNLIKE = [
+    draw(seed, "updates", "all_gather")._replace(
+        settings=APART[seed % 2].settings | {"local_steps": 1, "warmup_steps": 7, "residual_decay": 0.9},
+        shapes=[(40, 30), (1200,), (9, 50)],
+        optimizer=adamw,
+        is_unlike=True,
+    )
+    for seed in (0, 1)
+]
+
+
+def run_unlike() -> list[Run]:
+    return [run_case(case) for case in UNLIKE]
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="a GPU's optimizers round otherwise than the reference on a CPU")
+def test_ranks_that_pull_in_opposite_directions_match_the_reference(ranks: Any) -> None:
+    """Oracle: the reference. Residuals are held back, and deviations of second moments persist."""
+    for case, runs in zip(UNLIKE, zip(*ranks(3).run(run_unlike), strict=True), strict=True):
+        shared, own, _ = train_updates(case, 3)
+        for run, expected in zip(runs, own, strict=True):
+            assert_weights(run.weights, shared)
+            assert_weights(run.state["weights"], expected)
+            assert any(bool(held.any()) for name, held in run.state["held_back"].items() if "residual" in name)
+            persistences = [float(values[1]) for values in run.state["deviations"].values()]
+            assert sum(persistences) / len(persistences) > DATA
 
 
 def train_densely(strategy: str) -> Run:
