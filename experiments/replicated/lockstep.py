@@ -217,10 +217,10 @@ class Exchanges:
         refreshes = self._wants_refresh
         if refreshes:
             self._since_refresh, self._wants_refresh = 1, False
-        lost = 1.0 - self.config.residual_decay if self._step <= self.config.warmup_steps else 0.0
+        lost = 1.0 - self.config.kept_of_residuals if self._step <= self.config.warmup_steps else 0.0
         tag = tag_of("replicas", self._step, 0)
         for rank in self.ranks:
-            rank.rounds.holds_back = self._coherence.are_opposed(ranks)
+            rank.rounds.holds_back = self._coherence.are_opposed
         self.start(length, Sending(tag, lost=lost, gains=self._gains()), refreshes)
         if self.config.share_second_moments:
             self._average_squares(length)

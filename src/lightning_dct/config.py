@@ -34,7 +34,7 @@ class DCTConfig:
             entries unless a density is 1. Otherwise ranks would drift apart while weights move fast.
         residual_decay: Factor on an update's residual after each exchange of the warm-up, in (0, 1]. Less than 1 keeps
             the ranks together at learning rates that are too large for the batch of one rank. After the warm-up it
-            is 1.
+            is 1. None for 0.95 less half the density: the less is sent, the longer entries have to wait.
         share_second_moments: Average over the ranks, now and then, what an optimizer has learnt about the size of
             gradients, such as Adam's ``exp_avg_sq``. Without it, ranks whose data differ train to another place than
             plain DDP does.
@@ -65,7 +65,7 @@ class DCTConfig:
     compress: Compress = "updates"
     local_steps: int = None  # type: ignore[assignment]  # until it is checked
     warmup_steps: int = 320
-    residual_decay: float = 0.95
+    residual_decay: float | None = None
     share_second_moments: bool = True
     overlap_steps: int = 0
     density: float = 0.3
@@ -105,7 +105,8 @@ class DCTConfig:
         if self.local_steps is None:
             object.__setattr__(self, "local_steps", max(8, self.overlap_steps) if updates else 1)
         check_integer("local_steps", self.local_steps, minimum=1)
-        check_density("residual_decay", self.residual_decay, "what remains of a residual", "To keep all of it")
+        if self.residual_decay is not None:
+            check_density("residual_decay", self.residual_decay, "what remains of a residual", "To keep all of it")
         # Numbers of numpy, as a sweep may give, are unreadable in a log of settings.
         for name, value in vars(self).items():
             if isinstance(value, Integral | float) and not isinstance(value, bool):
@@ -133,6 +134,11 @@ class DCTConfig:
         lost 7% in 1,000 steps.
         """
         return 1 if step <= self.warmup_steps else self.local_steps
+
+    @property
+    def kept_of_residuals(self) -> float:
+        """What remains of a residual after an exchange of the warm-up."""
+        return 0.95 - 0.5 * self.density if self.residual_decay is None else self.residual_decay
 
     @property
     def exchanges_every_step(self) -> bool:

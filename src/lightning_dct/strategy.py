@@ -41,7 +41,8 @@ class DCTStrategy(DCTStrategyBase, DDPStrategy):
         local_steps: Optimizer steps from one exchange of updates to the next; by default as the length of the run
             allows.
         warmup_steps: Optimizer steps in which updates are exchanged after every step, but fewer entries each time.
-        residual_decay: Factor on an update's residual after each exchange of the warm-up, in (0, 1].
+        residual_decay: Factor on an update's residual after each exchange of the warm-up, in (0, 1]; None for 0.95
+            less half the density.
         share_second_moments: Average over the ranks what an optimizer has learnt about the size of gradients.
         overlap_steps: Optimizer steps for which an exchange may be in flight during training, at most ``local_steps``.
         density: Share of each tensor's entries that an exchange sends, in (0, 1]; by default as the length of the run
@@ -77,7 +78,7 @@ class DCTStrategy(DCTStrategyBase, DDPStrategy):
         compress: Compress = "updates",
         local_steps: int | None = None,
         warmup_steps: int = 320,
-        residual_decay: float = 0.95,
+        residual_decay: float | None = None,
         share_second_moments: bool = True,
         overlap_steps: int = 0,
         density: float | None = None,

@@ -10,7 +10,7 @@ from callbacks import test_accordion as accordion
 from differences import assert_same
 from distributed import test_loss_scaling as loss_scaling
 from distributed.resuming import fit_half
-from distributed.training import Module
+from distributed.training import Module, rank
 from embedding import test_growing as growing
 from embedding import test_hybrid as hybrid
 from embedding import test_pruning as pruning
@@ -48,6 +48,22 @@ def train_clipped(save: Path | None, load: Path | None) -> Any:
     return fit_half(save, load, DCTStrategy(local_steps=1, warmup_steps=0), module, gradient_clip_val=0.01)
 
 
+class Opposed(Module):
+    """Ranks pull in opposite directions, so what they have not sent is held back."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        towards = 3.0 if rank() else -3.0
+        pull = sum(((weight - towards) ** 2).mean() for weight in self.parameters())
+        return super().training_step(batch, batch_idx) + pull
+
+
+def train_opposed(save: Path | None, load: Path | None) -> Any:
+    strategy = DCTStrategy(local_steps=1, warmup_steps=6, density=0.2)
+    result = fit_half(save, load, strategy, Opposed(None, torch.optim.Adam, lr=0.01))
+    assert strategy.updates.weights.held
+    return result
+
+
 # The number of ranks, what they train, and its arguments after the two files.
 CASES: dict[str, tuple[Any, ...]] = {
     "1bit": gradients(value_format="1bit"),
@@ -59,6 +75,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "updates, bf16-true": of_updates({"precision": "bf16-true"}, local_steps=64),
     "updates, 64-true": of_updates({"precision": "64-true"}),
     "updates, clipped by the norm of their mean": (2, train_clipped),
+    "updates, ranks that pull in opposite directions": (2, train_opposed),
     "buffers of all kinds": (2, buffers.train_with_buffers),
     "updates, loss scales of their own": (2, loss_scaling.train_updates),
     "a validation": (2, updates.train_normalised),

@@ -293,7 +293,7 @@ class ElasticUpdates(UpdateSynchronizer):
     ) -> None:
         """Add what the senders have sent, ``[senders, bytes]``; ``own`` is this rank's row, ``changed`` the buffers."""
         rounds, start = self._the_rounds, 0
-        decay = self.config.residual_decay if rounds.steps <= self.config.warmup_steps else 1.0
+        decay = self.config.kept_of_residuals if rounds.steps <= self.config.warmup_steps else 1.0
         with self.traffic.timed("apply"):
             for names, plan in buckets:
                 stop = start + plan.layout.num_bytes

@@ -139,11 +139,13 @@ class Coherence:
         tensors: What is known, by parameter.
         measured: The latest measurement by parameter: its step, and the results of :func:`measure_all`. It counts from
             the next one on, because by then every rank knows it.
+        mean: The coherence of all tensors, each counting as much; None while nothing is known.
     """
 
     def __init__(self) -> None:
         self.tensors: dict[str, TensorCoherence] = {}
         self.measured: dict[str, tuple[int, float, Tensor]] = {}
+        self.mean: float | None = None
         self._is_awaited = False
         # The step that has begun and is not measured yet, and samples of weights before it.
         self._begun = 0
@@ -213,22 +215,28 @@ class Coherence:
             of_sums, sums = result
             known.add(places, of_sums, sums, weight)
         if self.measured:
-            self._gains = {name: known.gain(ranks) for name, known in self.tensors.items()}
+            self._know(ranks)
         self.measured = {}
 
     def gains(self) -> Mapping[str, Gain]:
         """The factors on the mean of updates by parameter; the same object until they change."""
         return self._gains
 
-    def are_opposed(self, ranks: int) -> bool:
+    @property
+    def are_opposed(self) -> bool:
         """Whether the ranks' gradients cancel each other, which those of ranks with the same data do not."""
-        known = [one.of_whole(ranks) for one in self.tensors.values() if bool(one.whole[1])]
-        return bool(known) and sum(known) / len(known) < OPPOSED
+        return self.mean is not None and self.mean < OPPOSED
+
+    def _know(self, ranks: int) -> None:
+        """Take what has been measured into gains, and into the mean."""
+        self._gains = {name: known.gain(ranks) for name, known in self.tensors.items() if bool(known.whole[1])}
+        of_all = [self.tensors[name].of_whole(ranks) for name in self._gains]
+        self.mean = sum(of_all) / len(of_all) if of_all else None
 
     def load(self, tensors: Mapping[str, TensorCoherence], ranks: int) -> None:
         """Continue with what is known of so many ranks."""
         self.tensors = dict(tensors)
-        self._gains = {name: known.gain(ranks) for name, known in self.tensors.items() if bool(known.whole[1])}
+        self._know(ranks)
 
 
 def is_measured(step: int) -> bool:

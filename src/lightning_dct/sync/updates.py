@@ -41,12 +41,15 @@ from lightning_dct.config import DCTConfig
 from lightning_dct.failures.collective_order import EXCHANGE
 from lightning_dct.law import FEWEST_COUNTED, RunSettings
 from lightning_dct.sync.coherence import SELDOM, Sample, is_measured
-from lightning_dct.sync.optimizer_state import bytes_of_average, is_averaged, squares_of
+from lightning_dct.sync.optimizer_state import DATA, bytes_of_average, is_averaged, squares_of
 from lightning_dct.sync.optimizer_trial import try_out, warn_of_zeros
 from lightning_dct.sync.rounds import MOST_IN_FLIGHT, Rounds, buckets_of
 from lightning_dct.sync.shared_weights import as_real, start_alike
 from lightning_dct.sync.update_state import UpdateState
 from lightning_dct.wire.payload import tag_of
+
+# After so many steps it is known whether ranks differ by more than noise.
+SETTLED = 100
 
 
 class UpdateSynchronizer(UpdateState):
@@ -65,6 +68,7 @@ class UpdateSynchronizer(UpdateState):
     run_settings: RunSettings | None = None
     project: Callable[[], None] | None = None
     may_skip: bool = False
+    _has_warned: bool = False
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Take the settings of a run of this length, and register parameters that are stepped for the first time."""
@@ -207,7 +211,7 @@ class UpdateSynchronizer(UpdateState):
                 rounds.own_decay.agree(rounds.names, self.weights, self.exchange.everyone)
             self._forget_thresholds(sending)
             self.feedback.begin()
-            lost = 1.0 - config.residual_decay if rounds.steps <= config.warmup_steps else 0.0
+            lost = 1.0 - config.kept_of_residuals if rounds.steps <= config.warmup_steps else 0.0
             tag = tag_of(rounds.what, rounds.steps, self.epoch)
             gains = self._gains(rounds, self.exchange.everyone.size, rounds.steps)
             how = Sending(tag, lost=lost, gains=gains)
@@ -225,6 +229,8 @@ class UpdateSynchronizer(UpdateState):
                 self._exchange_buffers_with(rounds)
             if self.config.share_second_moments:
                 self._average_squares(rounds, optimizer, length)
+            if rounds.steps >= SETTLED:
+                self._warn_if_unlike(rounds)
         self.weights.project(self.project)
         self.feedback.awaited.poll()
 
@@ -250,6 +256,22 @@ class UpdateSynchronizer(UpdateState):
             squares = squares_of(optimizer, {name: parameters[name] for name in having}, keys)
             with self.traffic.timed("exchange", "seconds_waiting"):
                 rounds.squares.average(squares, self.exchange.everyone, parameters[having[0]].device)
+
+    def _warn_if_unlike(self, rounds: Rounds) -> None:
+        """Warn once if the ranks' gradients differ by more than noise: then a mean of their steps is not DDP's."""
+        coherence, persistence = rounds.coherence.mean, rounds.squares.persistence
+        if self._has_warned or not (rounds.coherence.are_opposed or persistence > DATA):
+            return
+        self._has_warned = True
+        said = f"their sizes deviate with a persistence of {persistence:.2f}, about 0 if data are alike"
+        if coherence is not None:
+            said = f"coherence {coherence:.2f}, 1 or more if data are alike; {said}"
+        rank_zero_warn(
+            "The ranks seem to train on data of different kinds, each with its own classes, domain or users: their"
+            f" gradients differ by more than noise ({said}). DCT corrects for that, but such a run may still end a few"
+            " percent above plain DDP. Shuffle the data over the ranks if you can, and compare with `strategy='ddp'` if"
+            " you cannot."
+        )
 
     def _exchange_buffers_with(self, rounds: Rounds) -> None:
         """Exchange buffers when the first optimizer exchanges, or another one while the first rests."""
@@ -347,7 +369,7 @@ class UpdateSynchronizer(UpdateState):
 
     def _holds_back(self, rounds: Rounds) -> bool:
         """Whether own weights are without residuals, because the ranks pull in opposite directions."""
-        return not self.config.overlap_steps and rounds.coherence.are_opposed(self.exchange.everyone.size)
+        return not self.config.overlap_steps and rounds.coherence.are_opposed
 
     def apply_all(self) -> None:
         """Wait for updates in flight and apply them, whether they are due or not; a collective call."""

@@ -1,6 +1,6 @@
 """Trains what is hard for a mean of updates, on real ranks, beside dense training: ranks whose data differ, and others.
 
-    python experiments/disagreeing.py --only gpt2 classes --ranks 2 4 --seeds 0 1 2 --strategy ddp --strategy dct
+    python experiments/unlike_ranks.py --only gpt2 classes --ranks 2 4 --seeds 0 1 2 --strategy ddp --strategy dct
 
 The first strategy is the baseline. A strategy is ``ddp``, or ``dct`` with settings of ``lightning_dct.Updates``, as in
 ``"dct density=0.3"``. A loss is the mean of five validations in the last tenth of a run. A run whose result is in
@@ -27,10 +27,10 @@ from rich.console import Console
 from rich.table import Table
 
 from comparison.table import Figure
-from disagreeing.cases import CASES
-from disagreeing.loop import train
 from jobs import goes_on
 from reporting import write_result
+from unlike.cases import CASES
+from unlike.loop import train
 
 
 class Run(NamedTuple):
@@ -117,7 +117,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--strategy", action="append", required=True, help='as in "dct density=0.3"')
-    parser.add_argument("--output", type=Path, default=Path("outputs/disagreeing"), help="folder of the results")
+    parser.add_argument("--output", type=Path, default=Path("outputs/unlike_ranks"), help="folder of the results")
     return parser
 
 

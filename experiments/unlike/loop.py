@@ -8,8 +8,8 @@ import torch.distributed as dist
 import yaml
 from torch.nn.utils import clip_grad_norm_
 
-from disagreeing.cases import CASES, cosine, mean_of_gradients
 from lightning_dct import Updates
+from unlike.cases import CASES, cosine, mean_of_gradients
 
 # The last tenth of a run is validated so many times, and the mean of the losses is compared.
 VALIDATIONS = 5
