@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_dct import DCTConfig
 from lightning_dct.compress.awaited import Awaited
-from lightning_dct.compress.bucket_plan import Gain, Plans, Sending
+from lightning_dct.compress.bucket_plan import Plans, Sending
 from lightning_dct.compress.error_feedback import ErrorFeedback
 from lightning_dct.exchange import collectives
 from lightning_dct.exchange.base import Exchange
@@ -24,7 +24,8 @@ from lightning_dct.exchange.collectives import Link
 from lightning_dct.exchange.compressed import AllGather, TwoPhase, link_traversals
 from lightning_dct.exchange.factory import NodeLayout, choose_for_model, share_model
 from lightning_dct.law import Given, RunSettings
-from lightning_dct.sync.coherence import is_measured, measure_all
+from lightning_dct.sync.coherence import measure_all
+from lightning_dct.sync.decision import Decision, decide
 from lightning_dct.sync.optimizer_state import Squares, bytes_of_average, is_averaged
 from lightning_dct.sync.optimizer_trial import Trial
 from lightning_dct.sync.rounds import Rounds, UpdateFlow, buckets_of
@@ -191,7 +192,7 @@ class Exchanges:
     def before_step(self) -> None:
         """Begin an optimizer step after which the ranks measure how far their gradients agree."""
         step = self._step + 1
-        if self.config.exchanges_every_step and self._takes_gains(step) and is_measured(step):
+        if self._decide(step).measures:
             by_step = [name for name in self._models[0] if not self._keys.get(name)]
             for rank in self.ranks:
                 rank.rounds.coherence.begin(step, {name: rank.weights.own(name) for name in by_step})
@@ -209,29 +210,30 @@ class Exchanges:
         self._since_refresh += 1
         for own in self.traffic:
             own.add(steps=1, bytes_dense=all_reduce_bytes(FP32_BYTES * self._entries, ranks))
-        length = self.config.length_at(self._step)
-        if self._step % length:
+        length, is_exchanged, *_ = self._decide(self._step)
+        if not is_exchanged:
             return
         if self._coherence.has_begun(self._step):
             self._measure()
         refreshes = self._wants_refresh
         if refreshes:
             self._since_refresh, self._wants_refresh = 1, False
-        lost = 1.0 - self.config.kept_of_residuals if self._step <= self.config.warmup_steps else 0.0
-        tag = tag_of("replicas", self._step, 0)
+        decision, tag = self._decide(self._step), tag_of("replicas", self._step, 0)
         for rank in self.ranks:
-            rank.rounds.holds_back = self._coherence.are_opposed
-        self.start(length, Sending(tag, lost=lost, gains=self._gains()), refreshes)
+            rank.rounds.holds_back = decision.holds_back
+        how = Sending(tag, lost=1.0 - decision.kept, gains=decision.gains(self._coherence))
+        self.start(length, how, refreshes)
         if self.config.share_second_moments:
             self._average_squares(length)
 
-    def _takes_gains(self, step: int) -> bool:
-        return self._trial.chooses_length and not self._run.is_ending(step)
-
-    def _gains(self) -> Mapping[str, Gain] | None:
-        if not self._takes_gains(self._step):
-            return {}
-        return self._coherence.gains() if self.config.exchanges_every_step else None
+    def _decide(self, step: int) -> Decision:
+        return decide(
+            step,
+            self.config,
+            chooses_length=self._trial.chooses_length,
+            is_ending=self._run.is_ending(step),
+            are_opposed=self._coherence.are_opposed,
+        )
 
     def _measure(self) -> None:
         samples = [

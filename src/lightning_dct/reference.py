@@ -40,7 +40,7 @@ class Settings:
     ranks_per_node: int = 1
     local_steps: int = 8
     warmup_steps: int = 320
-    residual_decay: float = 0.95
+    residual_decay: float | None = None
     overlap_steps: int = 0
 
 
@@ -477,13 +477,20 @@ def train(
         if step == due:
             arrive()
         # Weights move fastest at first. So ranks exchange after every step, send as much less, and residuals decay.
-        length, decay = (1, settings.residual_decay) if step <= settings.warmup_steps else (settings.local_steps, 1.0)
+        length, decay = settings.local_steps, 1.0
+        if step <= settings.warmup_steps:
+            given = settings.residual_decay
+            length, decay = 1, 0.95 - 0.5 * settings.density if given is None else given
         if step % length or travelling:
             continue
         for own, residuals in zip(weights, apart, strict=True):
             for w, residual in zip(own, residuals, strict=True):
                 w.add_(residual)
                 residual.zero_()
+        # Ranks that pull in opposite directions train on S, and then what is not sent stays whole.
+        of_all = [one.coherence(ranks) for one in compared if one.of_all[1]]
+        holds_back = bool(of_all) and sum(of_all) / len(of_all) < 0.9 and not settings.overlap_steps
+        decay = 1.0 if holds_back else decay
         for number, (w_shared, states) in enumerate(zip(shared, all_states, strict=True)):
             for state in states.values() if refresh else ():
                 state.target = 0
@@ -492,9 +499,6 @@ def train(
             gain = compared[number].gain(ranks, w_shared.dtype) if has_gains else None
             gain = gain if has_gain else ONE
             travelling.append(exchange_updates(own, w_shared, states, settings, share, decay, gain))
-        # Ranks that pull in opposite directions train on S.
-        of_all = [one.coherence(ranks) for one in compared if one.of_all[1]]
-        holds_back = bool(of_all) and sum(of_all) / len(of_all) < 0.9 and not settings.overlap_steps
         due, since_refresh = step + min(settings.overlap_steps, length), 1 if refresh else since_refresh
         if not settings.overlap_steps:
             arrive()

@@ -50,7 +50,7 @@ def draw(seed: int, compress: str, exchange: str) -> Case:
         settings["local_steps"] = choice.randint(1, 9)
         settings["warmup_steps"] = choice.choice([0, 7])
         settings["overlap_steps"] = choice.choice([0, choice.randint(0, settings["local_steps"])])
-        settings["residual_decay"] = choice.choice([1.0, 0.9, 0.5])
+        settings["residual_decay"] = choice.choice([1.0, 0.9, None])
     shapes = [(size // 2, 2) if size % 2 == 0 else (size,) for size in sizes]
     dtype, adam = choice.choice([torch.float32, torch.float64]), choice.random() < 0.5
     return Case(shapes, dtype, settings, adamw if adam else _momentum)

@@ -291,7 +291,7 @@ def test_after_every_step_the_mean_is_lengthened_as_by_dct(gradient: torch.Tenso
     rank.train_and_meet(mine)
     rounds = rank.updates._the_rounds
     # The cosine is half of 1, which is taken at first, and of none.
-    gains = rank.updates._gains(rounds, 2, rounds.steps)
+    gains = rank.updates._gains(rank.updates._decide(rounds, rounds.steps), 2)
     assert gains is not None
     assert [float(gain.rows[0]) for gain in gains.values()] == [pytest.approx((2 / 1.5) ** 0.5)]
     assert float(rank.shared.min()) == pytest.approx(-0.5)

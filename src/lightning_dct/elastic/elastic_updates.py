@@ -36,6 +36,7 @@ from lightning_dct.compress.codec import apply, decompress_own
 from lightning_dct.elastic.present import PresentRanks
 from lightning_dct.sync.buffers import PresentBuffers
 from lightning_dct.sync.coherence import LEAST, coherence_of_all, shape_of
+from lightning_dct.sync.decision import Decision, Length
 from lightning_dct.sync.rounds import Rounds
 from lightning_dct.sync.shared_weights import IN_PLACE, as_real
 from lightning_dct.sync.updates import UpdateSynchronizer
@@ -269,7 +270,7 @@ class ElasticUpdates(UpdateSynchronizer):
         self.commit()
         self._cosine = next(header.cosine for header in headers if header.step == step)
         if senders:
-            how = Sending(gains=self._gains(rounds, len(senders), step))
+            how = Sending(gains=self._gains(self._decide(rounds, step), len(senders)))
             rows_sent = self._decay_as_agreed(rows[senders])
             self._take(buckets, rows_sent, senders.index(present.rank()) if sends else None, changed, how)
         if own.step < step:
@@ -293,7 +294,7 @@ class ElasticUpdates(UpdateSynchronizer):
     ) -> None:
         """Add what the senders have sent, ``[senders, bytes]``; ``own`` is this rank's row, ``changed`` the buffers."""
         rounds, start = self._the_rounds, 0
-        decay = self.config.kept_of_residuals if rounds.steps <= self.config.warmup_steps else 1.0
+        decay = self._decide(rounds, rounds.steps).kept
         with self.traffic.timed("apply"):
             for names, plan in buckets:
                 stop = start + plan.layout.num_bytes
@@ -313,10 +314,11 @@ class ElasticUpdates(UpdateSynchronizer):
         self.feedback.awaited.poll()
         self.exchanges += 1
 
-    def _gains(self, rounds: Rounds, ranks: int, step: int) -> Mapping[str, Gain] | None:
+    def _gains(self, decision: Decision, ranks: int) -> Mapping[str, Gain] | None:
         """One gain for all parameters, because the number of ranks changes."""
-        if not self._takes_gains(rounds, step) or not self.config.exchanges_every_step:
-            return super()._gains(rounds, ranks, step)
+        rounds = self._the_rounds
+        if decision.mean is not Length.MEASURED:
+            return decision.gains(rounds.coherence)
         coherence = max(1.0 + (ranks - 1) * self._cosine / WHOLE, LEAST)
         one = torch.ones(1, dtype=torch.float64)
         gain = math.sqrt(ranks / coherence)

@@ -26,7 +26,7 @@ overlap with training.
 """
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from weakref import ref
 
 import torch
@@ -36,11 +36,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dct.agreement import check_alike, gather_objects
-from lightning_dct.compress.bucket_plan import Gain, Sending, local_of, real_numel
+from lightning_dct.compress.bucket_plan import Sending, local_of, real_numel
 from lightning_dct.config import DCTConfig
 from lightning_dct.failures.collective_order import EXCHANGE
 from lightning_dct.law import FEWEST_COUNTED, RunSettings
-from lightning_dct.sync.coherence import SELDOM, Sample, is_measured
+from lightning_dct.sync.coherence import Sample
+from lightning_dct.sync.decision import Decision, decide
 from lightning_dct.sync.optimizer_state import DATA, bytes_of_average, is_averaged, squares_of
 from lightning_dct.sync.optimizer_trial import try_out, warn_of_zeros
 from lightning_dct.sync.rounds import MOST_IN_FLIGHT, Rounds, buckets_of
@@ -77,7 +78,7 @@ class UpdateSynchronizer(UpdateState):
         self.continue_training()  # a checkpoint made and not saved has left the shared ones in the model
         rounds = self.register(optimizer)
         step = rounds.steps + 1
-        if rounds.names and self._measures(rounds, step):
+        if rounds.names and not self._alone and self._decide(rounds, step).measures:
             rounds.coherence.begin(step, self._compared_by_step(rounds, optimizer))
 
     def begin_step(self, optimizer: Optimizer) -> None:
@@ -201,21 +202,19 @@ class UpdateSynchronizer(UpdateState):
         if sending := rounds.due(length, takes_turns=bool(config.overlap_steps)):
             own = f", step {rounds.steps} of optimizer {self._number_of(optimizer)}" if len(self._rounds) > 1 else ""
             what = rounds.what
-            if rounds.coherence.has_begun(
-                rounds.steps
-            ):  # a rank that has not clipped as the others have may measure nothing
+            # A rank that has not clipped as the others have may measure nothing.
+            if rounds.coherence.has_begun(rounds.steps):
                 what = f"{what} with coherence"
             self.come_to(what, f"{rounds.said}{own}, in optimizer step {self.synchronisations}")
-            self._measure(rounds, optimizer, length)
+            self._measure(rounds, optimizer, self._decide(rounds, rounds.steps))
+            decision = self._decide(rounds, rounds.steps)  # measuring has taken the measurement before into account
             if self.may_skip and rounds.decays:
                 rounds.own_decay.agree(rounds.names, self.weights, self.exchange.everyone)
             self._forget_thresholds(sending)
             self.feedback.begin()
-            lost = 1.0 - config.kept_of_residuals if rounds.steps <= config.warmup_steps else 0.0
             tag = tag_of(rounds.what, rounds.steps, self.epoch)
-            gains = self._gains(rounds, self.exchange.everyone.size, rounds.steps)
-            how = Sending(tag, lost=lost, gains=gains)
-            rounds.holds_back = self._holds_back(rounds)
+            how = Sending(tag, lost=1.0 - decision.kept, gains=decision.gains(rounds.coherence))
+            rounds.holds_back = decision.holds_back
             for bucket in sending:
                 rounds.in_flight.append(self.flow.send(bucket, rounds, length, how))
                 behind = 0 if config.overlap_steps else sum([item.entries for item in rounds.in_flight[1:]])
@@ -224,8 +223,7 @@ class UpdateSynchronizer(UpdateState):
             self.traffic.add(refreshes=int(self.feedback.selected))
             if not config.overlap_steps:
                 self.flow.apply(rounds, rounds.in_flight)
-            # Training does not use the running statistics of a BatchNorm, so warm-up does not send them more often.
-            if rounds.steps % config.local_steps == 0:
+            if decision.averages_buffers:
                 self._exchange_buffers_with(rounds)
             if self.config.share_second_moments:
                 self._average_squares(rounds, optimizer, length)
@@ -293,19 +291,16 @@ class UpdateSynchronizer(UpdateState):
         self.traffic.add(steps=1)
         return rounds
 
-    def _measures(self, rounds: Rounds, step: int) -> bool:
-        """Whether the ranks measure after this step how far their gradients agree."""
-        is_used = self._takes_measured_gains(rounds, step) or self.clips_by_norm
-        return is_used and not self._alone and is_measured(step) and self.config.length_at(step) == 1
-
-    def _takes_measured_gains(self, rounds: Rounds, step: int) -> bool:
-        return self.config.exchanges_every_step and self._takes_gains(rounds, step)
-
-    def _takes_gains(self, rounds: Rounds, step: int) -> bool:
-        """Whether means have gains: not at the end of a long run, and not if steps grow with their gradients."""
-        # Longer means go further in as many steps. At the end of a long run their noise costs more than that gains.
-        is_ending = self.run_settings is not None and self.run_settings.is_ending(step)
-        return rounds.trial.chooses_length and not is_ending
+    def _decide(self, rounds: Rounds, step: int) -> Decision:
+        """What follows a step of an optimizer."""
+        return decide(
+            step,
+            self.config,
+            chooses_length=rounds.trial.chooses_length,
+            clips_by_norm=self.clips_by_norm,
+            is_ending=self.run_settings is not None and self.run_settings.is_ending(step),
+            are_opposed=rounds.coherence.are_opposed,
+        )
 
     def _compared_by_step(self, rounds: Rounds, optimizer: Optimizer) -> dict[str, Tensor]:
         """Own weights of the parameters whose steps are compared, because no squares of their gradients are kept."""
@@ -325,14 +320,13 @@ class UpdateSynchronizer(UpdateState):
             samples[name] = rounds.coherence.sample(name, own, gradient, memory)
         return samples
 
-    def _measure(self, rounds: Rounds, optimizer: Optimizer, length: int) -> None:
+    def _measure(self, rounds: Rounds, optimizer: Optimizer, decision: Decision) -> None:
         """Now and then measure how far gradients agree in the step just made, and agree on decay; collective calls."""
         everyone, awaited = self.exchange.everyone, self.feedback.awaited
         with self.traffic.timed("exchange", "seconds_waiting"):
             if rounds.coherence.has_begun(rounds.steps):
                 rounds.coherence.measure(self._samples(rounds, optimizer), everyone, awaited)
-            is_due = is_measured(rounds.steps) if length == 1 else rounds.steps % (SELDOM * length) == 0
-            if is_due and rounds.decays and not self.may_skip:
+            if decision.agrees_on_decay and rounds.decays and not self.may_skip:
                 rounds.decay.agree(rounds.names, self.weights.parameters, everyone, awaited)
 
     @torch.no_grad()
@@ -360,16 +354,6 @@ class UpdateSynchronizer(UpdateState):
             if name in rounds.coherence.tensors:
                 return rounds.coherence.tensors[name].present(ranks) / ranks
         return 1.0
-
-    def _gains(self, rounds: Rounds, ranks: int, step: int) -> Mapping[str, Gain] | None:
-        """The gains on means by parameter, where they are not 1; None for ``sqrt(W / senders)``."""
-        if not self._takes_gains(rounds, step):
-            return {}
-        return rounds.coherence.gains() if self.config.exchanges_every_step else None
-
-    def _holds_back(self, rounds: Rounds) -> bool:
-        """Whether own weights are without residuals, because the ranks pull in opposite directions."""
-        return not self.config.overlap_steps and rounds.coherence.are_opposed
 
     def apply_all(self) -> None:
         """Wait for updates in flight and apply them, whether they are due or not; a collective call."""
