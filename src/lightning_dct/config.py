@@ -34,7 +34,8 @@ class DCTConfig:
             entries unless a density is 1. Otherwise ranks would drift apart while weights move fast.
         residual_decay: Factor on an update's residual after each exchange of the warm-up, in (0, 1]. Less than 1 keeps
             the ranks together at learning rates that are too large for the batch of one rank. After the warm-up it
-            is 1. None for 0.95 less half the density: the less is sent, the longer entries have to wait.
+            is 1. None for 0.95 less half the density, because the less is sent, the longer entries have to wait; and
+            for 0.95 with optimizers whose steps grow with their gradients, as SGD.
         share_second_moments: Average over the ranks, now and then, what an optimizer has learnt about the size of
             gradients, such as Adam's ``exp_avg_sq``. Without it, ranks whose data differ train to another place than
             plain DDP does.
@@ -135,10 +136,15 @@ class DCTConfig:
         """
         return 1 if step <= self.warmup_steps else self.local_steps
 
-    @property
-    def kept_of_residuals(self) -> float:
-        """What remains of a residual after an exchange of the warm-up."""
-        return 0.95 - 0.5 * self.density if self.residual_decay is None else self.residual_decay
+    def kept_of_residuals(self, chooses_length: bool) -> float:
+        """What remains of a residual after an exchange of the warm-up.
+
+        ``chooses_length`` says whether the optimizer's steps do not grow with their gradients. If they do, nothing
+        makes up for what a residual has lost.
+        """
+        if self.residual_decay is not None:
+            return self.residual_decay
+        return 0.95 - 0.5 * self.density if chooses_length else 0.95
 
     @property
     def exchanges_every_step(self) -> bool:

@@ -480,7 +480,8 @@ def train(
         length, decay = settings.local_steps, 1.0
         if step <= settings.warmup_steps:
             given = settings.residual_decay
-            length, decay = 1, 0.95 - 0.5 * settings.density if given is None else given
+            usual = 0.95 - 0.5 * settings.density if chooses_length else 0.95
+            length, decay = 1, usual if given is None else given
         if step % length or travelling:
             continue
         for own, residuals in zip(weights, apart, strict=True):

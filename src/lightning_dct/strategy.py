@@ -42,7 +42,7 @@ class DCTStrategy(DCTStrategyBase, DDPStrategy):
             allows.
         warmup_steps: Optimizer steps in which updates are exchanged after every step, but fewer entries each time.
         residual_decay: Factor on an update's residual after each exchange of the warm-up, in (0, 1]; None for 0.95
-            less half the density.
+            less half the density, and for 0.95 with SGD.
         share_second_moments: Average over the ranks what an optimizer has learnt about the size of gradients.
         overlap_steps: Optimizer steps for which an exchange may be in flight during training, at most ``local_steps``.
         density: Share of each tensor's entries that an exchange sends, in (0, 1]; by default as the length of the run

@@ -54,7 +54,7 @@ def compile_kernels(ranks: int, settings: str) -> None:
     if config.exchanges_every_step:
         gains = {name: TensorCoherence(shape_of(own[0])).gain(ranks) for name, own in one.weights.items()}
     for now in (gains, gains, {}):  # without any at the end
-        exchanges.exchange(1, Sending(1, lost=1 - config.kept_of_residuals, gains=now), False)
+        exchanges.exchange(1, Sending(1, lost=1 - config.kept_of_residuals(True), gains=now), False)
     exchanges.exchange(config.local_steps, Sending(1, gains=gains), True)
     one.look()
 

@@ -146,7 +146,7 @@ def rounds_of_a_run(settings: dict[str, Any], optimizer: str = "Adam") -> tuple[
     strategy = DCTStrategy(**{"density": 0.2, "min_tensor_size": 8, **settings})
     fit(strategy, Module(None, getattr(torch.optim, optimizer), lr=0.01), 40)
     (rounds,) = strategy.updates._rounds.values()
-    gains = strategy.updates._gains(rounds, 2, rounds.steps)
+    gains = strategy.updates._decide(rounds, rounds.steps).gains(rounds.coherence)
     rows = [] if not gains else torch.cat([gain.rows for gain in gains.values()]).tolist()
     return sorted(rounds.coherence.tensors), gains is None, rows
 

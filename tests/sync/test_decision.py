@@ -23,6 +23,7 @@ EVERY_STEP = {"local_steps": 1, "warmup_steps": 20, "density": 0.1}
         # During the warm-up ranks exchange after every step, and residuals decay. Buffers keep their pace.
         (7, {**APART, "warmup_steps": 9}, {}, {"length": 1, "is_exchanged": True, "averages_buffers": False}),
         (7, {**APART, "warmup_steps": 9}, {}, {"kept": 0.8, "mean": Length.BY_SENDERS}),
+        (7, {**APART, "warmup_steps": 9}, {"chooses_length": False}, {"kept": 0.95}),
         (7, {**APART, "warmup_steps": 9, "residual_decay": 0.5}, {}, {"kept": 0.5}),
         # After every step: the mean's length is measured, often at first.
         (3, EVERY_STEP, {}, {"measures": True, "agrees_on_decay": True, "mean": Length.MEASURED, "kept": 0.9}),

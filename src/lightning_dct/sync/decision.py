@@ -84,7 +84,7 @@ def decide(
         measures=is_used and length == 1 and is_measured(step),
         agrees_on_decay=is_measured(step) if length == 1 else step % (SELDOM * length) == 0,
         holds_back=holds_back,
-        kept=config.kept_of_residuals if loses_residuals else 1.0,
+        kept=config.kept_of_residuals(chooses_length) if loses_residuals else 1.0,
         mean=mean,
         # Training does not use the running statistics of a BatchNorm, so warm-up does not send them more often.
         averages_buffers=step % config.local_steps == 0,
