@@ -17,6 +17,7 @@ from lightning_dct.config import DCTConfig
 from lightning_dct.embedding.growing import GrowingEmbeddingBags
 from lightning_dct.embedding.optimizers import AdamWithRows, RowWiseAdagrad
 from lightning_dct.embedding.sharded import ShardedEmbeddingBags, ShardedEmbeddings
+from lightning_dct.embedding.string_ids import string_ids
 from lightning_dct.embedding.tables import EmbeddingTable
 from lightning_dct.embedding.whole_tables import gather_tables
 from lightning_dct.pipeline.sequential import SplitSequential
@@ -55,6 +56,7 @@ __all__ = [
     "Updates",
     "__version__",
     "gather_tables",
+    "string_ids",
     "subspace",
 ]
 

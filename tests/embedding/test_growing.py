@@ -139,7 +139,7 @@ def test_rows_of_other_tables_are_refused(tmp_path: Path) -> None:
     growing(torch.tensor([[3]]))
     for saved, other in ((fixed, growing), (growing, fixed), (growing, make(2, max_rows=5))):
         save_rows(str(tmp_path), {"tables": saved}, [])
-        with pytest.raises(CheckpointError, match="damaged or does not fit"):
+        with pytest.raises(CheckpointError, match="of other tables"):
             load_rows(str(tmp_path), {"tables": other})
 
 
@@ -191,7 +191,12 @@ def messages_of_wrong_batches(kind: type, settings: dict[str, Any]) -> tuple[lis
     ("kind", "settings", "rows", "remedy"),
     [
         (ShardedEmbeddingBags, {"tables": [9, 7]}, "has 9 rows", "Correct the ids or the number of rows."),
-        (GrowingEmbeddingBags, {"num_tables": 2, "max_rows": 9}, "takes ids from 0 to 2", "`ids & (2**63 - 1)`"),
+        (
+            GrowingEmbeddingBags,
+            {"num_tables": 2, "max_rows": 9},
+            "takes ids from 0 to 2",
+            "`lightning_dct.string_ids`",
+        ),
     ],
 )
 def test_a_wrong_batch_is_an_error_on_every_rank(ranks: Any, kind: type, settings: Any, rows: str, remedy: str) -> None:

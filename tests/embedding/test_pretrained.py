@@ -8,6 +8,7 @@ from torch import Tensor
 
 from embedding.hybrid import Hybrid, fit, together, whole
 from lightning_dct import ShardedEmbeddingBags
+from lightning_dct.embedding.table_files import saved_in_shards
 
 
 def pretrained(module: Hybrid) -> Tensor:
@@ -55,7 +56,13 @@ def test_other_shapes_are_named(shape: tuple[int, int]) -> None:
 def test_a_checkpoint_without_rows_says_where_they_are() -> None:
     """``load_from_checkpoint`` reads Lightning's file alone."""
     module = Hybrid({})
-    with pytest.raises(
-        RuntimeError, match=r"`tables\.weight` is in the folder beside a Trainer's checkpoint: use `trai"
-    ):
-        module.load_state_dict(module.top.state_dict(prefix="top."))
+    module.tables.materialize()
+    with saved_in_shards({"tables": module.tables}):
+        saved = module.state_dict()
+    said = r"`tables\.weight` is in the folder beside a Trainer's checkpoint: use `trai"
+    with pytest.raises(RuntimeError, match=said):
+        module.load_state_dict(saved)
+    renamed = {name.replace("tables.", "rows."): value for name, value in saved.items()}
+    with pytest.raises(RuntimeError, match="Missing key") as caught:
+        module.load_state_dict(renamed)
+    assert "in the folder" not in str(caught.value)

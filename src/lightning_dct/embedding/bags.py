@@ -12,6 +12,12 @@ from lightning_dct.embedding.owners import ID_SPACE, Int64Array, RowOwners
 from lightning_dct.embedding.tables import EmbeddingTable
 from lightning_dct.kernels import add_in_order
 
+# Told where an id of a growing table is negative.
+HASHES = (
+    "Make ids of strings by `lightning_dct.string_ids`, and other hashes positive by `ids & (2**63 - 1)`. Python's"
+    " `hash` of a string makes no ids: it is another number in each process."
+)
+
 
 class Features(NamedTuple):
     """The features of some tables, in the order of the tables."""
@@ -104,10 +110,13 @@ def read_bags(
     """Check and flatten ids and offsets as :meth:`lightning_dct.ShardedEmbeddingBags.forward` takes them.
 
     Raises:
+        TypeError: One of them is no tensor.
         ValueError: Shapes, dtypes or offsets are not as there.
         IndexError: An id is out of its table's range; the message names both.
     """
     number = len(features.names)
+    for name, given in (("ids", ids), ("offsets", offsets), ("per_sample_weights", weights)):
+        _check_is_tensor(name, given)
     for name, given in (("ids", ids), ("offsets", offsets)):
         if given is not None and (given.is_floating_point() or given.is_complex() or given.dtype == torch.bool):
             raise ValueError(f"`{name}` must be whole numbers, int64 or int32; they are {given.dtype}.")
@@ -135,6 +144,16 @@ def read_bags(
         )
     _check_range(flat, tables, features)
     return Bags(tables, flat, bags, divisors, weights, shape)
+
+
+def _check_is_tensor(name: str, given: Any) -> None:
+    if isinstance(given, Tensor) or (given is None and name != "ids"):
+        return
+    of_strings = " Ids of strings are made by `lightning_dct.string_ids`." if name == "ids" else ""
+    raise TypeError(
+        f"`{name}` must be a tensor, and it is {type(given).__name__!r}. Make one of a list or an array by"
+        f" `torch.as_tensor({name})`.{of_strings}"
+    )
 
 
 def _read_offsets(
@@ -183,7 +202,7 @@ def _check_range(flat: Tensor, tables: Tensor, features: Features) -> None:
     table = int(tables[first])
     rows = features.table_rows[table]
     if rows == ID_SPACE:
-        has, remedy = "takes ids from 0 to 2**63 - 1", "Make hashes positive: `ids & (2**63 - 1)`."
+        has, remedy = "takes ids from 0 to 2**63 - 1", HASHES
     else:
         has, remedy = f"has {rows} rows", "Correct the ids or the number of rows."
     raise IndexError(

@@ -82,6 +82,7 @@ class RowCollectives:
         Raises:
             PayloadError: A rank sends a number below ``least``.
             IndexError: A rank has this fault. Raised on every rank, like the next.
+            TypeError: A rank has this fault.
             ValueError: A rank has another fault.
         """
         if self.group is None:

@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_dct.config import check_integer
 from lightning_dct.embedding.cache import CACHE_ARRAYS, RowCache
+from lightning_dct.embedding.optimizers import group_of
 from lightning_dct.embedding.owners import ID_SPACE, Int64Array, RowOwners, initial_rows, place_by_hash
 from lightning_dct.embedding.pruning import is_row_state
 from lightning_dct.embedding.sharded import ShardedEmbeddingBags
@@ -246,11 +247,6 @@ class GrowingEmbeddingBags(ShardedEmbeddingBags):
             f"`{prefix}weight` has shape {list(rows.shape)}. Growing tables take this rank's rows, with the same"
             " `max_rows`, after `materialize()`. Else continue from a checkpoint: `trainer.fit(ckpt_path=...)`."
         )
-
-
-def group_of(weight: Tensor, optimizer: Optimizer) -> dict[str, Any] | None:
-    """The parameter group with the rows; None if the optimizer does not have them."""
-    return next((group for group in optimizer.param_groups if any(p is weight for p in group["params"])), None)
 
 
 def _without(rows: Tensor, slots: Tensor) -> Tensor:

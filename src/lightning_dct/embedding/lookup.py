@@ -85,7 +85,7 @@ def look_up(
     is_exact = not (module.weight.requires_grad and torch.is_grad_enabled())
     try:
         bags = read_bags(ids, offsets, module.features, weights, samples)
-    except (IndexError, ValueError) as fault:
+    except (IndexError, TypeError, ValueError) as fault:
         # The others wait for an announcement. With this one they all fail.
         exchange = ((module.evaluated_with or (module,))[0] if is_exact else module).exchange_group
         numbers = np.full((exchange.world_size, ANNOUNCED_EXACT if is_exact else ANNOUNCED), FAULT)
@@ -354,7 +354,19 @@ def _end_backward(modules: Sequence[ShardedEmbeddingBags]) -> None:
             receive()
         if due:
             with module.traffic.timed():
+                _refuse_dense_gradient(module)
                 module.collected.deliver(module.weight, module.placement.world_size, module.resolve)
+
+
+def _refuse_dense_gradient(module: ShardedEmbeddingBags) -> None:
+    """Refuse a gradient of all rows, as of a penalty on them, beside those of look-ups (RuntimeError)."""
+    gradient = module.weight.grad
+    if gradient is not None and gradient.layout == torch.strided:
+        raise RuntimeError(
+            f"The rows of {module.name!r} have a dense gradient, as of an L2 penalty over `model.parameters()`, and"
+            f" look-ups give them sparse ones. Leave `{module.name}.weight` out of the penalty. To keep rows small,"
+            " penalise those that a batch looks up: `pooled.square().sum()` of what the look-up gives."
+        )
 
 
 def _announce(module: ShardedEmbeddingBags, numbers: Int64Array) -> Int64Array:

@@ -1,16 +1,20 @@
 """Optimizers for rows: Adagrad with one accumulator a row, whose state for rows of 16 entries is a sixteenth of theirs.
 
 One optimizer serves a whole model, so that Lightning's automatic optimization does: ``RowWiseAdagrad`` with Adagrad for
-the dense parameters, ``AdamWithRows`` with AdamW.
+the dense parameters, ``AdamWithRows`` with AdamW. Optimizers that take no sparse gradients are refused.
 """
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from lightning_dct.sync.optimizer_trial import error_of_sparse_gradients
 
 
 class RowWiseAdagrad(Optimizer):
@@ -130,6 +134,35 @@ class AdamWithRows(Optimizer):
             eps=group["eps"],
             maximize=False,
         )
+
+
+def group_of(weight: Tensor, optimizer: Optimizer) -> dict[str, Any] | None:
+    """The parameter group with the rows; None if the optimizer does not have them."""
+    return next((group for group in optimizer.param_groups if any(p is weight for p in group["params"])), None)
+
+
+def refuse_optimizers_without_rows(module: nn.Module) -> None:
+    """Refuse optimizers of a module's rows that take no sparse gradients, before their first step (ValueError)."""
+    this = weakref.ref(module)
+    tried: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+    def before_step(optimizer: Optimizer, *_: Any) -> None:
+        rows = this()
+        if rows is None or optimizer in tried:
+            return
+        weight: Any = rows.weight
+        if not weight.requires_grad or group_of(weight, optimizer) is None:
+            return
+        tried.add(optimizer)
+        if (error := error_of_sparse_gradients(optimizer)) is not None:
+            raise ValueError(
+                f"`{type(optimizer).__name__}` does not step the rows of {rows.name!r}, whose gradients are sparse"
+                f" ({str(error)[:200]}). Use `lightning_dct.AdamWithRows`, which is AdamW for networks and"
+                " `RowWiseAdagrad` for rows, with two groups: `AdamWithRows([{'params': tables.parameters(), 'lr':"
+                " 0.03}, {'params': others}], lr=1e-3)`. Or `RowWiseAdagrad`, `Adagrad` or `SGD` for all parameters."
+            )
+
+    weakref.finalize(module, register_optimizer_step_pre_hook(before_step).remove)
 
 
 def _update(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], learning_rate: float, eps: float) -> None:

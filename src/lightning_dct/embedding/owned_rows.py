@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_dct.activations.module import CompressedModule
 from lightning_dct.embedding.bags import Features
 from lightning_dct.embedding.collected import RowCollectives
+from lightning_dct.embedding.optimizers import refuse_optimizers_without_rows
 from lightning_dct.embedding.owners import Int64Array, RowOwners, UnmadeRows, in_parts, initial_rows, place_tables
 from lightning_dct.embedding.pruning import PIECES, KeptPieces
 from lightning_dct.embedding.tables import EmbeddingTable, fill_rows
@@ -81,6 +82,7 @@ class OwnedRows(CompressedModule):
         cast(UnmadeRows, self.weight).materialize((self.capacity(), self.embedding_dim))
         self.initialize_rows()
         self.reset_memory()
+        refuse_optimizers_without_rows(self)
         if self._loaded is not None:
             self.load_tables(self._loaded)
 
@@ -228,7 +230,8 @@ class OwnedRows(CompressedModule):
         # While tables are saved in shards, their rows are in files of their own.
         if key in missing and (rows is not None or is_loaded or self.saved_in_shards):
             missing.remove(key)
-        elif key in missing and arguments[1]:  # strict
+        elif key in missing and f"{prefix}_extra_state" in state_dict and arguments[1]:  # strict
+            # Of a Trainer's checkpoint; a state dict of other names lacks both.
             errors.append(f"`{key}` is in the folder beside a Trainer's checkpoint: use `trainer.fit(ckpt_path=...)`.")
         if self.is_materialized:
             self.rows_replaced()

@@ -136,6 +136,7 @@ class ShardedEmbeddingBags(OwnedRows):
             Float ``[batch, features, dim]``; with ``samples`` ``[sum(samples), dim]``, feature after feature.
 
         Raises:
+            TypeError: One of them is no tensor, on any rank. Raised on every rank, like the next.
             ValueError: Shapes or dtypes are not as above, on any rank. Raised on every rank.
             IndexError: An id is out of its table's range, on any rank. Raised on every rank.
         """

@@ -29,6 +29,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -45,8 +46,9 @@ from torch.optim import Optimizer
 
 from lightning_dct.checkpoint.files import write_on_all_ranks
 from lightning_dct.checkpoint.reading import read_on_all_ranks
-from lightning_dct.checksums import bytes_of, with_checksum, without_checksum
-from lightning_dct.embedding.growing import GrowingEmbeddingBags, group_of
+from lightning_dct.checksums import CheckpointError, bytes_of, with_checksum, without_checksum
+from lightning_dct.embedding.growing import GrowingEmbeddingBags
+from lightning_dct.embedding.optimizers import group_of
 from lightning_dct.embedding.owners import ROWS_AT_A_TIME, Int64Array, in_parts
 from lightning_dct.embedding.pruning import PIECES, KeptPieces, is_row_state
 from lightning_dct.embedding.sharded import ShardedEmbeddingBags
@@ -93,6 +95,7 @@ def load_rows(folder: str, tables: Tables) -> None:
     def load() -> None:
         files = RowFiles(folder)
         for name, module in tables.items():
+            _check_same_tables(files, name, module, folder)
             if isinstance(module, GrowingEmbeddingBags):
                 _load_directory(files, name, module)
             else:
@@ -100,6 +103,32 @@ def load_rows(folder: str, tables: Tables) -> None:
             _load_values(files, name, name, module, module.weight.detach())
 
     read_on_all_ranks(load, folder)
+
+
+def _check_same_tables(files: RowFiles, name: str, module: ShardedEmbeddingBags, folder: str) -> None:
+    """Refuse rows of other tables than the model's, which are not damaged (CheckpointError)."""
+    saved, own = files.tables(name), [f"{table.rows:,} rows of dim {table.dim}" for table in module.tables]
+    if isinstance(module, GrowingEmbeddingBags):
+        own = [_growing_rows(table.dim) for table in module.tables]
+    if saved == own:
+        return
+    if not saved:
+        differ = f"no tables were saved under the name {name!r}"
+    elif len(saved) != len(own):
+        differ = f"{name!r} had {len(saved)} tables when it was saved, and the model's has {len(own)}"
+    else:
+        number = next(number for number, (before, now) in enumerate(zip(saved, own, strict=True)) if before != now)
+        table = module.tables[number].name
+        differ = f"table {table!r} of {name!r} had {saved[number]} when it was saved, and the model's has {own[number]}"
+    raise CheckpointError(
+        f"The checkpoint's rows in {folder!r} are whole, and of other tables: {differ}. Resume with the tables that"
+        " were saved. To start a new run with more rows, load the checkpoint into tables of the saved sizes, write them"
+        " by `lightning_dct.gather_tables`, put new rows behind theirs, and give all to `load_tables`."
+    )
+
+
+def _growing_rows(dim: int) -> str:
+    return f"any number of rows of dim {dim}"
 
 
 def load_row_states(folder: str, tables: Tables, optimizers: list[Optimizer]) -> None:
@@ -366,6 +395,18 @@ class RowFiles:
     def num_rows(self, name: str) -> int:
         """The number of rows of a tensor; 0 if there is none of this name."""
         return int(self.index[name]["shape"][0]) if name in self.index else 0
+
+    def tables(self, name: str) -> list[str]:
+        """The tables that were saved under the name of a module, in words; none if there are none."""
+        shapes: list[list[int]] = []
+        while (key := f"{name}.table_{len(shapes)}") in self.index:
+            shapes.append(self.index[key]["shape"])
+        if shapes:  # those of pruned rows have a dimension more
+            return [f"{shape[0]:,} rows of dim {math.prod(shape[1:])}" for shape in shapes]
+        growing = re.compile(rf"{re.escape(name)}\.of_(\d+)\.")
+        number = next((int(found[1]) for key in self.index if (found := growing.match(key))), 0)
+        dim = next((one["shape"][1] for key, one in self.index.items() if key.startswith(f"{name}.rank_")), 0)
+        return [_growing_rows(dim)] * number
 
     def read(self, name: str, start: int, rows: Tensor) -> None:
         """Overwrite ``rows``, shape ``[n, ...]``, with the rows of a tensor from ``start`` on.

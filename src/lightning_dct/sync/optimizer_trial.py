@@ -102,6 +102,22 @@ def try_out(optimizer: Optimizer) -> Trial:
     return Trial(False, (False,) * len(optimizer.param_groups))
 
 
+def error_of_sparse_gradients(optimizer: Optimizer) -> Exception | None:
+    """What an optimizer raises where matrices have sparse gradients and not where they have dense ones, if anything."""
+    errors: dict[bool, list[Exception]] = {False: [], True: []}
+    for keeps_state, is_sparse in product((False, True), (False, True)):
+        try:
+            with (small := _Miniature(optimizer, keeps_state, is_sparse)):
+                for parameter in small.parameters:
+                    if parameter.dim() == 2:
+                        small.set_gradient(parameter, torch.ones(parameter.shape))
+                small.step()
+        except Exception as error:
+            errors[is_sparse].append(error)
+    ways = 2  # with and without its state
+    return errors[True][0] if len(errors[True]) == ways > len(errors[False]) else None
+
+
 def warn_of_zeros(optimizer: Optimizer) -> None:
     """Warn of an optimizer that sets weights to exactly zero: shared weights, which move by means, have few zeros."""
     rank_zero_warn(
