@@ -397,6 +397,18 @@ class DCTStrategyBase(CheckpointedStrategy):
             self._warn_if_shorter(self.updates)
             self.updates.check_alike()
 
+    def on_exception(self, exception: BaseException) -> None:
+        """Say where the model is, if code that is written for ``ddp`` looks for it inside a wrapper."""
+        super().on_exception(exception)
+        if not isinstance(exception, AttributeError) or isinstance(self.model, DistributedDataParallel):
+            return
+        if exception.name == "module" and exception.obj is self.model:
+            exception.args = (
+                f"{exception}. `{type(self).__name__}` wraps no model in `DistributedDataParallel` where updates are"
+                " exchanged: `trainer.model` is the LightningModule. Write `trainer.lightning_module`, as it is under"
+                " every strategy, instead of `trainer.model.module`.",
+            )
+
     def teardown(self) -> None:
         """Close the exchange, and put the shared weights into the model; outside fit wait for the others before."""
         trainer = self._attached_trainer

@@ -55,6 +55,68 @@ def test_unused_parameters_name_this_strategy(ranks: Any) -> None:
         assert "`strategy=DCTStrategy(find_unused_parameters=True)`" in told
 
 
+class Unwrapping(Module):
+    """Reaches for the model inside a wrapper, as code for ``ddp`` does."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.trainer.model.module.zero_grad()
+
+
+def reach_for_the_module(settings: dict[str, Any]) -> str:
+    if settings:  # wrapped as under `ddp`
+        return str(fit(DCTStrategy(**settings), Unwrapping(), 3) and "")
+    return message_of(fit, DCTStrategy(), Unwrapping(), 3)
+
+
+def test_a_model_that_is_not_wrapped_is_told(ranks: Any) -> None:
+    for told in ranks(2).run(reach_for_the_module, {}):
+        assert told.startswith("'Unwrapping' object has no attribute 'module'. `DCTStrategy` wraps no model")
+        assert "Write `trainer.lightning_module`" in told
+    assert ranks(2).run(reach_for_the_module, {"compress": "gradients"}) == ["", ""]
+
+
+class Unwritable(Module):
+    """Has a tensor that no exchange can write."""
+
+    def __init__(self, case: str) -> None:
+        super().__init__()
+        small = torch.eye(3)
+        if case == "sparse parameter":
+            self.model.adjacency = nn.Parameter(small.to_sparse(), requires_grad=False)
+        elif case == "expanded parameter":
+            self.model.shift = nn.Parameter(torch.ones(1).expand(3), requires_grad=False)
+        else:
+            if case == "advised for updates":
+                self.model.register_buffer("adjacency", small.to_sparse())
+            self.model.plain = small.to_sparse()
+            self.model.register_buffer("shift", torch.ones(1).expand(3) if "expanded" in case else torch.ones(3))
+
+
+UNWRITABLE = {
+    "sparse parameter": ["The parameter 'model.adjacency' is a sparse tensor", "`register_buffer`"],
+    "expanded parameter": ["Several entries of the parameter 'model.shift' are one number in memory", "`clone()`"],
+    "expanded buffer": ["Several entries of the buffer 'model.shift' are one number in memory", "`clone()`"],
+}
+
+
+def train_unwritable(case: str, settings: dict[str, Any]) -> str:
+    if case in UNWRITABLE:
+        return message_of(fit, DCTStrategy(**settings), Unwritable(case), 3)
+    trainer_for(DCTStrategy(**settings)).fit(Unwritable(case), loader(3, 40, 8))
+    return ""
+
+
+@pytest.mark.parametrize("settings", [{}, {"compress": "gradients"}])
+def test_tensors_that_cannot_be_written_are_named(ranks: Any, settings: dict[str, Any]) -> None:
+    """Oracle: the name, and that what the message advises trains."""
+    for case, words in UNWRITABLE.items():
+        for told in ranks(2).run(train_unwritable, case, settings):
+            for some in words:
+                assert some in told
+    advised = "advised for gradients" if settings else "advised for updates"
+    assert ranks(2).run(train_unwritable, advised, settings) == ["", ""]
+
+
 class Late(Module):
     """Makes a parameter after it has been set up for training."""
 

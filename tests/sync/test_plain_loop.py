@@ -520,6 +520,18 @@ def wrapped() -> Any:
     return Updates(model, optim.SGD(model.parameters(), lr=0.1))
 
 
+def prepared(model: nn.Module) -> Any:
+    """An optimizer as accelerate's `prepare` wraps it."""
+    from accelerate import Accelerator
+
+    return Accelerator(cpu=True).prepare(optim.SGD(model.parameters(), lr=0.1))
+
+
+def wrapped_by_accelerate() -> Any:
+    model = perceptron()
+    return Updates(model, prepared(model))
+
+
 def not_wrapped() -> Any:
     return Gradients(perceptron(), density=0.1)  # type: ignore[arg-type]
 
@@ -546,8 +558,27 @@ def not_wrapped() -> Any:
         ),
         (partial(misuse, {}, differ=True), "lr of optimizer 0"),
         (wrapped, "`Updates` replaces `DistributedDataParallel`"),
+        (wrapped_by_accelerate, "`AcceleratedOptimizer` has no step hooks"),
         (not_wrapped, "`Gradients` needs a model in `DistributedDataParallel`; got `Perceptron`."),
     ],
 )
 def test_misuse_is_named(ranks: Any, make: Any, words: str) -> None:
     assert all(words in message for message in ranks(2).run(message_of, make))
+
+
+def step_as_accelerate_does() -> tuple[int, list[float]]:
+    model = perceptron()
+    optimizer = prepared(model)
+    updates = Updates(model, optimizer.optimizer)
+    for step in range(3):
+        model(torch.full((2, 40), rank() + step + 1.0)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    updates.close()
+    return updates.traffic.totals.steps, [float(one.sum()) for one in model.parameters()]
+
+
+def test_the_optimizer_that_accelerate_wraps_is_exchanged(ranks: Any) -> None:
+    found = ranks(2).run(step_as_accelerate_does)
+    assert found[0] == found[1]
+    assert found[0][0] == 3

@@ -124,13 +124,15 @@ class Updates(_Loop):
                 "`Updates` needs an optimizer after the model, or a list of several, each of torch's class."
             )
         for optimizer in given_optimizers:
+            _refuse_wrapper(optimizer)
             refuse(optimizer)
         if steps is not None:
             check_integer("steps", steps, minimum=1)
         self.project = project
         run_settings = RunSettings(given, group.size(), math.inf if steps is None else steps)
         super().__init__(run_settings.at(0), model, group)
-        check_settings(given.config, model, {"process_group": group}, {"steps": steps})
+        as_under_ddp = {"process_group": group, "broadcast_buffers": average_buffers}
+        check_settings(given.config, model, as_under_ddp, {"steps": steps})
         # Those that the user has dropped are None: a successor takes the number of one.
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._group = group
@@ -243,6 +245,16 @@ class Updates(_Loop):
         self.synchronizer.apply_all()
         with self.shared_weights():  # they stay
             self.synchronizer.exchange.close()
+
+
+def _refuse_wrapper(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that torch's class has not set up, because it passes steps on to another one (TypeError)."""
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        raise TypeError(
+            f"`{type(optimizer).__name__}` has no step hooks, by which `Updates` sees steps: it wraps another"
+            " optimizer, as that of accelerate's `prepare` does. Give `Updates` the one that it wraps, before you wrap"
+            " it or as `optimizer.optimizer`, and step either."
+        )
 
 
 _looking: weakref.WeakSet[Updates] = weakref.WeakSet()

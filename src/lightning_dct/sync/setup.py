@@ -53,9 +53,10 @@ def check_settings(
         DDP's setting ``process_group``. A function that makes the group is called and replaced by the group.
 
     Raises:
-        ValueError: A pattern matches no parameter, or the ranks differ.
+        ValueError: A pattern matches no parameter, a tensor cannot be written, or the ranks differ.
     """
     config.check_patterns(list(parameter_names(module).values()))
+    refuse_unwritable(module, exchanges_buffers(ddp_settings))
     group = ddp_settings.get("process_group")
     # Strategies are built, and pickled, before any process group can exist; hence the function.
     if callable(group) and not isinstance(group, dist.ProcessGroup):
@@ -148,6 +149,34 @@ def refuse_shards(module: Module, names: Mapping[Tensor, str], group: dist.Proce
                 " `Trainer(strategy='dct_fsdp')`, which shards by `fully_shard` and exchanges between replicas. Or do"
                 " not shard the model."
             )
+
+
+def refuse_unwritable(module: Module, with_buffers: bool) -> None:
+    """Refuse tensors that no exchange can write: parameters that are sparse tensors, and what `expand` has made.
+
+    Raises:
+        ValueError: There are some; the message names the first, and the remedy.
+    """
+    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    found: dict[str, Tensor] = {
+        name: one for name, one in module.named_parameters() if name not in ignored and not is_lazy(one)
+    }
+    for name, one in found.items():
+        if one.layout != torch.strided:
+            raise ValueError(
+                f"The parameter {plain_name(name)!r} is a sparse tensor ({one.layout}), and ranks exchange dense ones."
+                " If nothing trains it, make it a buffer by `register_buffer`, which stays as it is on each rank; with"
+                " `compress='gradients'`, which takes no sparse buffers either, a plain attribute. Or make it dense by"
+                " `to_dense()`."
+            )
+    buffers = buffers_of(module, ignored) if with_buffers else {}
+    for kind, tensors in (("parameter", found), ("buffer", buffers)):
+        for name, one in tensors.items():
+            if any(stride == 0 and size > 1 for stride, size in zip(one.stride(), one.shape, strict=True)):
+                raise ValueError(
+                    f"Several entries of the {kind} {plain_name(name)!r} are one number in memory, as after `expand`,"
+                    " so neither an exchange nor a checkpoint can be written into it. Register its `clone()` instead."
+                )
 
 
 def refuse_same_memory(names: Mapping[Tensor, str]) -> None:
