@@ -23,6 +23,13 @@ TRAINER_SETTINGS = (
 )
 
 Result = TypeVar("Result")
+# Of the kinds of tensors that `check_alike` compares, that of masks; and how names of weights that stay zero begin.
+MASKS, ZEROS_OF = 2, "zeros of "
+SAME_CHOICE = (
+    "What code chooses by gradients (a mask, weights to prune or to grow), all ranks must choose alike: by the mean"
+    " gradient, `strategy.reduce(parameter.grad)` or `fabric.all_reduce`, or by the shared weights, as a validation"
+    " sees them."
+)
 
 
 def check_agreement(settings: Mapping[str, Any], model: Module, group: dist.ProcessGroup | None) -> None:
@@ -106,30 +113,50 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str) else type(value).__name__
 
 
-def check_alike(shared: Mapping[str, Tensor], others: Mapping[str, Tensor], peers: Sequence[int]) -> None:
+def check_alike(
+    shared: Mapping[str, Tensor],
+    others: Mapping[str, Tensor],
+    peers: Sequence[int],
+    masks: Mapping[str, Tensor] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> None:
     """Compare this rank's parameters with those of its peers, and warn if parameters that are not shared differ.
 
-    All ranks call this together, also those with other peers. If shared ones differ, all raise a RuntimeError.
+    All ranks of ``group``, by default all, call this together, also those with other peers. If shared ones differ, all
+    raise a RuntimeError. ``masks`` that differ are warned of.
     """
-    sums = [checksums_of(tensors) for tensors in (shared, others)]
-    known = gather_objects((tuple(peers), zlib.crc32(repr(sums).encode())))
+    sums = [checksums_of(tensors) for tensors in (shared, others, masks or {})]
+    known = gather_objects((tuple(peers), zlib.crc32(repr(sums).encode())), group)
     if len(set(known)) == len({of for of, _ in known}):
         return
     # The checksums of each parameter are sent only if some differ.
-    everyone = gather_objects((min(peers), sums))
-    for kind in (0, 1):
-        for rank, (first, theirs) in enumerate(everyone):
+    ranks = range(len(known)) if group is None else dist.get_process_group_ranks(group)
+    everyone = dict(zip(ranks, gather_objects((min(peers), sums), group), strict=True))
+    for kind in (0, 1, 2):
+        for rank, (first, theirs) in everyone.items():
             other = everyone[first][1][kind]
             names = [name for name in other | theirs[kind] if other.get(name) != theirs[kind].get(name)]
             if names and kind == 0:
                 raise RuntimeError(
                     f"The shared weights of {names[0]!r} on ranks {first} and {rank} differ, and must be the same on"
                     " all ranks, bit for bit. Something has written other values on each rank outside `training_step`:"
-                    " an initialisation from the rank's own data, `Embedding(max_norm=...)` in a validation, `eval()`"
-                    " and `train()` of a schedule-free optimizer. Compute them on one rank and give them to all with"
-                    " `broadcast` of strategy or Fabric, or write them in `training_step`, which exchanges them."
-                    " Learning rates and weight decays must be the same, too: a scheduler may follow a rank's own loss."
+                    " an initialisation from the rank's own data, a mask made from its own gradients,"
+                    " `Embedding(max_norm=...)` in a validation, `eval()` and `train()` of a schedule-free optimizer."
+                    " Compute them on one rank and give them to all with `broadcast` of strategy or Fabric, or write"
+                    f" them in `training_step`, which exchanges them. {SAME_CHOICE} Learning rates and weight decays"
+                    " must be the same, too: a scheduler may follow a rank's own loss."
                 )
+            if names and kind == MASKS:
+                mask = names[0].removeprefix(ZEROS_OF)
+                what = (
+                    f"Other entries of {mask!r} stay zero" if mask != names[0] else f"The mask {mask!r} is another one"
+                )
+                rank_zero_warn(
+                    f"{what} on rank {first} than on rank {rank}, as if each rank had chosen them by its own gradients."
+                    f" The shared weights, which you validate and save, follow no rank's mask. {SAME_CHOICE} For bounds"
+                    " of weights, use `project=`."
+                )
+                return
             if names:
                 rank_zero_warn(
                     f"The parameter {names[0]!r}, which no optimizer trains, has other values on rank {first} than on"

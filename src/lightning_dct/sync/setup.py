@@ -22,6 +22,7 @@ from lightning_dct.exchange.collectives import Link
 from lightning_dct.exchange.factory import Host, make_exchange
 from lightning_dct.sync.buffers import Buffers
 from lightning_dct.sync.gradients import GradientSynchronizer
+from lightning_dct.sync.masks import Masks
 from lightning_dct.sync.projection import Projection
 from lightning_dct.sync.shared_weights import SharedWeights, start_alike
 from lightning_dct.sync.updates import UpdateSynchronizer
@@ -121,6 +122,7 @@ def make_update_synchronizer(
         host.config, names, exchange, buffers, optimizers, lambda: list(module.parameters()), weights
     )
     made.project = None if host.project is None else Projection(host.project, module)
+    made.masks = Masks(module)
     made.compare_places(host.lifeline, group)
     return made
 

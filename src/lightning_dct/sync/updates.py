@@ -42,6 +42,7 @@ from lightning_dct.failures.collective_order import EXCHANGE
 from lightning_dct.law import FEWEST_COUNTED, RunSettings
 from lightning_dct.sync.coherence import Sample
 from lightning_dct.sync.decision import Decision, decide
+from lightning_dct.sync.masks import Masks
 from lightning_dct.sync.optimizer_state import DATA, bytes_of_average, is_averaged, squares_of
 from lightning_dct.sync.optimizer_trial import try_out, warn_of_zeros
 from lightning_dct.sync.rounds import MOST_IN_FLIGHT, Rounds, buckets_of
@@ -66,11 +67,13 @@ class UpdateSynchronizer(UpdateState):
         run_settings: Chooses settings as the run goes on; None if they stay.
         project: Brings the weights in the model back into their bounds; None if they have none.
         may_skip: Whether a rank may skip a step by itself, as under a loss scaler; the same on all ranks.
+        masks: Finds masks on this rank; None to compare nothing within training.
     """
 
     run_settings: RunSettings | None = None
     project: Callable[[], None] | None = None
     may_skip: bool = False
+    masks: Masks | None = None
     _has_warned: bool = False
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -80,6 +83,9 @@ class UpdateSynchronizer(UpdateState):
         self.continue_training()  # a checkpoint made and not saved has left the shared ones in the model
         rounds = self.register(optimizer)
         step = rounds.steps + 1
+        if self.masks is not None and self._is_first(rounds):
+            has_zeros = self.project is not None or rounds.trial.sets_zeros  # without a mask
+            self.masks.look(rounds.steps, self.weights, () if has_zeros else rounds.names)
         if rounds.names and not self._alone and self._decide(rounds, step).measures:
             rounds.coherence.begin(step, self._compared_by_step(rounds, optimizer))
 
@@ -231,6 +237,7 @@ class UpdateSynchronizer(UpdateState):
                 self._average_squares(rounds, optimizer, length)
             if rounds.steps >= SETTLED:
                 self._warn_if_unlike(rounds)
+            self._compare(rounds)
         self.weights.project(self.project)
         self.feedback.awaited.poll()
 
@@ -273,10 +280,27 @@ class UpdateSynchronizer(UpdateState):
             " you cannot."
         )
 
+    def _compare(self, rounds: Rounds) -> None:
+        """Now and then compare what must be alike, so that what is not is told soon; a collective call."""
+        if self.masks is None or self._alone or not self._is_first(rounds) or not self.masks.is_due(rounds.steps):
+            return
+        self.come_to(f"{EXCHANGE} of checksums", f"a comparison of weights in optimizer step {self.synchronisations}")
+        shared, others = self._compared_tensors()
+        check_alike(shared, others, self.peers, self.masks.found, self.exchange.everyone.group)
+        self.masks.compared(rounds.steps)
+
+    def _compared_tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The shared weights, and the parameters that are not shared, by name."""
+        shared = self.weights.seen()
+        return shared, {name: local_of(p) for p, name in self.parameter_names.items() if name not in shared}
+
+    def _is_first(self, rounds: Rounds) -> bool:
+        """Whether these are the rounds of the first optimizer that exchanges."""
+        return rounds is self._rounds[min([number for number, other in self._rounds.items() if other.exchanges])]
+
     def _exchange_buffers_with(self, rounds: Rounds) -> None:
         """Exchange buffers when the first optimizer exchanges, or another one while the first rests."""
-        first = min([number for number, other in self._rounds.items() if other.exchanges])
-        if rounds is self._rounds[first] or rounds.since_buffers > self.config.local_steps:
+        if self._is_first(rounds) or rounds.since_buffers > self.config.local_steps:
             for other in self._rounds.values():
                 other.since_buffers = 0
             self.buffers.exchange(lambda n: self.come_to(f"{EXCHANGE} of {n} buffers", f"an exchange of {n} buffers"))
@@ -393,9 +417,7 @@ class UpdateSynchronizer(UpdateState):
         """Compare the parameters of all ranks; a collective call. See :func:`~lightning_dct.agreement.check_alike`."""
         # A rank without peers takes part, too.
         if self._rounds and dist.get_world_size() > 1:
-            shared = self.weights.seen()
-            others = {name: local_of(p) for p, name in self.parameter_names.items() if name not in shared}
-            check_alike(shared, others, self.peers)
+            check_alike(*self._compared_tensors(), self.peers)
 
     def continue_training(self) -> None:
         """Continue with this rank's own weights and buffers, which change from now on."""
