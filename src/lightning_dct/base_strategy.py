@@ -276,7 +276,9 @@ class DCTStrategyBase(CheckpointedStrategy):
         """Continue with this rank's own weights, or with what hooks have written into the shared ones."""
         super().on_train_batch_start(batch, batch_idx)
         if self.synchronizer is not None:
-            self.synchronizer.epoch = self._module.trainer.current_epoch
+            self.synchronizer.epoch = epoch = self._module.trainer.current_epoch
+            number = 1 if self.synchronizer.batch is None else self.synchronizer.batch[0] + 1
+            self.synchronizer.batch = number, f"batch {batch_idx} of epoch {epoch}"
         if self.updates is not None:
             self.updates.continue_training()
             if share := share_done(self._module.trainer, self.length.batches):

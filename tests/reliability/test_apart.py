@@ -25,6 +25,16 @@ SAYS = {
         "parameters, step 4 of optimizer 1, in optimizer step 8",
         "Step the same optimizers in the same order",
     ],
+    "skips a step": [
+        "rank 0 to an exchange of 6 parameters, in optimizer step 6, in batch 6 of epoch 0 and rank 1 to an exchange of"
+        " 6 parameters, in optimizer step 6, in batch 5 of epoch 0",
+        "Rank 0 has made fewer optimizer steps in as many batches. Decide alike on all ranks whether to step",
+    ],
+    "skips a step of local steps": [
+        "in optimizer step 6, in batch 6 of epoch 0 and rank 1 to an exchange of 6 parameters, in optimizer step 6, in"
+        " batch 5 of epoch 0",
+        "Rank 0 has made fewer optimizer steps",
+    ],
     "stop": ["rank 0 to the end of training after 5 steps, because its `trainer.should_stop` is set"],
     "stop, with updates in flight": [
         "rank 0 to the end of training after 5 steps",

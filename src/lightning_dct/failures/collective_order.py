@@ -8,6 +8,13 @@ do it at different places. It waits until all have come to that place:
     rank 0    9: exchange --- 10: barrier, asks ---- waits ---------------- ends, with the places of both ranks
     rank 1    9: exchange --- 10: exchange, waits for rank 0 -- is asked -- ends
 
+Ranks that train with a Trainer also tell in which *batch* they come to an exchange. If one of them leaves out an
+optimizer step, its next exchange would meet that of an earlier batch. It notices that it has had more batches than
+usual since its last such exchange, and asks:
+
+    rank 0    9: exchange, batch 9 --- 10: exchange, batch 10 - is asked -- ends
+    rank 1    9: exchange, batch 9 --- skips batch 10 --- 10: exchange, batch 11, asks -- ends
+
 A rank that stays at a place for ``LATE_S`` asks as well, without waiting: it may be in a collective that another rank
 does not come to, such as one more of what all have done before. Another rank may be in a collective of the user's own
 instead. It says so after as long a time. If all ranks that are missing at a place say so, none of them will come.
@@ -40,6 +47,10 @@ SAME_PARAMETERS = (
     "Change `requires_grad` and the optimizers' `param_groups` on every rank alike, before the same optimizer step"
 )
 SAME_STEPS = "Step the same optimizers in the same order on every rank"
+ALL_STEP = (
+    "has made fewer optimizer steps in as many batches. Decide alike on all ranks whether to step, as by the largest"
+    " gradient norm of all, `strategy.reduce(norm, reduce_op='max')`; or set this rank's gradients to zero, and step"
+)
 EXCHANGE = "an exchange"
 IN_FORWARD = f"{EXCHANGE} in forward"
 
@@ -63,6 +74,8 @@ class CollectiveOrder:
         self._found, self._found_since = (0, ""), 0.0
         # The last things that this rank has done, and all that it has done in such an order.
         self._recent: deque[str] = deque(ORDER * [""], maxlen=ORDER)
+        # Of each exchange, the batch in which this rank has last come to it, and the batches since the time before.
+        self._batches: dict[str, tuple[int, int]] = {}
         self._usual: set[tuple[str, ...]] = set()
         # Stop points that this rank has passed, signals of which it does not know yet where all act, and those it does.
         self._passed = 0
@@ -70,12 +83,20 @@ class CollectiveOrder:
         self._due: dict[int, list[int]] = {}
         self._released = False
 
-    def come_to(self, what: str, said: str, peers: Sequence[int], patience_s: float | None = None) -> str:
+    def come_to(
+        self,
+        what: str,
+        said: str,
+        peers: Sequence[int],
+        patience_s: float | None = None,
+        batch: tuple[int, str] | None = None,
+    ) -> str:
         """Come to the next place, and wait for the others if this rank or one of them asks; how they differ, if so.
 
         ``what`` is what this rank and its ``peers``, this one included, do there, ``said`` in words. Exchanges begin
         with ``EXCHANGE``, and are asked about only if they follow others in a new order. The wait ends after
-        ``patience_s``; None for no limit.
+        ``patience_s``; None for no limit. ``batch`` is the number of this rank's batch, the same on all ranks, and a
+        name for it; None if batches are not known.
         """
         ranks = tuple(peers)
         with self._turn:
@@ -83,10 +104,11 @@ class CollectiveOrder:
             place = self.counts[ranks]
             mine = {"place": place, "what": what, "said": said, "peers": ranks, "rank": self._rank}
             mine["counts"] = list(self.counts.items())
+            mine["batch"] = batch
             self._done.append(mine)
             is_exchange, order = what.startswith(EXCHANGE), (*self._recent, what)
             self._recent.append(what if is_exchange else "")
-            is_usual = order in self._usual
+            is_usual = order in self._usual and not (batch is not None and self._has_left_out(what, batch[0]))
             self._since = time.monotonic() if is_usual else None
             asked = [theirs for theirs in self._asked if _same_number(theirs, mine)]
             self._asked = [theirs for theirs in self._asked if theirs not in asked]
@@ -103,6 +125,15 @@ class CollectiveOrder:
         if is_exchange and len(self._usual) < REMEMBERED:
             self._usual.add(order)
         return ""
+
+    def _has_left_out(self, what: str, batch: int) -> bool:
+        """Whether this rank has had more batches than the time before since it has last come to an exchange."""
+        of_optimizer = " ".join(what.split()[:3])  # whatever is exchanged
+        before, usual = self._batches.get(of_optimizer, (batch, 0))
+        passed = batch - before
+        # It may come several times in a batch.
+        self._batches[of_optimizer] = batch, passed or usual
+        return usual > 0 and passed > usual
 
     def ask_if_late(self) -> float:
         """Ask about the last place if this rank has been there for long; the seconds after which to look again.
@@ -172,6 +203,11 @@ class CollectiveOrder:
             if places.count(" of optimizer ") == 2 and theirs["what"].split()[:3] != mine["what"].split()[:3]:
                 remedy = SAME_STEPS
             difference = f"The ranks have come apart: {places}. {remedy}"
+        elif theirs.get("batch") and mine["batch"] and theirs["batch"][0] != mine["batch"][0]:
+            both = sorted((theirs, mine), key=lambda one: one["rank"])
+            places = " and ".join(f"rank {one['rank']} to {one['said']}, in {one['batch'][1]}" for one in both)
+            behind = max(both, key=lambda one: one["batch"][0])["rank"]
+            difference = f"The ranks have come apart: {places}. Rank {behind} {ALL_STEP}"
         self._send({"agrees": theirs["place"], "peers": theirs["peers"], "apart": difference})
         return difference
 

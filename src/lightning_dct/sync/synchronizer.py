@@ -60,6 +60,7 @@ class Synchronizer:
             callback requests it.
         given_density: The share of entries that was set in mid-run; None if none was.
         epoch: This rank's epoch, as far as it is known; payloads of another epoch are refused.
+        batch: The number of this rank's batch since training began, and a name for it; None if batches are not known.
         lifeline: Compares what the ranks do; None if there is none.
         peers: The ranks of the job that do the same as this one.
     """
@@ -84,6 +85,7 @@ class Synchronizer:
         self.refresh_every = math.inf
         self.given_density: float | None = None
         self.epoch = 0
+        self.batch: tuple[int, str] | None = None
         self.lifeline: Lifeline | None = None
         self.peers: Sequence[int] = ()
 
@@ -98,7 +100,7 @@ class Synchronizer:
             RuntimeError: They do not, which the message explains.
         """
         if self.lifeline is not None:
-            self.lifeline.come_to(what, said, self.peers)
+            self.lifeline.come_to(what, said, self.peers, batch=self.batch)
 
     @property
     def config(self) -> DCTConfig:

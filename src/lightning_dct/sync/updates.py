@@ -83,7 +83,7 @@ class UpdateSynchronizer(UpdateState):
         self.continue_training()  # a checkpoint made and not saved has left the shared ones in the model
         rounds = self.register(optimizer)
         step = rounds.steps + 1
-        if self.masks is not None and self._is_first(rounds):
+        if self.masks is not None and rounds.names and self._is_first(rounds):
             has_zeros = self.project is not None or rounds.trial.sets_zeros  # without a mask
             self.masks.look(rounds.steps, self.weights, () if has_zeros else rounds.names)
         if rounds.names and not self._alone and self._decide(rounds, step).measures:
