@@ -27,8 +27,8 @@ Result = TypeVar("Result")
 MASKS, ZEROS_OF = 2, "zeros of "
 SAME_CHOICE = (
     "What code chooses by gradients (a mask, weights to prune or to grow), all ranks must choose alike: by the mean"
-    " gradient, `strategy.reduce(parameter.grad)` or `fabric.all_reduce`, or by the shared weights, as a validation"
-    " sees them."
+    " gradient, `strategy.reduce(parameter.grad.clone())` or `fabric.all_reduce`, or by the shared weights, as a"
+    " validation sees them."
 )
 
 

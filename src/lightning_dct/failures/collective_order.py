@@ -108,7 +108,8 @@ class CollectiveOrder:
             self._done.append(mine)
             is_exchange, order = what.startswith(EXCHANGE), (*self._recent, what)
             self._recent.append(what if is_exchange else "")
-            is_usual = order in self._usual and not (batch is not None and self._has_left_out(what, batch[0]))
+            has_left_out = batch is not None and self._has_left_out(what, batch[0])
+            is_usual = order in self._usual and not has_left_out
             self._since = time.monotonic() if is_usual else None
             asked = [theirs for theirs in self._asked if _same_number(theirs, mine)]
             self._asked = [theirs for theirs in self._asked if theirs not in asked]
