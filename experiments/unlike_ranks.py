@@ -40,11 +40,13 @@ class Run(NamedTuple):
     ranks: int
     strategy: str
     seed: int
+    steps: int | None
 
     def file(self, folder: Path) -> Path:
         """Where its result is."""
         strategy = re.sub(r"[^\w.]+", "-", self.strategy)
-        return folder / self.case / f"{self.ranks}-ranks-{strategy}-{self.seed}.json"
+        steps = "" if self.steps is None else f"-{self.steps}-steps"
+        return folder / self.case / f"{self.ranks}-ranks-{strategy}-{self.seed}{steps}.json"
 
 
 @goes_on
@@ -52,7 +54,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Do the runs that are missing, and print and write the table."""
     given = make_parser().parse_args(words)
     runs = [
-        Run(case, ranks, strategy, seed)
+        Run(case, ranks, strategy, seed, given.steps)
         for seed in given.seeds
         for case in given.only
         for ranks in given.ranks
@@ -77,7 +79,7 @@ def _rank(rank: int, ranks: int, port: int, runs: Sequence[Run], folder: Path) -
     hour = datetime.timedelta(hours=1)
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", hour, world_size=ranks, rank=rank)
     for run in runs:
-        result = train(run.case, run.strategy, run.seed)
+        result = train(run.case, run.strategy, run.seed, run.steps)
         if rank == 0:
             write_result(run.file(folder), result)
             print(f"{run}: {result['loss']:.4f}, {result['ratio']:.1f}x", file=sys.stderr, flush=True)
@@ -116,6 +118,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES), metavar="CASE")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, help="instead of each case's own number")
     parser.add_argument("--strategy", action="append", required=True, help='as in "dct density=0.3"')
     parser.add_argument("--output", type=Path, default=Path("outputs/unlike_ranks"), help="folder of the results")
     return parser

@@ -15,16 +15,18 @@ from unlike.cases import CASES, cosine, mean_of_gradients
 VALIDATIONS = 5
 
 
-def train(case: str, strategy: str, seed: int) -> dict[str, Any]:
+def train(case: str, strategy: str, seed: int, steps: int | None = None) -> dict[str, Any]:
     """Train and return the loss, and how many times fewer bytes than dense fp32 were sent.
 
     Args:
         case: Its name.
         strategy: ``ddp``, or ``dct`` and settings of :class:`~lightning_dct.Updates`, as in ``dct density=0.3``.
         seed: Of weights and batches.
+        steps: Instead of the case's own number.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     training = CASES[case](seed, rank, ranks)
+    training.steps = steps or training.steps
     kind, *words = strategy.split()
     settings = {key: yaml.safe_load(value) for key, value in (word.split("=") for word in words)}
     updates = None
@@ -46,7 +48,7 @@ def train(case: str, strategy: str, seed: int) -> dict[str, Any]:
             optimizer.zero_grad()
         for schedule in schedules:
             schedule.step()
-        every = training.steps // (10 * VALIDATIONS)
+        every = max(training.steps // (10 * VALIDATIONS), 1)
         if step > 0.9 * training.steps and step % every == 0:
             losses.append(_validated(training, updates))
     ratio = 1.0
