@@ -8,7 +8,6 @@ import pytest
 import unlike_ranks
 from unlike.cases import CASES
 
-
 NEED_TRANSFORMERS = {"gpt2", "gpt2-free", "domains", "domains-sgd"}
 
 
