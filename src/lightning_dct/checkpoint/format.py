@@ -100,7 +100,6 @@ _OPTIONAL: dict[str, Rule] = {
     "coherence": ("a name", "a list of finite numbers"),
     "deviations": ("a name", "a list of finite numbers"),
     "held_back": ("a name", "a dense tensor"),
-    "usual_squares": ("a name", "a number from 0 on"),
     "density": "a share",  # that was set in mid-run
     # With a Trainer.
     "split_traffic": ("counted here", "a number from 0 on"),

@@ -37,8 +37,6 @@ class UpdateState(Synchronizer):
     Attributes:
         flow: Sends a bucket and applies what arrives.
         clips_by_norm: Whether gradients are clipped by the norm of their mean, for which coherence is measured.
-        usual_squares: Running means of the squares of norms that gradients were clipped by, as fp64 scalars, by the
-            first parameter that was clipped.
         evaluates: Whether the model has the shared weights and buffers for an evaluation.
     """
 
@@ -66,7 +64,6 @@ class UpdateState(Synchronizer):
         self._alone = exchange.everyone.size == 1
         self._counted = 0
         self.clips_by_norm = False
-        self.usual_squares: dict[str, Tensor] = {}
         self.evaluates = False
 
     @property
@@ -106,7 +103,6 @@ class UpdateState(Synchronizer):
             "coherence": self._save_coherence(),
             "deviations": self._save_deviations(),
             "held_back": held,
-            "usual_squares": {name: float(square) for name, square in self.usual_squares.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -163,8 +159,6 @@ class UpdateState(Synchronizer):
             self._rounds.setdefault(number, Rounds()).own_decay.factors = dict(factors)
         self._load_coherence(state.get("coherence", {}))
         self._load_deviations(state.get("deviations", {}))
-        usual = state.get("usual_squares", {})
-        self.usual_squares = {name: torch.tensor(square, dtype=torch.float64) for name, square in usual.items()}
         self.unclocked = self.synchronisations - sum(rounds.steps for rounds in self._rounds.values())
         for item in (item for rounds in self._rounds.values() for item in rounds.in_flight):
             if item.names[0] in edited:  # saved ones have one parameter each

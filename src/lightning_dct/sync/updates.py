@@ -50,8 +50,6 @@ from lightning_dct.sync.shared_weights import as_real, start_alike
 from lightning_dct.sync.update_state import UpdateState
 from lightning_dct.wire.payload import tag_of
 
-# The weight of a step in the running mean of the squares of gradients' norms.
-USUAL = 0.1
 # After so many steps it is known whether ranks differ by more than noise.
 SETTLED = 100
 
@@ -359,12 +357,11 @@ class UpdateSynchronizer(UpdateState):
     def norm_of_mean(self, parameters: Iterable[Tensor]) -> Tensor:
         """About the norm of the mean of all ranks' gradients, from this rank's own: a scalar of fp32.
 
-        A rank's gradient is longer than the mean by ``sqrt(W / R)``; see :mod:`lightning_dct.sync.coherence`. Other
-        ranks' gradients of this step are not known, so they count with what is usual for this rank's. No collective
-        call, but from now on coherence is measured for it.
+        A rank's gradient is longer than the mean by ``sqrt(W / R)``; see :mod:`lightning_dct.sync.coherence`. No
+        collective call, but from now on coherence is measured for it.
         """
         self.clips_by_norm = True
-        square, key = torch.zeros((), dtype=torch.float64), ""
+        square = torch.zeros((), dtype=torch.float64)
         for parameter in parameters:
             if parameter.grad is None:
                 continue
@@ -372,11 +369,7 @@ class UpdateSynchronizer(UpdateState):
             values = gradient.coalesce().values() if gradient.is_sparse else gradient
             own = torch.linalg.vector_norm(as_real(values), dtype=torch.promote_types(values.dtype, torch.float32))
             square = square.to(own.device) + own.double().square() * self._share_of_mean(parameter)
-            key = key or self.parameter_names.get(parameter, "")
-        usual = self.usual_squares.get(key, square).to(square.device)
-        self.usual_squares[key] = torch.where(square.isfinite(), usual + USUAL * (square - usual), usual)
-        ranks = max(self.exchange.everyone.size, 1)
-        return (usual + (square - usual) / ranks).sqrt().float()
+        return square.sqrt().float()
 
     def _share_of_mean(self, parameter: Tensor) -> float:
         """The square of the mean gradient of a parameter, as a share of the ranks' own; 1 while it is not known."""
