@@ -83,7 +83,7 @@ class Sleeps(Module):
     """Rank 1 takes far longer for a step than rank 0."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        time.sleep(0.1 * rank())
+        time.sleep(0.2 * rank())
         return super().training_step(batch, batch_idx)
 
 
@@ -94,7 +94,7 @@ def wait_for_rank_1() -> tuple[str, list[str]]:
         heard() as (printed, _),
     ):
         warnings.simplefilter("always")
-        fit(DCTStrategy(), Sleeps(), 25)
+        fit(DCTStrategy(), Sleeps(), 15)
     return printed.getvalue(), [str(warning.message) for warning in caught if "wait for it" in str(warning.message)]
 
 

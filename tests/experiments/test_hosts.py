@@ -100,7 +100,10 @@ def test_under_sudo_commands_are_the_users_own(hosts: list[Host], monkeypatch: p
 
 @pytest.mark.usefixtures("quick_python")
 def test_hybrid_dlrm_sends_what_it_counts(hosts: list[Host], tmp_path: Path) -> None:
-    """Oracle: the interfaces. What they send beyond is gloo's framing, less than 2 kB a step and rank."""
+    """Oracle: the interfaces. What they send beyond is gloo's framing, less than 2.5 kB a step and rank.
+
+    In most of these first steps ranks also measure coherence, or average second moments, in collectives of their own.
+    """
     overrides = [
         *("experiment=dlrm", "model.tables=sharded", "strategy=dct", "strategy.density=0.2", "logger=none"),
         *("+strategy.broadcast_buffers=false", "trainer.max_steps=25", "+trainer.limit_val_batches=0", "test=false"),
@@ -117,7 +120,7 @@ def test_hybrid_dlrm_sends_what_it_counts(hosts: list[Host], tmp_path: Path) -> 
     )
     assert completed.returncode == 0, completed.stdout + completed.stderr
     (more,) = re.findall(r"times what was counted: (-?[\d,]+) bytes more a step and host", completed.stdout)
-    assert 0 <= int(more.replace(",", "")) < 2000
+    assert 0 <= int(more.replace(",", "")) < 2500
     (result,) = tmp_path.glob("outputs/dlrm/*/result.json")
     figures = json.loads(result.read_text())
     assert figures["world_size"] == 2

@@ -98,7 +98,8 @@ def test_what_a_rank_steps_without_a_gradient_does_not_decay_by_itself(ranks: An
 def test_what_all_ranks_move_alike_goes_no_further(ranks: Any) -> None:
     """Oracle: one step of a sign times its learning rate, in a tensor beside noise, which alone is lengthened."""
     module = partial(Valley, partial(Sign, lr=0.001))
-    runs = ranks(2).run(train, {"local_steps": 1, "density": 0.5}, module, 60)
+    # Entries that wait lose little of what they have moved.
+    runs = ranks(2).run(train, {"local_steps": 1, "density": 0.5, "residual_decay": 0.95}, module, 60)
     assert torch.allclose(1 - runs[0].weights["curved"], torch.tensor(0.06), rtol=0.05)
 
 

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_dct.config import check_integer
 from lightning_dct.embedding.cache import CACHE_ARRAYS, RowCache
@@ -25,6 +24,7 @@ from lightning_dct.embedding.optimizers import group_of
 from lightning_dct.embedding.owners import ID_SPACE, Int64Array, RowOwners, initial_rows, place_by_hash
 from lightning_dct.embedding.pruning import is_row_state
 from lightning_dct.embedding.sharded import ShardedEmbeddingBags
+from lightning_dct.step_hooks import before_steps_while_alive
 
 
 class RowDirectory:
@@ -168,7 +168,7 @@ class GrowingEmbeddingBags(ShardedEmbeddingBags):
             if (module := this()) is not None:
                 module.reset_states([optimizer])
 
-        weakref.finalize(self, register_optimizer_step_pre_hook(before_step).remove)
+        before_steps_while_alive(self, before_step)
 
     def __getstate__(self) -> dict[str, Any]:
         """The state of a copy or a file: a copy has optimizers of its own."""

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from lightning_dct.step_hooks import before_steps_while_alive
 from lightning_dct.sync.optimizer_trial import error_of_sparse_gradients
 
 
@@ -162,7 +162,7 @@ def refuse_optimizers_without_rows(module: nn.Module) -> None:
                 " 0.03}, {'params': others}], lr=1e-3)`. Or `RowWiseAdagrad`, `Adagrad` or `SGD` for all parameters."
             )
 
-    weakref.finalize(module, register_optimizer_step_pre_hook(before_step).remove)
+    before_steps_while_alive(module, before_step)
 
 
 def _update(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], learning_rate: float, eps: float) -> None:

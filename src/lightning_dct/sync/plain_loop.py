@@ -25,7 +25,6 @@ from torch.amp import GradScaler
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from lightning_dct.agreement import check_agreement, describe_optimizers
@@ -34,6 +33,7 @@ from lightning_dct.compress.awaited import clock_of, recorded
 from lightning_dct.config import DCTConfig, check_integer
 from lightning_dct.failures.lifeline import lifeline_of_process
 from lightning_dct.law import Given, RunSettings
+from lightning_dct.step_hooks import before_steps_while_alive
 from lightning_dct.sync.optimizer_trial import refuse, warn_of_late_gradients
 from lightning_dct.sync.setup import check_settings, make_gradient_synchronizer, make_update_synchronizer
 from lightning_dct.sync.unseen_steps import is_skipped
@@ -268,9 +268,7 @@ def _look_at_steps(loop: _Loop, look_at: Callable[[Optimizer], None]) -> Removab
         if (its := method()) is not None:
             its(optimizer)
 
-    handle = register_optimizer_step_pre_hook(torch.compiler.disable(look))
-    weakref.finalize(loop, handle.remove)
-    return handle
+    return before_steps_while_alive(loop, torch.compiler.disable(look))
 
 
 def _stepped_by(optimizer: Optimizer) -> Iterator[Tensor]:

@@ -211,7 +211,8 @@ class UpdateSynchronizer(UpdateState):
             # A rank that has not clipped as the others have may measure nothing.
             if rounds.coherence.has_begun(rounds.steps):
                 what = f"{what} with coherence"
-            self.come_to(what, f"{rounds.said}{own}, in optimizer step {self.synchronisations}")
+            with self.traffic.timed("exchange", "seconds_waiting"):  # it may wait for the others in the first steps
+                self.come_to(what, f"{rounds.said}{own}, in optimizer step {self.synchronisations}")
             self._measure(rounds, optimizer, self._decide(rounds, rounds.steps))
             decision = self._decide(rounds, rounds.steps)  # measuring has taken the measurement before into account
             if self.may_skip and rounds.decays:
