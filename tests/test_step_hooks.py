@@ -15,22 +15,30 @@ class Owner:
 
 def test_an_object_may_go_while_an_optimizer_steps() -> None:
     """A hook removed meanwhile would change the dictionary that the optimizer goes through: an error."""
-    owners, called = [Owner(), Owner()], []
+    owners: list[Owner] = [Owner(), Owner()]
+    called: list[int] = []
 
     def let_go(*_: object) -> None:
         owners.clear()
         gc.collect()
         called.append(1)
 
-    hooks = len(_global_optimizer_pre_hooks)
-    first = before_steps_while_alive(owners[0], let_go)
-    before_steps_while_alive(owners[1], lambda *_: called.append(2))
+    def other(*_: object) -> None:
+        called.append(2)
+
+    def last(*_: object) -> None:
+        called.append(3)
+
+    before_steps_while_alive(owners[0], let_go)
+    before_steps_while_alive(owners[1], other)
     weight = nn.Parameter(torch.ones(2))
     weight.grad = torch.ones(2)
     torch.optim.SGD([weight], lr=0.1).step()
     assert called == [1, 2]
-    last = Owner()
-    handle = before_steps_while_alive(last, lambda *_: None)
-    assert len(_global_optimizer_pre_hooks) == hooks + 1
+    owner = Owner()
+    handle = before_steps_while_alive(owner, last)
+    hooks = list(_global_optimizer_pre_hooks.values())
+    assert last in hooks
+    assert let_go not in hooks
+    assert other not in hooks
     handle.remove()
-    first.remove()
