@@ -133,7 +133,9 @@ class Training:
             (length, how.lost, refreshes, how.gains if how.gains is None else bool(how.gains)),
         )
         assert exchanges is not None
-        if (graph := self._graphs.get(kind)) is not None and not exchanges.ranks[0].rounds.holds_back:
+        # Residuals that are held back lie elsewhere after each exchange, so a graph would not find them.
+        holds_back = exchanges.ranks[0].rounds.holds_back
+        if (graph := self._graphs.get(kind)) is not None and not holds_back:
             if self._latest is not graph:
                 graph.take_over()
             graph.replay(how.gains)
@@ -145,8 +147,6 @@ class Training:
         for feedback in feedbacks:
             feedback.awaited.latest.clear()
         self._made[kind] = self._made.get(kind, 0) + 1
-        # Residuals that are held back lie elsewhere after each exchange.
-        holds_back = exchanges.ranks[0].rounds.holds_back
         if not self._on_gpu or holds_back or self._made[kind] <= (1 if refreshes else EAGER):
             exchanges.exchange(length, how, refreshes)
             self._latest = None

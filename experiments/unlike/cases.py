@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.distributed.nn.functional import all_gather
 from torch.nn import functional
 from torch.optim import SGD, Adam, AdamW, Optimizer, SparseAdam
-from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from zoo.digits import CLASSES, draw_digits
 
@@ -314,11 +313,6 @@ CASES: dict[str, type[Case]] = {
     "rows": RareRows,
     "experts": Experts,
 }
-
-
-def cosine(optimizer: Optimizer, steps: int) -> CosineAnnealingLR:
-    """A rate that ends at zero."""
-    return CosineAnnealingLR(optimizer, steps)
 
 
 def mean_of_gradients(model: nn.Module, ranks: int) -> None:

@@ -7,9 +7,10 @@ import torch
 import torch.distributed as dist
 import yaml
 from torch.nn.utils import clip_grad_norm_
+from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from lightning_dct import Updates
-from unlike.cases import CASES, cosine, mean_of_gradients
+from unlike.cases import CASES, mean_of_gradients
 
 # The last tenth of a run is validated so many times, and the mean of the losses is compared.
 VALIDATIONS = 5
@@ -32,7 +33,7 @@ def train(case: str, strategy: str, seed: int, steps: int | None = None) -> dict
     updates = None
     if kind == "dct":
         updates = Updates(training.model, training.optimizers, steps=training.steps, **settings)
-    schedules = [cosine(optimizer, training.steps) for optimizer in training.optimizers]
+    schedules = [CosineAnnealingLR(optimizer, training.steps) for optimizer in training.optimizers]
     losses = []
     for step in range(1, training.steps + 1):
         training.loss().backward()

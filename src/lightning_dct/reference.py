@@ -23,7 +23,6 @@ from torch import Tensor
 
 TINY = torch.finfo(torch.float32).tiny  # the smallest threshold: zeros are never sent
 ONE = torch.ones(1)
-TINIEST = torch.finfo(torch.float32).tiny
 BITS = {"fp32": 32, "bf16": 16, "2bit": 2, "1bit": 1}
 
 
@@ -395,7 +394,7 @@ def average_squares(
             rows, columns = of_all[number].split(sizes, dim=1)
             mean_products = outer(rows, columns) / len(by_rank)
             of_rows, of_columns = given.split(sizes)
-            whole = (of_rows * mean[: sizes[0]]).sum() / mean[: sizes[0]].sum().clamp(min=TINIEST)
+            whole = (of_rows * mean[: sizes[0]]).sum() / mean[: sizes[0]].sum().clamp(min=TINY)
             mean_products *= of_rows.unsqueeze(1) * of_columns / whole.clamp(min=0.25)
             pattern = v.view(sizes).to(torch.promote_types(v.dtype, torch.float32))
             if share > 0:

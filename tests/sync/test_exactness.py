@@ -32,13 +32,18 @@ def test_matches_the_reference(ranks: Any, world_size: int, exchange: str) -> No
     by_rank = ranks(world_size).run(run_cases, "updates", exchange)
     for seed, runs in enumerate(zip(*by_rank, strict=True)):
         shared, own, feedbacks = train_updates(draw(seed, "updates", exchange), world_size)
-        for run, expected in zip(runs, own, strict=True):
-            assert_weights(run.weights, shared)
-            assert_weights(run.state["weights"], expected)
+        assert_both_weights(runs, shared, own)
         # By node, all that ranks have moved is sent, and what is not sent of the sum is another residual.
         differs = any(not torch.equal(one, other) for one, other in zip(own[0], own[1], strict=True))
         assert differs or exchange == "hierarchical"
         assert_remembered(list(runs), feedbacks, ranks_per_node=2)
+
+
+def assert_both_weights(runs: Any, shared: list[torch.Tensor], own: list[list[torch.Tensor]]) -> None:
+    """Of all ranks: the last bit of the shared weights, and of each rank's own."""
+    for run, expected in zip(runs, own, strict=True):
+        assert_weights(run.weights, shared)
+        assert_weights(run.state["weights"], expected)
 
 
 # Without a delay, with which buckets take turns. After every step, for what the mean's length depends on.
@@ -59,9 +64,7 @@ def test_what_is_sent_of_a_tensor_does_not_depend_on_its_bucket(ranks: Any) -> N
     """Oracle: the reference, which knows no buckets. Here every tensor is one, also those that are sent dense."""
     for case, runs in zip(APART, zip(*ranks(2).run(run_in_a_bucket_each), strict=True), strict=True):
         shared, own, _ = train_updates(case, 2)
-        for run, expected in zip(runs, own, strict=True):
-            assert_weights(run.weights, shared)
-            assert_weights(run.state["weights"], expected)
+        assert_both_weights(runs, shared, own)
 
 
 def run_to_a_known_end() -> list[Run]:
@@ -75,9 +78,7 @@ def test_the_mean_is_plain_at_the_end_of_a_long_run(ranks: Any) -> None:
     plain_after = law.LAST_PART * STEPS
     for case, runs in zip(APART, zip(*ranks(2).run(run_to_a_known_end), strict=True), strict=True):
         shared, own, _ = train_updates(case, 2, plain_after)
-        for run, expected in zip(runs, own, strict=True):
-            assert_weights(run.weights, shared)
-            assert_weights(run.state["weights"], expected)
+        assert_both_weights(runs, shared, own)
         lengthened, *_ = train_updates(case, 2)
         is_adam = case.optimizer(nn.Linear(1, 1).parameters()).defaults.get("betas") is not None
         assert is_adam == any(not torch.equal(one, other) for one, other in zip(shared, lengthened, strict=True))
@@ -103,9 +104,8 @@ def test_ranks_that_pull_in_opposite_directions_match_the_reference(ranks: Any) 
     """Oracle: the reference. Residuals are held back, and deviations of second moments persist."""
     for case, runs in zip(UNLIKE, zip(*ranks(3).run(run_unlike), strict=True), strict=True):
         shared, own, _ = train_updates(case, 3)
-        for run, expected in zip(runs, own, strict=True):
-            assert_weights(run.weights, shared)
-            assert_weights(run.state["weights"], expected)
+        assert_both_weights(runs, shared, own)
+        for run in runs:
             assert any(bool(held.any()) for name, held in run.state["held_back"].items() if "residual" in name)
             persistences = [float(values[1]) for values in run.state["deviations"].values()]
             assert sum(persistences) / len(persistences) > DATA

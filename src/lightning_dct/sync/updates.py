@@ -204,7 +204,8 @@ class UpdateSynchronizer(UpdateState):
                     f"{EXCHANGE} that ends", f"the arrival of updates in optimizer step {self.synchronisations}"
                 )
             self.flow.apply(rounds, arrived)
-        length = config.length_at(rounds.steps)
+        decision = self._decide(rounds, rounds.steps)
+        length = decision.length
         if sending := rounds.due(length, takes_turns=bool(config.overlap_steps)):
             own = f", step {rounds.steps} of optimizer {self._number_of(optimizer)}" if len(self._rounds) > 1 else ""
             what = rounds.what
@@ -213,7 +214,7 @@ class UpdateSynchronizer(UpdateState):
                 what = f"{what} with coherence"
             with self.traffic.timed("exchange", "seconds_waiting"):  # it may wait for the others in the first steps
                 self.come_to(what, f"{rounds.said}{own}, in optimizer step {self.synchronisations}")
-            self._measure(rounds, optimizer, self._decide(rounds, rounds.steps))
+            self._measure(rounds, optimizer, decision)
             decision = self._decide(rounds, rounds.steps)  # measuring has taken the measurement before into account
             if self.may_skip and rounds.decays:
                 rounds.own_decay.agree(rounds.names, self.weights, self.exchange.everyone)
