@@ -12,7 +12,8 @@ from lightning_dct.fabric import DCTStrategy  # importing it registers Fabric(st
 
 def main(epochs: int = 2) -> None:
     """Train on two processes and say what they have sent."""
-    strategy = DCTStrategy(refresh_every=50)  # no callbacks here: it refreshes its thresholds itself
+    # No callbacks here: it refreshes its thresholds itself.
+    strategy = DCTStrategy(refresh_every=50)
     fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
     fabric.launch()
     fabric.seed_everything(0)
@@ -26,7 +27,9 @@ def main(epochs: int = 2) -> None:
             optimizer.step()
             optimizer.zero_grad()
         ratio = strategy.traffic.totals.compression_ratio
-        fabric.print(f"epoch {epoch}: loss {loss.item():.3f}, {ratio:.0f}x fewer bytes than dense fp32")
+        fabric.print(
+            f"epoch {epoch}: loss {loss.item():.3f}, {ratio:.0f}x fewer bytes than dense fp32"
+        )
     # Residuals and thresholds lie beside the file, one for each rank.
     fabric.save("fabric.ckpt", {"model": model, "optimizer": optimizer})
 

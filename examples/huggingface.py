@@ -3,8 +3,8 @@
     python huggingface.py
     python huggingface.py --sharded    # two replicas, each sharded over two ranks by FSDP2
 
-A small GPT-2 with random weights learns the bytes of this file; ``from_pretrained`` in its place takes trained ones.
-Wants ``pip install transformers``.
+A small GPT-2 with random weights learns the bytes of this file; ``from_pretrained`` in its place
+takes trained ones. Wants ``pip install transformers``.
 """
 
 import sys

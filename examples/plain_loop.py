@@ -1,4 +1,5 @@
-"""A loop of your own, without Lightning's Trainer or Fabric: two lines more than without communication.
+"""A loop of your own, without Lightning's Trainer or Fabric: two lines more than without
+communication.
 
 torchrun --nproc-per-node=2 plain_loop.py
 """
@@ -15,11 +16,13 @@ def main(epochs: int = 2) -> None:
     """Train on all ranks of a torchrun job and say what they have sent."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    data, model = Points(), Classifier()
+    data = Points()
+    model = Classifier()
     optimizer = model.configure_optimizers()
     sampler = DistributedSampler(data.train)
     batches = DataLoader(data.train, data.batch_size, sampler=sampler)
-    updates = Updates(model, optimizer, steps=epochs * len(batches))  # instead of DistributedDataParallel
+    # Instead of DistributedDataParallel.
+    updates = Updates(model, optimizer, steps=epochs * len(batches))
     for epoch in range(epochs):
         sampler.set_epoch(epoch)
         for points, labels in batches:
@@ -27,11 +30,14 @@ def main(epochs: int = 2) -> None:
             optimizer.step()
             optimizer.zero_grad()
         points, labels = data.held_out.tensors
-        with updates.shared_weights(), torch.no_grad():  # the same on all ranks; each trains its own
+        # The same on all ranks; each trains its own.
+        with updates.shared_weights(), torch.no_grad():
             loss = torch.nn.functional.cross_entropy(model(points), labels)
         if dist.get_rank() == 0:
             ratio = updates.traffic.totals.compression_ratio
-            print(f"epoch {epoch}: loss {loss.item():.3f}, {ratio:.0f}x fewer bytes than dense fp32")
+            print(
+                f"epoch {epoch}: loss {loss.item():.3f}, {ratio:.0f}x fewer bytes than dense fp32"
+            )
     updates.close()  # the model has the shared weights
     dist.destroy_process_group()
 

@@ -1,8 +1,8 @@
 """A recommender on two ranks: tables are spread over them, and only changes of rows cross.
 
-With ``--torchrec`` the model is TorchRec's own DLRM; the only import of it that changes is that of the tables. Without,
-it is a small one over ``ShardedEmbeddingBags``. The rest is the same: data, optimizer, AUC, checkpoint, and tables in
-files, which a server loads without lightning_dct.
+With ``--torchrec`` the model is TorchRec's own DLRM; the only import of it that changes is that of
+the tables. Without, it is a small one over ``ShardedEmbeddingBags``. The rest is the same: data,
+optimizer, AUC, checkpoint, and tables in files, which a server loads without lightning_dct.
 """
 
 import argparse
@@ -18,11 +18,14 @@ import lightning_dct  # registers strategy="dct"
 from lightning_dct import AdamWithRows, EmbeddingTable, ShardedEmbeddingBags
 
 FEATURES = {"user": 4000, "item": 2000, "last_item": 2000, "country": 50}
-NUM_DENSE, DIM = 4, 16
+NUM_DENSE = 4
+DIM = 16
 
 
 class Clicks(L.LightningDataModule):
-    """Made-up clicks: users and items have a hidden taste, and items are as popular as words are frequent."""
+    """Made-up clicks: users and items have a hidden taste, and items are as popular as words are
+    frequent.
+    """
 
     def setup(self, stage: str) -> None:
         numbers = torch.Generator().manual_seed(0)
@@ -54,8 +57,11 @@ class SmallDLRM(nn.Module):
         items = EmbeddingTable("items", FEATURES["item"], DIM, features=("item", "last_item"))
         users = EmbeddingTable("users", FEATURES["user"], DIM)
         countries = EmbeddingTable("countries", FEATURES["country"], DIM)
-        self.tables = ShardedEmbeddingBags([users, items, countries])  # of user, item, last_item and country
-        self.bottom = nn.Sequential(nn.Linear(NUM_DENSE, 32), nn.ReLU(), nn.Linear(32, DIM), nn.ReLU())
+        # Of user, item, last_item and country.
+        self.tables = ShardedEmbeddingBags([users, items, countries])
+        self.bottom = nn.Sequential(
+            nn.Linear(NUM_DENSE, 32), nn.ReLU(), nn.Linear(32, DIM), nn.ReLU()
+        )
         self.top = nn.Sequential(nn.Linear(DIM + 10, 32), nn.ReLU(), nn.Linear(32, 1))
 
     def forward(self, dense: Tensor, ids: Tensor) -> Tensor:
@@ -78,7 +84,8 @@ class TorchRecDLRM(nn.Module):
         from torchrec.models.dlrm import DLRM
         from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-        from lightning_dct.torchrec import EmbeddingBagCollection  # instead of torchrec.modules.embedding_modules
+        # Instead of torchrec.modules.embedding_modules.
+        from lightning_dct.torchrec import EmbeddingBagCollection
 
         tables = [
             EmbeddingBagConfig(FEATURES["user"], DIM, "users", feature_names=["user"]),
@@ -92,7 +99,9 @@ class TorchRecDLRM(nn.Module):
         from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
         ones = torch.ones(ids.numel(), dtype=torch.int32)
-        return self.dlrm(dense, KeyedJaggedTensor(list(FEATURES), ids.T.reshape(-1), lengths=ones)).squeeze(1)
+        return self.dlrm(
+            dense, KeyedJaggedTensor(list(FEATURES), ids.T.reshape(-1), lengths=ones)
+        ).squeeze(1)
 
     def export(self, folder: str) -> dict[str, Tensor]:
         return self.tables.whole_state_dict(folder)
@@ -124,7 +133,9 @@ class Recommender(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         rows = list(self.model.tables.parameters())
-        others = [weight for weight in self.model.parameters() if not any(weight is row for row in rows)]
+        others = [
+            weight for weight in self.model.parameters() if not any(weight is row for row in rows)
+        ]
         return AdamWithRows([{"params": rows, "lr": 0.05}, {"params": others}], lr=3e-3)
 
 
@@ -144,7 +155,8 @@ def main() -> None:
         enable_progress_bar=sys.stdout.isatty(),
     )
     trainer.fit(module, datamodule=Clicks())
-    trainer.save_checkpoint("recommender.ckpt")  # rows are in a folder beside it: trainer.fit(ckpt_path=...) goes on
+    # Rows are in a folder beside it: trainer.fit(ckpt_path=...) goes on.
+    trainer.save_checkpoint("recommender.ckpt")
     tables = module.model.export("serving")  # every rank calls it; rank 0 writes the files
     if trainer.is_global_zero:
         print(f"AUC {float(trainer.callback_metrics['auc']):.3f}")

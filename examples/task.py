@@ -50,7 +50,12 @@ class Classifier(L.LightningModule):
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
         points, labels = batch
-        self.log("val_loss", nn.functional.cross_entropy(self(points), labels), sync_dist=True, prog_bar=True)
+        self.log(
+            "val_loss",
+            nn.functional.cross_entropy(self(points), labels),
+            sync_dist=True,
+            prog_bar=True,
+        )
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), lr=self.learning_rate)

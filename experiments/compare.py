@@ -1,17 +1,19 @@
 """Trains the same experiment under several synchronisations and seeds, and compares the results.
 
-    python experiments/compare.py experiment=lm --seeds 0 1 2 --strategy ddp --strategy "1%: dct strategy.density=0.01"
+    python experiments/compare.py experiment=lm --seeds 0 1 2 --strategy ddp --strategy "1%: dct
+    strategy.density=0.01"
 
-The first strategy is the baseline. Each run is a ``train.py`` of its own, in its own folder below ``--output``. A run
-with a ``result.json`` there is not repeated, so the same command continues a stopped comparison. A run that fails is
-reported, and does not stop the others. ``--sweep model.learning_rate=0.003,0.01,0.03`` tries each value for every
-strategy with the first seed, takes the best by validation, and runs the other seeds with it. The results are
-``table.md``, ``table.csv`` with every figure of every run, ``quality.png``, quality against bytes, and ``pace.png``,
-validation over the seconds of training. With ``--hosts 2 --link 100`` each run trains on hosts made of network
-namespaces, with a link of 100 Mbit/s (Linux, as root).
+The first strategy is the baseline. Each run is a ``train.py`` of its own, in its own folder below
+``--output``. A run with a ``result.json`` there is not repeated, so the same command continues a
+stopped comparison. A run that fails is reported, and does not stop the others. ``--sweep
+model.learning_rate=0.003,0.01,0.03`` tries each value for every strategy with the first seed, takes
+the best by validation, and runs the other seeds with it. The results are ``table.md``,
+``table.csv`` with every figure of every run, ``quality.png``, quality against bytes, and
+``pace.png``, validation over the seconds of training. With ``--hosts 2 --link 100`` each run trains
+on hosts made of network namespaces, with a link of 100 Mbit/s (Linux, as root).
 
-``--collect-only`` makes these files from finished runs, ``--collect multirun/2026-01-31/12-00-00`` from those of
-``train.py --multirun``.
+``--collect-only`` makes these files from finished runs, ``--collect multirun/2026-01-31/12-00-00``
+from those of ``train.py --multirun``.
 """
 
 import argparse
@@ -39,15 +41,23 @@ from network.hosts import parse_link
 
 @goes_on
 def main(words: Sequence[str] | None = None) -> int:
-    """Run what is not there yet, then print and write the table and draw the picture; 0 when every run is there."""
+    """Run what is not there yet, then print and write the table and draw the picture; 0 when every
+    run is there.
+    """
     parser = make_parser()
     # Overrides may come before and after options.
     arguments = parser.parse_intermixed_args(words)
-    own = (arguments.seeds, arguments.sweep, arguments.hosts, arguments.link, arguments.collect_only)
+    own = (
+        arguments.seeds,
+        arguments.sweep,
+        arguments.hosts,
+        arguments.link,
+        arguments.collect_only,
+    )
     if arguments.collect and (arguments.overrides or any(own)):
         parser.error(
-            "--collect takes runs as they are: leave out overrides, --seeds, --sweep, --hosts, --link"
-            " and --collect-only"
+            "--collect takes runs as they are: leave out overrides, --seeds, --sweep, --hosts,"
+            " --link and --collect-only"
         )
     if arguments.strategy and not arguments.overrides:
         parser.error("say what all runs share, as in experiment=lm")
@@ -62,15 +72,26 @@ def main(words: Sequence[str] | None = None) -> int:
             swept = ["seed", "strategy", *(axis.setting for axis in axes)]
             if len(set(swept)) < len(swept):
                 raise ValueError(
-                    "--sweep takes each setting once, and neither seed (--seeds) nor strategy (--strategy)"
+                    "--sweep takes each setting once, and neither seed (--seeds) nor strategy"
+                    " (--strategy)"
                 )
-            require_distinct(strategies, common, {"seed": "--seeds", **{axis.setting: "--sweep" for axis in axes}})
+            require_distinct(
+                strategies,
+                common,
+                {"seed": "--seeds", **{axis.setting: "--sweep" for axis in axes}},
+            )
             output = arguments.output or Path("outputs/compare") / folder_name(common, common)
             runner = Runner(arguments.collect_only)
             hosts = ("--hosts", str(arguments.hosts)) if arguments.hosts else ()
             if arguments.link:
-                hosts += ("--link", f"{arguments.link.megabits or 'none'}:{arguments.link.delay_ms}")
-            entries = [compare(runner, common, strategy, axes, seeds, output, hosts) for strategy in strategies]
+                hosts += (
+                    "--link",
+                    f"{arguments.link.megabits or 'none'}:{arguments.link.delay_ms}",
+                )
+            entries = [
+                compare(runner, common, strategy, axes, seeds, output, hosts)
+                for strategy in strategies
+            ]
             problems = runner.problems
     except ValueError as error:
         parser.error(str(error))
@@ -95,14 +116,18 @@ def compare(
     output: Path,
     hosts: tuple[str, ...],
 ) -> Entry:
-    """All runs of one strategy: with the first seed those of the sweep, then the best values with all seeds."""
+    """All runs of one strategy: with the first seed those of the sweep, then the best values with
+    all seeds.
+    """
 
     def get(swept: tuple[str, ...], seed: int) -> Run | None:
         return runner.get(plan_run(common, strategy, swept, seed, output, hosts))
 
     trials = {swept: get(swept, seeds[0]) for swept in combinations(axes)}
     found = tuple(run for run in trials.values() if run is not None)
-    swept, chosen, note = (), None, ""
+    swept = ()
+    chosen = None
+    note = ""
     if axes:
         results = {swept: None if run is None else run.result for swept, run in trials.items()}
         try:
@@ -114,8 +139,11 @@ def compare(
     return Entry(strategy.label, tuple(run for run in runs if run is not None), found, chosen, note)
 
 
-def take_seeds(overrides: Sequence[str], seeds: Sequence[int] | None) -> tuple[list[str], list[int]]:
-    """Part the seeds from the overrides of all runs; ``seed=1,2`` among them means the same as ``--seeds 1 2``.
+def take_seeds(
+    overrides: Sequence[str], seeds: Sequence[int] | None
+) -> tuple[list[str], list[int]]:
+    """Part the seeds from the overrides of all runs; ``seed=1,2`` among them means the same as
+    ``--seeds 1 2``.
 
     Raises:
         ValueError: Both name seeds, or a seed comes twice or is no integer.
@@ -124,7 +152,9 @@ def take_seeds(overrides: Sequence[str], seeds: Sequence[int] | None) -> tuple[l
     if named and seeds is not None:
         raise ValueError(f"{named[0]}: --seeds says already which")
     if seeds is None:
-        words = [word for override in named for word in override.partition("=")[2].split(",")] or ["0"]
+        words = [word for override in named for word in override.partition("=")[2].split(",")] or [
+            "0"
+        ]
         if not all(word.strip().isdecimal() for word in words):
             raise ValueError(f"{' '.join(named)}: write the seeds as in --seeds 0 1 2")
         seeds = [int(word) for word in words]
@@ -138,18 +168,40 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=first, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("overrides", nargs="*", help="what all runs share, as in experiment=lm trainer.max_steps=500")
-    parser.add_argument("--seeds", type=int, nargs="+", help="one run of each strategy for each (default: 0)")
-    parser.add_argument("--sweep", action="append", default=[], help="as in model.learning_rate=0.003,0.01,0.03")
-    parser.add_argument("--output", type=Path, help="folder of the runs (default: outputs/compare/<overrides>)")
-    parser.add_argument("--hosts", type=int, help="train on so many hosts of network namespaces, a rank on each")
     parser.add_argument(
-        "--link", type=parse_link, help="between hosts: Mbit/s, and after a colon ms each way, as in 10:50"
+        "overrides",
+        nargs="*",
+        help="what all runs share, as in experiment=lm trainer.max_steps=500",
     )
-    parser.add_argument("--collect-only", action="store_true", help="start nothing: show what is there")
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", help="one run of each strategy for each (default: 0)"
+    )
+    parser.add_argument(
+        "--sweep", action="append", default=[], help="as in model.learning_rate=0.003,0.01,0.03"
+    )
+    parser.add_argument(
+        "--output", type=Path, help="folder of the runs (default: outputs/compare/<overrides>)"
+    )
+    parser.add_argument(
+        "--hosts", type=int, help="train on so many hosts of network namespaces, a rank on each"
+    )
+    parser.add_argument(
+        "--link",
+        type=parse_link,
+        help="between hosts: Mbit/s, and after a colon ms each way, as in 10:50",
+    )
+    parser.add_argument(
+        "--collect-only", action="store_true", help="start nothing: show what is there"
+    )
     kind = parser.add_mutually_exclusive_group(required=True)
-    kind.add_argument("--strategy", action="append", help='as in "dct strategy.density=0.001"; "label: dct" to name it')
-    kind.add_argument("--collect", type=Path, nargs="+", help="folders of runs started elsewhere, as multirun/...")
+    kind.add_argument(
+        "--strategy",
+        action="append",
+        help='as in "dct strategy.density=0.001"; "label: dct" to name it',
+    )
+    kind.add_argument(
+        "--collect", type=Path, nargs="+", help="folders of runs started elsewhere, as multirun/..."
+    )
     return parser
 
 

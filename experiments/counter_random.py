@@ -1,7 +1,9 @@
-"""Random numbers addressed by counters: number ``(seed, row, column)`` is the same on every rank at any time.
+"""Random numbers addressed by counters: number ``(seed, row, column)`` is the same on every rank at
+any time.
 
-Training rows that are a pure function of their index need no state and no agreement between ranks. The hash is the
-finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), applied once for every counter that is absorbed.
+Training rows that are a pure function of their index need no state and no agreement between ranks.
+The hash is the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), applied once for every
+counter that is absorbed.
 """
 
 import numpy as np
@@ -13,9 +15,11 @@ UInt64Array = npt.NDArray[np.uint64]
 
 
 def hash_counters(seed: int, *counters: npt.ArrayLike) -> UInt64Array:
-    """Hash a seed and counters into 64 random bits each: uint64 of the broadcast shape, of at least one dimension.
+    """Hash a seed and counters into 64 random bits each: uint64 of the broadcast shape, of at least
+    one dimension.
 
-    The order of the counters matters. Put small shapes first: each is absorbed at the shape reached so far.
+    The order of the counters matters. Put small shapes first: each is absorbed at the shape reached
+    so far.
     """
     state = mix(np.array([seed % 2**64], dtype=np.uint64) + GOLDEN)
     for counter in counters:

@@ -1,4 +1,6 @@
-"""The reference for ``dct_fsdp``: torch's hybrid sharding, with a dense all-reduce between replicas."""
+"""The reference for ``dct_fsdp``: torch's hybrid sharding, with a dense all-reduce between
+replicas.
+"""
 
 from typing import Any
 
@@ -9,7 +11,9 @@ from lightning_dct.traffic import Traffic
 
 
 class HSDPStrategy(MeshStrategy):
-    """``fully_shard`` over the mesh of replicas and shards; it counts no bytes, so its traffic is always zero."""
+    """``fully_shard`` over the mesh of replicas and shards; it counts no bytes, so its traffic is
+    always zero.
+    """
 
     def __init__(self, replicas: int | None = None, unit: int = 1_000_000) -> None:
         super().__init__(replicas, unit, {"reshard_after_forward": True})

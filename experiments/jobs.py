@@ -1,7 +1,8 @@
 """Starts ``train.py`` as a process of its own, in a folder of its own, and ends all its processes.
 
-A run sets environment variables, opens a process group and starts other ranks, to which Lightning gives the same
-command line. With a process for each run, these settings end with it, and no rank can start other runs again.
+A run sets environment variables, opens a process group and starts other ranks, to which Lightning
+gives the same command line. With a process for each run, these settings end with it, and no rank
+can start other runs again.
 """
 
 import contextlib
@@ -31,7 +32,9 @@ _SETTING_OF_A_SWEEP = re.compile(r"[+~]*hydra[./](mode|run|sweep|sweeper|launche
 
 
 def goes_on(command: Callable[..., int]) -> Callable[..., int]:
-    """Have a command that keeps its results say, when it is interrupted, that it can be continued."""
+    """Have a command that keeps its results say, when it is interrupted, that it can be
+    continued.
+    """
 
     @functools.wraps(command)
     def run(*arguments: object) -> int:
@@ -49,28 +52,40 @@ def is_hydra_setting(override: str) -> bool:
     return _HYDRA_SETTING.match(override) is not None
 
 
-def train_command(words: list[str], folder: Path, hosts: Sequence[str] = (), ranks: int = 0) -> list[str]:
-    """The command line of one run: Hydra's options, then overrides, then the folder for all that the run writes.
+def train_command(
+    words: list[str], folder: Path, hosts: Sequence[str] = (), ranks: int = 0
+) -> list[str]:
+    """The command line of one run: Hydra's options, then overrides, then the folder for all that
+    the run writes.
 
-    With ``hosts``, the options of ``train_on_hosts.py``, its ranks run on hosts made of network namespaces. With
-    ``ranks``, torchrun starts so many at once. Otherwise Lightning starts the others when the first is ready to train.
+    With ``hosts``, the options of ``train_on_hosts.py``, its ranks run on hosts made of network
+    namespaces. With ``ranks``, torchrun starts so many at once. Otherwise Lightning starts the
+    others when the first is ready to train.
     """
-    # In quotes, because a folder's name may have characters of Hydra's grammar, such as `=` and `,`.
+    # In quotes, because a folder's name may have characters of Hydra's grammar, such as `=` and
+    # `,`.
     quoted = str(folder.resolve()).replace("\\", "\\\\").replace("'", "\\'")
     script = [str(ON_HOSTS), *hosts] if hosts else [str(TRAIN)]
-    together = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else []
+    together = (
+        ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        if ranks
+        else []
+    )
     return [sys.executable, *together, *script, *words, f"hydra.run.dir='{quoted}'"]
 
 
 def run_alone(command: list[str], output: IO[str] | None = None, folder: Path | None = None) -> int:
     """Run a command, and end all processes it has started before this returns or raises.
 
-    The command gets a session of its own, so that its processes are known by their group. Ctrl-C, SIGTERM and a closed
-    terminal end them too. The exit status is negative when a signal has ended the process.
+    The command gets a session of its own, so that its processes are known by their group. Ctrl-C,
+    SIGTERM and a closed terminal end them too. The exit status is negative when a signal has ended
+    the process.
     """
     with _signals_as_exits():
         errors = None if output is None else subprocess.STDOUT
-        process = subprocess.Popen(command, stdout=output, stderr=errors, cwd=folder, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=output, stderr=errors, cwd=folder, start_new_session=True
+        )
         try:
             return process.wait()
         except BaseException:
@@ -86,34 +101,44 @@ def run_alone(command: list[str], output: IO[str] | None = None, folder: Path | 
 
 
 def run_job_of_sweep() -> None:
-    """Do one job of Hydra's ``--multirun``: a single run with the job's overrides, in the job's folder.
+    """Do one job of Hydra's ``--multirun``: a single run with the job's overrides, in the job's
+    folder.
 
     Raises:
-        RuntimeError: The run has failed, or torchrun has started this process: every rank would run a sweep.
+        RuntimeError: The run has failed, or torchrun has started this process: every rank would run
+            a sweep.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise RuntimeError(
-            "--multirun under torchrun: every rank would run a sweep. "
-            "Leave torchrun out (Lightning starts the ranks of each job), or start one run after the other."
+            "--multirun under torchrun: every rank would run a sweep. Leave torchrun out (Lightning"
+            " starts the ranks of each job), or start one run after the other."
         )
     hydra = HydraConfig.get()
     # Settings of Hydra itself hold for the job too, except those that make it a sweep.
-    settings = [override for override in hydra.overrides.hydra if not _SETTING_OF_A_SWEEP.match(override)]
+    settings = [
+        override for override in hydra.overrides.hydra if not _SETTING_OF_A_SWEEP.match(override)
+    ]
     # Options come first: Lightning adds overrides to the end of this line for the other ranks.
     options = ["--config-name", str(hydra.job.config_name)]
     for source in hydra.runtime.config_sources:
         if source.provider == "command-line":
             options += ["--config-dir", source.path]
-    command = train_command([*options, *hydra.overrides.task, *settings], Path(hydra.runtime.output_dir))
+    command = train_command(
+        [*options, *hydra.overrides.task, *settings], Path(hydra.runtime.output_dir)
+    )
     sys.stdout.flush()
     status = run_alone(command, folder=Path(hydra.runtime.cwd))
     if status != 0:
-        raise RuntimeError(f"job {hydra.job.num} has failed with exit status {status}; it has printed why")
+        raise RuntimeError(
+            f"job {hydra.job.num} has failed with exit status {status}; it has printed why"
+        )
 
 
 @contextlib.contextmanager
 def _signals_as_exits() -> Iterator[None]:
-    """Make the signals that end a process raise an exception, so that it can end its children first."""
+    """Make the signals that end a process raise an exception, so that it can end its children
+    first.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -122,7 +147,11 @@ def _signals_as_exits() -> Iterator[None]:
         raise SystemExit(128 + number)
 
     # A signal that is ignored, such as SIGHUP under nohup, stays ignored.
-    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
+    numbers = [
+        number
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) != signal.SIG_IGN
+    ]
     before = {number: signal.signal(number, leave) for number in numbers}
     try:
         yield

@@ -1,7 +1,9 @@
-"""Compares the law of run length with the runs that were made: how far it is off, and what it decides wrongly.
+"""Compares the law of run length with the runs that were made: how far it is off, and what it
+decides wrongly.
 
-It reads ``docs/evidence/run_length.csv``, prints a table of each kind of run, and draws the law against what was seen.
-With ``--refit`` it fits the law's constants to all kinds but one, and judges them on that one.
+It reads ``docs/evidence/run_length.csv``, prints a table of each kind of run, and draws the law
+against what was seen. With ``--refit`` it fits the law's constants to all kinds but one, and judges
+them on that one.
 
     python experiments/law_check.py --refit
 """
@@ -30,13 +32,27 @@ from lightning_dct.law import BOUND, CAUTION, expected_loss, has_measured_gain
 ROWS = Path(__file__).parents[1] / "docs" / "evidence" / "run_length.csv"
 LEVEL = 0.3  # percent: at most so much is no loss that these runs could show
 CONSTANTS = (0.035, 0.65, 0.65, 0.8, 0.2, 0.25, 2.0, 0.45)
-"""Those of the law, in the order of its formula: waiting, apart with both exponents, both leasts, both growths."""
-COLUMNS = ("kind of run", "fitted to", "runs", "law <= 1%", "law - run", "off by", "allowed", "they lost", "> 1%")
+"""Those of the law, in the order of its formula: waiting, apart with both exponents, both leasts,
+both growths.
+"""
+COLUMNS = (
+    "kind of run",
+    "fitted to",
+    "runs",
+    "law <= 1%",
+    "law - run",
+    "off by",
+    "allowed",
+    "they lost",
+    "> 1%",
+)
 COLUMNS += ("refused", "<= 0.3%")
 
 
 class Run(NamedTuple):
-    """What one row of the file says: settings, and the loss against `ddp` in percent, a mean over seeds."""
+    """What one row of the file says: settings, and the loss against `ddp` in percent, a mean over
+    seeds.
+    """
 
     kind: str
     fitted: str
@@ -57,20 +73,43 @@ def read(file: Path = ROWS) -> list[Run]:
     runs = []
     with file.open(newline="") as lines:
         for row in csv.DictReader(lines):
-            # The mean of several steps is plain in any case, and that of one step with `hierarchical`.
-            exchange = "hierarchical" if row["mean"] == "plain" and row["local_steps"] == "1" else "auto"
-            config = DCTConfig(local_steps=int(row["local_steps"]), density=float(row["density"]), exchange=exchange)
+            # The mean of several steps is plain in any case, and that of one step with
+            # `hierarchical`.
+            exchange = (
+                "hierarchical" if row["mean"] == "plain" and row["local_steps"] == "1" else "auto"
+            )
+            config = DCTConfig(
+                local_steps=int(row["local_steps"]),
+                density=float(row["density"]),
+                exchange=exchange,
+            )
             counts = (int(row["steps"]), int(row["seeds"]))
-            runs.append(Run(row["kind"], row["fitted"], int(row["ranks"]), config, *counts, float(row["loss"])))
+            runs.append(
+                Run(
+                    row["kind"],
+                    row["fitted"],
+                    int(row["ranks"]),
+                    config,
+                    *counts,
+                    float(row["loss"]),
+                )
+            )
     return runs
 
 
 def judged(runs: Sequence[Run], laws: Sequence[float]) -> list[str]:
-    """Cells that say how far a law is off where it says at most the bound, and what it decides wrongly."""
+    """Cells that say how far a law is off where it says at most the bound, and what it decides
+    wrongly.
+    """
     errors = [law - run.loss for run, law in zip(runs, laws, strict=True) if law <= BOUND]
     allowed = [run for run, law in zip(runs, laws, strict=True) if law * CAUTION <= BOUND]
     refused = [run for run, law in zip(runs, laws, strict=True) if law * CAUTION > BOUND]
-    cells = [str(len(runs)), str(len(errors)), _mean(errors, "+.1f"), _mean([abs(error) for error in errors], ".1f")]
+    cells = [
+        str(len(runs)),
+        str(len(errors)),
+        _mean(errors, "+.1f"),
+        _mean([abs(error) for error in errors], ".1f"),
+    ]
     cells += [str(len(allowed)), _mean([run.loss for run in allowed], "+.1f")]
     cells.append(str(sum(run.loss > BOUND for run in allowed)))
     return [*cells, str(len(refused)), str(sum(run.loss <= LEVEL for run in refused))]
@@ -82,7 +121,10 @@ def _mean(values: Sequence[float], pattern: str) -> str:
 
 def by_kind(runs: Sequence[Run]) -> dict[str, list[Run]]:
     """The runs of each kind, in the order of the file."""
-    return {kind: [run for run in runs if run.kind == kind] for kind in dict.fromkeys(run.kind for run in runs)}
+    return {
+        kind: [run for run in runs if run.kind == kind]
+        for kind in dict.fromkeys(run.kind for run in runs)
+    }
 
 
 def tabulate(runs: Sequence[Run]) -> list[Sequence[str]]:
@@ -96,7 +138,13 @@ def tabulate(runs: Sequence[Run]) -> list[Sequence[str]]:
 def settings_of(runs: Sequence[Run]) -> Tensor:
     """What the formula takes of runs side by side, ``[5, runs]``, in fp64."""
     rows = [
-        (run.ranks, run.config.local_steps, run.config.density, run.steps, has_measured_gain(run.config))
+        (
+            run.ranks,
+            run.config.local_steps,
+            run.config.density,
+            run.steps,
+            has_measured_gain(run.config),
+        )
         for run in runs
     ]
     return torch.tensor(rows, dtype=torch.float64).T
@@ -107,17 +155,26 @@ def formula(constants: Tensor, settings: Tensor) -> Tensor:
     waiting, apart, grows, shortens, least_apart, least, eight, beyond = constants
     ranks, local, density, steps, has_gains = settings
     growth = (ranks.clamp(max=8) / 4).clamp(min=1) ** eight * (ranks / 8).clamp(min=1) ** beyond
-    entries = waiting * (2 - has_gains) * (ranks - 1).clamp(max=3) * growth / density / (steps / 1000)
+    entries = (
+        waiting * (2 - has_gains) * (ranks - 1).clamp(max=3) * growth / density / (steps / 1000)
+    )
     # A slope at zero steps apart would be infinite.
-    steps_apart = apart * (ranks - 1) ** grows * (1000 * (local - 1).clamp(min=1e-12) / steps) ** shortens
+    steps_apart = (
+        apart * (ranks - 1) ** grows * (1000 * (local - 1).clamp(min=1e-12) / steps) ** shortens
+    )
     loss = entries + torch.maximum(steps_apart, least_apart * torch.log2(local))
     return torch.maximum(loss, least * torch.log2(ranks.clamp(max=4)))
 
 
 def fit(runs: Sequence[Run], iterations: int = 2000) -> Tensor:
-    """Constants whose errors are least, in units of a run's noise and a tenth of its loss; far ones count linearly."""
+    """Constants whose errors are least, in units of a run's noise and a tenth of its loss; far ones
+    count linearly.
+    """
     seen = torch.tensor([run.loss for run in runs], dtype=torch.float64)
-    noise = torch.tensor([0.3 + 0.5 / math.sqrt(run.seeds) for run in runs], dtype=torch.float64) + 0.1 * seen.abs()
+    noise = (
+        torch.tensor([0.3 + 0.5 / math.sqrt(run.seeds) for run in runs], dtype=torch.float64)
+        + 0.1 * seen.abs()
+    )
     settings = settings_of(runs)
     logarithms = torch.tensor(CONSTANTS, dtype=torch.float64).log().requires_grad_()
     optimizer = torch.optim.Adam([logarithms], lr=0.01)
@@ -130,14 +187,22 @@ def fit(runs: Sequence[Run], iterations: int = 2000) -> Tensor:
 
 
 def tabulate_refits(runs: Sequence[Run]) -> tuple[list[Sequence[str]], str]:
-    """For each kind, what constants say that were fitted to the others; in the last row and a note those of all."""
+    """For each kind, what constants say that were fitted to the others; in the last row and a note
+    those of all.
+    """
     rows: list[Sequence[str]] = [COLUMNS]
     for kind, ours in by_kind(runs).items():
         others = [run for run in runs if run.kind != kind]
         rows.append([kind, "no", *judged(ours, formula(fit(others), settings_of(ours)).tolist())])
     constants = fit(runs)
     rows.append(["all", "yes", *judged(runs, formula(constants, settings_of(runs)).tolist())])
-    return rows, f"Constants fitted to all: {', '.join(f'{constant:.3f}' for constant in constants.tolist())}."
+    return (
+        rows,
+        (
+            "Constants fitted to all:"
+            f" {', '.join(f'{constant:.3f}' for constant in constants.tolist())}."
+        ),
+    )
 
 
 def draw(file: Path, runs: Sequence[Run]) -> None:
@@ -148,12 +213,18 @@ def draw(file: Path, runs: Sequence[Run]) -> None:
         axis.scatter([run.law for run in ours], [run.loss for run in ours], label=kind, **look)
     ends = (min(run.law for run in runs), max(run.law for run in runs))
     axis.plot(ends, ends, color="black", linewidth=1, label="the law")
-    axis.axvspan(0.9 * ends[0], BOUND / CAUTION, color="gray", alpha=0.15, label="what a run may take")
+    axis.axvspan(
+        0.9 * ends[0], BOUND / CAUTION, color="gray", alpha=0.15, label="what a run may take"
+    )
     axis.axhline(BOUND, color="black", linewidth=1, linestyle="--", label="what may be lost")
-    axis.set(xscale="log", xlabel="loss against ddp by the law, %", ylabel="loss against ddp as seen, %")
+    axis.set(
+        xscale="log", xlabel="loss against ddp by the law, %", ylabel="loss against ddp as seen, %"
+    )
     axis.set_yscale("symlog", linthresh=2)
     axis.set_xticks([0.25, 0.5, 1, 2, 5, 10, 20], ["0.25", "0.5", "1", "2", "5", "10", "20"])
-    axis.set_yticks([-10, -5, -2, -1, 0, 1, 2, 5, 10], ["-10", "-5", "-2", "-1", "0", "1", "2", "5", "10"])
+    axis.set_yticks(
+        [-10, -5, -2, -1, 0, 1, 2, 5, 10], ["-10", "-5", "-2", "-1", "0", "1", "2", "5", "10"]
+    )
     axis.grid(alpha=0.3)
     figure.legend(loc="outside lower center", fontsize="x-small", ncols=3)
     figure.savefig(file, dpi=150)
@@ -165,8 +236,12 @@ def main(words: Sequence[str] | None = None) -> int:
     first, _, rest = (__doc__ or "").partition("\n")
     shape = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=first, epilog=rest, formatter_class=shape)
-    parser.add_argument("--refit", action="store_true", help="fit constants to all kinds but one, too")
-    parser.add_argument("--output", type=Path, default=Path("outputs/law.png"), help="the picture (%(default)s)")
+    parser.add_argument(
+        "--refit", action="store_true", help="fit constants to all kinds but one, too"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("outputs/law.png"), help="the picture (%(default)s)"
+    )
     arguments = parser.parse_args(words)
     runs = read()
     print(markdown(tabulate(runs), []))

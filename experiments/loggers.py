@@ -11,7 +11,9 @@ _WANDB_HOST = "api.wandb.ai"
 
 
 def logged_in_to_wandb() -> bool:
-    """Whether there is a W&B key, in ``WANDB_API_KEY`` or in the netrc file that ``wandb login`` writes."""
+    """Whether there is a W&B key, in ``WANDB_API_KEY`` or in the netrc file that ``wandb login``
+    writes.
+    """
     if os.environ.get("WANDB_API_KEY"):
         return True
     file = Path(os.environ.get("NETRC") or Path.home() / ".netrc")

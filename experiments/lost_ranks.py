@@ -1,8 +1,10 @@
-"""Kills, stops and slows ranks of a language model under ``dct_elastic``: ``python experiments/lost_ranks.py kills``.
+"""Kills, stops and slows ranks of a language model under ``dct_elastic``: ``python
+experiments/lost_ranks.py kills``.
 
-Each rank is a process that this one starts, and starts again. Every step takes ``--pace`` seconds, of which a rank
-sleeps what it does not compute, so that ranks that share a machine do not become faster when one is gone. Prints a
-table, and writes ``FOLDER/table.csv``, ``FOLDER/steps-RANK.csv`` with each rank's steps, and ``FOLDER/run.png``.
+Each rank is a process that this one starts, and starts again. Every step takes ``--pace`` seconds,
+of which a rank sleeps what it does not compute, so that ranks that share a machine do not become
+faster when one is gone. Prints a table, and writes ``FOLDER/table.csv``, ``FOLDER/steps-RANK.csv``
+with each rank's steps, and ``FOLDER/run.png``.
 """
 
 import argparse
@@ -60,18 +62,24 @@ class Records(pl.Callback):
     """Writes a row after each batch, which lies on the disk when the process is killed."""
 
     def __init__(self, file: Path) -> None:
-        self.file, self.passed_over, self.exchanges, self.digest = file.open("a"), 0, 0, ""
+        self.file = file.open("a")
+        self.passed_over = 0
+        self.exchanges = 0
+        self.digest = ""
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, *_: Any) -> None:
         updates: Any = trainer.strategy.updates
         present = updates.present
         if updates.exchanges != self.exchanges:
-            self.digest = digest(updates.weights.shared(name) for name in sorted(updates.weights.parameters))
+            self.digest = digest(
+                updates.weights.shared(name) for name in sorted(updates.weights.parameters)
+            )
         row = Row(
             time.time(), trainer.global_step, int(updates.passed_over == self.passed_over), present.round,
             present.size(), updates.exchanges, present.lost, self.digest, float(outputs["loss"]),
         )  # fmt: skip
-        self.passed_over, self.exchanges = updates.passed_over, updates.exchanges
+        self.passed_over = updates.passed_over
+        self.exchanges = updates.exchanges
         print(*row, sep=",", file=self.file, flush=True)
 
 
@@ -88,11 +96,18 @@ def train(rank: int, host: Host, lighthouse: str, given: argparse.Namespace, aga
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     torch.set_num_threads(1)
-    # The ranks share the cores, and Lightning does not know, because each is the only one that it starts.
+    # The ranks share the cores, and Lightning does not know, because each is the only one that it
+    # starts.
     os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ |= {LIGHTHOUSE: lighthouse, "NODE_RANK": str(rank), "LOCAL_RANK": "0", RESTARTED: str(int(again))}
+    os.environ |= {
+        LIGHTHOUSE: lighthouse,
+        "NODE_RANK": str(rank),
+        "LOCAL_RANK": "0",
+        RESTARTED: str(int(again)),
+    }
     pl.seed_everything(given.seed)
-    module, data = Paced(num_layers=1, width=64), TextData(corpus="sources", held_out_fraction=0.01, seed=given.seed)
+    module = Paced(num_layers=1, width=64)
+    data = TextData(corpus="sources", held_out_fraction=0.01, seed=given.seed)
     module.pace = given.pace * (SLOWER if given.scenario == "slow" and rank == RANKS - 1 else 1.0)
     trainer = pl.Trainer(
         strategy=DCTElasticStrategy(**SETTINGS), accelerator="cpu", devices=1, num_nodes=RANKS, max_steps=given.steps,
@@ -100,7 +115,11 @@ def train(rank: int, host: Host, lighthouse: str, given: argparse.Namespace, aga
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(module, datamodule=data)
-    scores = trainer.test(module, datamodule=data, verbose=False)[0] if rank == 0 else {"test/loss": float("nan")}
+    scores = (
+        trainer.test(module, datamodule=data, verbose=False)[0]
+        if rank == 0
+        else {"test/loss": float("nan")}
+    )
     (folder / f"end-{rank}.txt").write_text(
         f"{trainer.global_step} {digest(module.parameters())} {scores['test/loss']}"
     )
@@ -117,14 +136,22 @@ def light(answer: Any, host: Host) -> None:
 
 
 class Job:
-    """The ranks and the lighthouse, each on a host, and what happens to them: a time, what, and the rank."""
+    """The ranks and the lighthouse, each on a host, and what happens to them: a time, what, and the
+    rank.
+    """
 
     def __init__(self, given: argparse.Namespace, hosts: list[Host]) -> None:
-        self.given, self.folder, self.hosts = given, given.folder, hosts
+        self.given = given
+        self.folder = given.folder
+        self.hosts = hosts
         self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(["lightning_dct.elastic.present", "nlp.module", "nlp.data"])
+        self.context.set_forkserver_preload(
+            ["lightning_dct.elastic.present", "nlp.module", "nlp.data"]
+        )
         ours, theirs = self.context.Pipe(duplex=False)
-        self.lighthouse = self.context.Process(target=light, args=(theirs, hosts[RANKS]), daemon=True)
+        self.lighthouse = self.context.Process(
+            target=light, args=(theirs, hosts[RANKS]), daemon=True
+        )
         self.lighthouse.start()
         self.address = ours.recv()
         self.processes: dict[int, Any] = {}
@@ -156,16 +183,27 @@ class Job:
 
     def step(self) -> int:
         """The furthest step of any rank."""
-        return max((int(last_line(self.folder / f"steps-{r}.csv").split(",")[1] or 0) for r in range(RANKS)), default=0)
+        return max(
+            (
+                int(last_line(self.folder / f"steps-{r}.csv").split(",")[1] or 0)
+                for r in range(RANKS)
+            ),
+            default=0,
+        )
 
     def has_trained(self, rank: int) -> bool:
         """Whether a rank has trained since it was last started."""
-        started = max((when for when, what, other in self.events if other == rank and what == "start"), default=0.0)
+        started = max(
+            (when for when, what, other in self.events if other == rank and what == "start"),
+            default=0.0,
+        )
         return float(last_line(self.folder / f"steps-{rank}.csv").split(",")[0]) > started
 
     def run(self) -> None:
         """Disturb the ranks until all have ended."""
-        scenario, steps, deadline = self.given.scenario, self.given.steps, time.monotonic() + self.given.limit
+        scenario = self.given.scenario
+        steps = self.given.steps
+        deadline = time.monotonic() + self.given.limit
         while self.step() < SETTINGS["warmup_steps"] / 2:
             assert time.monotonic() < deadline, "the ranks have not begun; see log-0.txt"
             time.sleep(0.1)
@@ -175,7 +213,8 @@ class Job:
                 print(f"Not ended after {self.given.limit:.0f} s, at step {self.step()}.")
                 return
             time.sleep(0.05)
-            now, ending = time.monotonic(), self.step() > LAST_KILL * steps
+            now = time.monotonic()
+            ending = self.step() > LAST_KILL * steps
             for rank in [rank for rank, when in self.due.items() if now >= when or ending]:
                 del self.due[rank]
                 self.start(rank, again=True)
@@ -184,9 +223,15 @@ class Job:
                     self.events.append((time.time(), f"failed with {process.exitcode}", rank))
                     self.due[rank] = now + 1.0
             alive = [rank for rank, process in self.processes.items() if process.is_alive()]
-            # Of those that train: one that is joining has nothing yet, and the weights must not die with the last.
+            # Of those that train: one that is joining has nothing yet, and the weights must not die
+            # with the last.
             training = [rank for rank in alive if self.has_trained(rank)]
-            if scenario in ("kills", "every15") and now >= next_kill and len(training) > 1 and not ending:
+            if (
+                scenario in ("kills", "every15")
+                and now >= next_kill
+                and len(training) > 1
+                and not ending
+            ):
                 rank = self.draw.choice(training)
                 self.kill(rank)
                 self.due[rank] = now + (self.draw.uniform(1, 20) if scenario == "kills" else 1.0)
@@ -194,7 +239,11 @@ class Job:
             happened = {what for _, what, _ in self.events}
             if scenario in AWAY and not happened and self.step() > steps / 4:
                 self.send_away(RANKS - 1, AWAY[scenario][0])
-            if scenario in AWAY and len(happened) == 1 and time.time() > self.events[0][0] + self.given.away:
+            if (
+                scenario in AWAY
+                and len(happened) == 1
+                and time.time() > self.events[0][0] + self.given.away
+            ):
                 self.send_away(RANKS - 1, AWAY[scenario][1])
             if scenario == "lighthouse" and not happened and self.step() > steps / 3:
                 self.lighthouse.kill()
@@ -217,18 +266,28 @@ def last_line(path: Path) -> str:
 
 def main() -> None:
     """Run a scenario, and say what it has come to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "scenario", choices=SCENARIOS, help="; ".join(f"{name}: {what}" for name, what in SCENARIOS.items())
+        "scenario",
+        choices=SCENARIOS,
+        help="; ".join(f"{name}: {what}" for name, what in SCENARIOS.items()),
     )
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--pace", type=float, default=0.08, help="seconds of a step")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--away", type=float, default=30.0, help="seconds for which a rank is stopped or cut off")
-    parser.add_argument("--limit", type=float, default=600.0, help="seconds after which all are killed")
+    parser.add_argument(
+        "--away", type=float, default=30.0, help="seconds for which a rank is stopped or cut off"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=600.0, help="seconds after which all are killed"
+    )
     parser.add_argument("--folder", type=Path, help="outputs/lost_ranks/SCENARIO by default")
     given = parser.parse_args()
-    given.folder = (given.folder or Path("outputs/lost_ranks") / f"{given.scenario}-{given.seed}").absolute()
+    given.folder = (
+        given.folder or Path("outputs/lost_ranks") / f"{given.scenario}-{given.seed}"
+    ).absolute()
     given.folder.mkdir(parents=True, exist_ok=False)
     import_torchft()
     with some_hosts(RANKS + 1, Link(), given.scenario == "cut") as hosts:
@@ -239,7 +298,9 @@ def main() -> None:
             job.stop()
             with (given.folder / "events.csv").open("w") as file:
                 csv.writer(file).writerows(job.events)
-    report(given.folder, f"{SCENARIOS[given.scenario]}, seed {given.seed}", SETTINGS["warmup_steps"])
+    report(
+        given.folder, f"{SCENARIOS[given.scenario]}, seed {given.seed}", SETTINGS["warmup_steps"]
+    )
 
 
 if __name__ == "__main__":

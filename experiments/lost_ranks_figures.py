@@ -54,7 +54,8 @@ def read(folder: Path) -> tuple[dict[int, list[list[Row]]], list[Event]]:
         found = defaultdict(list)
         for line in path.read_text().splitlines():
             fields = line.split(",")
-            if len(fields) == len(Row._fields):  # the last line of a process that was killed may be cut
+            # The last line of a process that was killed may be cut.
+            if len(fields) == len(Row._fields):
                 row = Row(float(fields[0]), *map(int, fields[1:7]), fields[7], float(fields[8]))  # type: ignore[arg-type]
                 found[sum(start <= row.seconds for start in starts)].append(row)
         lives[rank] = [found[key] for key in sorted(found)]
@@ -62,7 +63,9 @@ def read(folder: Path) -> tuple[dict[int, list[list[Row]]], list[Event]]:
 
 
 def step_seconds(lives: dict[int, list[list[Row]]]) -> dict[int, float]:
-    """The median time of a step with no exchange after it, by rank: the pace of a rank that does not wait."""
+    """The median time of a step with no exchange after it, by rank: the pace of a rank that does
+    not wait.
+    """
     found: dict[int, list[float]] = {rank: [] for rank in lives}
     for rank, lives_of_rank in lives.items():
         for before, row in (pair for rows in lives_of_rank for pair in pairwise(rows)):
@@ -78,14 +81,20 @@ def figures(lives: dict[int, list[list[Row]]], events: list[Event], warmup: int)
     digests: dict[int, set[str]] = defaultdict(set)
     seen: dict[int, int] = defaultdict(int)
     committed = failed = trained = passed = 0
-    gaps, possible, counted = [0.0], 0.0, 0
+    gaps = [0.0]
+    possible = 0.0
+    counted = 0
     for rank, lives_of_rank in lives.items():
         for rows in lives_of_rank:
             for before, row in pairwise(rows):
                 if row.exchanges > before.exchanges:
                     digests[row.round].add(row.digest)
                     seen[row.round] += 1
-                is_away = rank in away and away[rank][0] <= row.seconds and before.seconds <= away[rank][1]
+                is_away = (
+                    rank in away
+                    and away[rank][0] <= row.seconds
+                    and before.seconds <= away[rank][1]
+                )
                 if not is_away:
                     gaps.append(row.seconds - before.seconds)
                 if row.step > warmup and not is_away:
@@ -95,15 +104,21 @@ def figures(lives: dict[int, list[list[Row]]], events: list[Event], warmup: int)
             failed += rows[-1].failed
             trained += sum(row.trained for row in rows)
             passed += sum(1 - row.trained for row in rows)
-    times = sorted(row.seconds for rows in lives.values() for life in rows for row in life if row.trained)
+    times = sorted(
+        row.seconds for rows in lives.values() for life in rows for row in life if row.trained
+    )
     kinds = defaultdict(int)
     for event in events:
         kinds[event.what] += 1
     several = [round for round, number in seen.items() if number > 1]
     return {
-        "what happened": ", ".join(f"{what}: {number}" for what, number in kinds.items()) or "nothing",
+        "what happened": (
+            ", ".join(f"{what}: {number}" for what, number in kinds.items()) or "nothing"
+        ),
         "seconds": f"{times[-1] - times[0]:.1f}",
-        "last step": f"{max(row.step for rows in lives.values() for life in rows for row in life):,}",
+        "last step": (
+            f"{max(row.step for rows in lives.values() for life in rows for row in life):,}"
+        ),
         "steps trained, all ranks": f"{trained:,}",
         "steps passed over, all ranks": f"{passed:,}",
         "rounds": f"{len(digests):,}",
@@ -112,12 +127,16 @@ def figures(lives: dict[int, list[list[Row]]], events: list[Event], warmup: int)
         "exchanges of a rank, committed": f"{committed:,}",
         "exchanges of a rank, failed": f"{failed:,}",
         "committed": f"{committed / (committed + failed):.1%}",
-        "median seconds of a step without exchange": ", ".join(f"{rank}: {time:.3f}" for rank, time in seconds.items()),
+        "median seconds of a step without exchange": ", ".join(
+            f"{rank}: {time:.3f}" for rank, time in seconds.items()
+        ),
         "longest time between two batches of a present rank, s": f"{max(gaps):.1f}",
-        "longest time without a step of any rank, s": f"{max(b - a for a, b in pairwise(times)):.1f}",
-        "throughput after the warm-up, of the speeds of the present ranks added": f"{counted / possible:.1%}"
-        if possible
-        else "-",
+        "longest time without a step of any rank, s": (
+            f"{max(b - a for a, b in pairwise(times)):.1f}"
+        ),
+        "throughput after the warm-up, of the speeds of the present ranks added": (
+            f"{counted / possible:.1%}" if possible else "-"
+        ),
     } | back
 
 
@@ -131,7 +150,11 @@ def absences(
     for rank, end in ends.items():
         pairs = [pair for rows in lives[rank] for pair in pairwise(rows)]
         alone = sum(row.trained for _, row in pairs if away[rank] < row.seconds < end)
-        met = [row for before, row in pairs if row.exchanges > before.exchanges and row.ranks_present > 1]
+        met = [
+            row
+            for before, row in pairs
+            if row.exchanges > before.exchanges and row.ranks_present > 1
+        ]
         waited = min((row.seconds - end for row in met if row.seconds > end), default=float("nan"))
         found |= {
             f"steps that rank {rank} trained while it was away": f"{alone:,}",
@@ -144,9 +167,13 @@ def plot(file: Path, lives: dict[int, list[list[Row]]], events: list[Event], tit
     """Draw throughput and loss over time; lines mark what has happened."""
     seconds = step_seconds(lives)
     everything = [(rank, row) for rank, found in lives.items() for rows in found for row in rows]
-    start, end = min(row.seconds for _, row in everything), max(row.seconds for _, row in everything)
+    start = min(row.seconds for _, row in everything)
+    end = max(row.seconds for _, row in everything)
     bins = range(int((end - start) / BIN_S) + 1)
-    steps, losses, speeds = [0.0] * len(bins), [[] for _ in bins], [0.0] * len(bins)  # type: ignore[var-annotated]
+    # type: ignore[var-annotated]
+    steps = [0.0] * len(bins)
+    losses = [[] for _ in bins]
+    speeds = [0.0] * len(bins)
     for _, row in everything:
         if row.trained:
             place = int((row.seconds - start) / BIN_S)
@@ -155,18 +182,22 @@ def plot(file: Path, lives: dict[int, list[list[Row]]], events: list[Event], tit
     for rank, found in lives.items():
         for rows in found:
             for place in bins:
-                first, last = (
-                    max(rows[0].seconds - start, place * BIN_S),
-                    min(rows[-1].seconds - start, (place + 1) * BIN_S),
-                )
+                first = max(rows[0].seconds - start, place * BIN_S)
+                last = min(rows[-1].seconds - start, (place + 1) * BIN_S)
                 speeds[place] += max(0.0, last - first) / BIN_S / seconds[rank]
     middles = [(place + 0.5) * BIN_S for place in bins]
     figure, (above, below) = plt.subplots(2, 1, figsize=(10, 6), sharex=True)
-    above.step(middles, speeds, where="mid", color="tab:gray", label="speeds of the present ranks, added")
+    above.step(
+        middles, speeds, where="mid", color="tab:gray", label="speeds of the present ranks, added"
+    )
     above.step(middles, steps, where="mid", color="tab:orange", label="steps trained")
     above.set_ylabel("steps a second")
     above.set_ylim(bottom=0)
-    below.plot(middles, [sum(found) / len(found) if found else float("nan") for found in losses], color="tab:orange")
+    below.plot(
+        middles,
+        [sum(found) / len(found) if found else float("nan") for found in losses],
+        color="tab:orange",
+    )
     below.set_ylabel("training loss")
     below.set_xlabel("seconds")
     colours = dict.fromkeys((*LEAVES, "kill", "lighthouse"), "tab:red")
@@ -176,7 +207,12 @@ def plot(file: Path, lives: dict[int, list[list[Row]]], events: list[Event], tit
         for axis in (above, below):
             label = event.what if axis is above and event.what not in labelled else None
             labelled.add(event.what)
-            axis.axvline(event.seconds - start, color=colours.get(event.what, "black"), linewidth=0.6, label=label)
+            axis.axvline(
+                event.seconds - start,
+                color=colours.get(event.what, "black"),
+                linewidth=0.6,
+                label=label,
+            )
     above.legend(fontsize="small", loc="lower right")
     above.set_title(title)
     figure.tight_layout()

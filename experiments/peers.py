@@ -1,12 +1,14 @@
-"""Trains the language model with DCT and with the methods of others, and writes one table and one picture.
+"""Trains the language model with DCT and with the methods of others, and writes one table and one
+picture.
 
     python experiments/peers.py --steps 3000 --ranks 2 4 --methods ddp dct 'diloco*'
 
-Every row is ``train.py experiment=lm``: the same model, data, batches and steps, and another strategy. Rows whose
-package is missing are left out, and the page says so. A row that is there is not run again, so the same command goes on
-with a stopped page. On Linux, as root, each rank is a host of its own with a link of 1 Gbit/s, and bytes are those that
-its interface has sent; elsewhere ranks share this machine, and bytes are those that calls of collectives add up to.
-``--times`` adds the milliseconds of a step on slower links, in short runs of their own.
+Every row is ``train.py experiment=lm``: the same model, data, batches and steps, and another
+strategy. Rows whose package is missing are left out, and the page says so. A row that is there is
+not run again, so the same command goes on with a stopped page. On Linux, as root, each rank is a
+host of its own with a link of 1 Gbit/s, and bytes are those that its interface has sent; elsewhere
+ranks share this machine, and bytes are those that calls of collectives add up to. ``--times`` adds
+the milliseconds of a step on slower links, in short runs of their own.
 """
 
 import argparse
@@ -41,16 +43,19 @@ from network.hosts import why_not
 
 LOSS = "test/loss"
 SLOW_LINKS = {"100": "100 Mbit/s", "10:50": "10 Mbit/s, 50 ms"}
-_TIMED_STEPS, _SKIPPED_STEPS = 20, 10
+_TIMED_STEPS = 20
+_SKIPPED_STEPS = 10
 _MARKERS = {2: "o", 4: "s", 8: "D"}
 _NOTHING = "-"
 
 
 @dataclass(frozen=True)
 class Method:
-    """A row: its name, the curve it belongs to, whose code runs, and what it adds to the overrides of all rows.
+    """A row: its name, the curve it belongs to, whose code runs, and what it adds to the overrides
+    of all rows.
 
-    ``period`` is the number of steps after which exchanges repeat, ``timing`` what a short run needs to be typical.
+    ``period`` is the number of steps after which exchanges repeat, ``timing`` what a short run
+    needs to be typical.
     """
 
     name: str
@@ -67,20 +72,37 @@ def _methods() -> Iterator[Method]:
     yield Method("bf16", "bf16 hook", "torch", "ddp_bf16")
     for rank in (4, 1):
         own = f"powersgd strategy.rank={rank}"
-        yield Method(f"powersgd-{rank}", "PowerSGD", "torch", own, timing=("strategy.start_step=2",))
+        yield Method(
+            f"powersgd-{rank}", "PowerSGD", "torch", own, timing=("strategy.start_step=2",)
+        )
     torchft = {"package": "torchft", "module": "rivals.with_torchft"}
     for steps in (30, 150, 1000):
         own = f"local_sgd strategy.method.sync_every={steps}"
         yield Method(f"local-sgd-{steps}", "LocalSGD", settings=own, period=steps, **torchft)
     for steps, rate in ((30, 0.7), (150, 0.7), (1000, 0.7), (30, 0.4), (150, 0.4)):
-        own = f"diloco strategy.method.sync_every={steps} strategy.method.outer_learning_rate={rate}"
-        yield Method(f"diloco-{steps}-{rate}", f"DiLoCo, outer rate {rate}", settings=own, period=steps, **torchft)
+        own = (
+            f"diloco strategy.method.sync_every={steps} strategy.method.outer_learning_rate={rate}"
+        )
+        yield Method(
+            f"diloco-{steps}-{rate}",
+            f"DiLoCo, outer rate {rate}",
+            settings=own,
+            period=steps,
+            **torchft,
+        )
     for steps in (32, 152, 1000):
-        own = f"diloco strategy.method.sync_every={steps} strategy.method.fragments=4 strategy.method.delay=1"
-        yield Method(f"streaming-{steps}", "Streaming DiLoCo", settings=own, period=steps, **torchft)
+        own = (
+            f"diloco strategy.method.sync_every={steps} strategy.method.fragments=4"
+            " strategy.method.delay=1"
+        )
+        yield Method(
+            f"streaming-{steps}", "Streaming DiLoCo", settings=own, period=steps, **torchft
+        )
     for steps, kind in ((15, "fp16"), (75, "fp16")):
         own = f"hivemind strategy.method.sync_every={steps} strategy.method.compression={kind}"
-        yield Method(f"hivemind-{steps}", "hivemind", "hivemind", own, steps, module="rivals.with_hivemind")
+        yield Method(
+            f"hivemind-{steps}", "hivemind", "hivemind", own, steps, module="rivals.with_hivemind"
+        )
     for steps, top_k in ((1, 300), (2, 128), (15, 128), (30, 64)):
         own = f"sparse_loco strategy.method.sync_every={steps} strategy.method.top_k={top_k}"
         yield Method(f"sparse-loco-{steps}", "SparseLoCo", "", own, steps)
@@ -119,13 +141,18 @@ class Page:
     """All runs of a page, done or found, and the table and the picture of them."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        self.steps, self.seeds, self.output = arguments.steps, arguments.seeds, arguments.output
+        self.steps = arguments.steps
+        self.seeds = arguments.seeds
+        self.output = arguments.output
         self.runner = Runner(arguments.collect_only)
         self.has_links = why_not() is None and not arguments.loopback
 
     def entry(self, method: Method, ranks: int) -> Entry:
         """The runs of a row, one a seed."""
-        common = [f"trainer.max_steps={self.steps}", f"trainer.val_check_interval={max(1, self.steps // 5)}"]
+        common = [
+            f"trainer.max_steps={self.steps}",
+            f"trainer.val_check_interval={max(1, self.steps // 5)}",
+        ]
         # The mean step is one after the warm-up of DCT.
         common.append(f"callbacks.step_timer.skip={min(340, self.steps // 3)}")
         runs = (self._get(method, ranks, common, seed, "1000") for seed in self.seeds)
@@ -138,7 +165,10 @@ class Page:
         if method.family == "dct, defaults":
             # They follow the length of the whole run, and the number of ranks.
             config = Given.of({}).for_run(ranks, self.steps)
-            own += [f"strategy.local_steps={config.local_steps}", f"strategy.density={config.density}"]
+            own += [
+                f"strategy.local_steps={config.local_steps}",
+                f"strategy.density={config.density}",
+            ]
             period = config.local_steps
         timed = period * math.ceil(_TIMED_STEPS / period)
         steps = _SKIPPED_STEPS + timed
@@ -148,7 +178,13 @@ class Page:
         return None if run is None else run.result["milliseconds_per_step"]
 
     def _get(
-        self, method: Method, ranks: int, common: list[str], seed: int, link: str, own: Sequence[str] = ()
+        self,
+        method: Method,
+        ranks: int,
+        common: list[str],
+        seed: int,
+        link: str,
+        own: Sequence[str] = (),
     ) -> Run | None:
         shared = ["experiment=lm", *common, "logger=none", "callbacks.progress_bar=null"]
         hosts: tuple[str, ...] = ()
@@ -162,7 +198,9 @@ class Page:
 
 
 def bytes_sent(result: Mapping[str, Any]) -> float | None:
-    """Bytes a rank sends in a step: at the interface where it has one of its own, else those counted at the calls."""
+    """Bytes a rank sends in a step: at the interface where it has one of its own, else those
+    counted at the calls.
+    """
     return result.get("interface_bytes_per_step") or result["bytes_sent_per_step"]
 
 
@@ -176,19 +214,45 @@ def tabulate(page: Page, ranks: int, entries: Sequence[Entry], times: bool) -> l
     """The rows of the table for a number of ranks, with its heads."""
     links = SLOW_LINKS if times and page.has_links else {}
     where = "interface" if page.has_links else "calls"
-    heads = ["method", "code", "settings", "test loss", "against ddp", f"bytes a step ({where})", "ratio", "theirs"]
-    heads += ["ms, 1 Gbit/s" if page.has_links else "ms, one machine", *(f"ms, {name}" for name in links.values())]
+    heads = [
+        "method",
+        "code",
+        "settings",
+        "test loss",
+        "against ddp",
+        f"bytes a step ({where})",
+        "ratio",
+        "theirs",
+    ]
+    heads += [
+        "ms, 1 Gbit/s" if page.has_links else "ms, one machine",
+        *(f"ms, {name}" for name in links.values()),
+    ]
     rows = [[*heads, "memory"]]
     weights = 4 * entries[0].runs[0].result["trainable_parameters"]
     held = entries[0].runs[0].result["tensor_bytes"]
     for entry in entries:
         method = METHODS[entry.label]
-        code = f"{method.package} {metadata.version(method.package)}" if method.package else "ours, by the paper"
-        own = " ".join(word.rpartition("strategy.")[2].removeprefix("method.") for word in method.settings.split()[1:])
-        loss, apart = metric_figure(entry.runs, LOSS), difference(entry, entries[0], LOSS)
+        code = (
+            f"{method.package} {metadata.version(method.package)}"
+            if method.package
+            else "ours, by the paper"
+        )
+        own = " ".join(
+            word.rpartition("strategy.")[2].removeprefix("method.")
+            for word in method.settings.split()[1:]
+        )
+        loss = metric_figure(entry.runs, LOSS)
+        apart = difference(entry, entries[0], LOSS)
         theirs = result_figure(entry.runs, lambda result: result["their_ratio"])
         memory = result_figure(entry.runs, lambda result: (result["tensor_bytes"] - held) / weights)
-        cells = [entry.label, code, own or _NOTHING, figure_text(loss, "{:.4f}"), figure_text(apart, "{:+.2%}")]
+        cells = [
+            entry.label,
+            code,
+            own or _NOTHING,
+            figure_text(loss, "{:.4f}"),
+            figure_text(apart, "{:+.2%}"),
+        ]
         for figure, pattern in ((bytes_sent, "{:,.0f}"), (ratio, "{:,.1f}x")):
             found = result_figure(entry.runs, figure)
             cells.append(_NOTHING if found is None else pattern.format(found.mean))
@@ -201,19 +265,32 @@ def tabulate(page: Page, ranks: int, entries: Sequence[Entry], times: bool) -> l
 
 
 def draw(file: Path, by_ranks: Mapping[int, Sequence[Entry]], title: str) -> None:
-    """Draw the loss against bytes: a colour and a curve for each method, a shape for each number of ranks."""
+    """Draw the loss against bytes: a colour and a curve for each method, a shape for each number of
+    ranks.
+    """
     figure, axis = plt.subplots(figsize=(9, 6), layout="constrained")
-    families = list(dict.fromkeys(METHODS[entry.label].family for entries in by_ranks.values() for entry in entries))
+    families = list(
+        dict.fromkeys(
+            METHODS[entry.label].family for entries in by_ranks.values() for entry in entries
+        )
+    )
     for ranks, entries in by_ranks.items():
         for number, family in enumerate(families):
             points = []
             for entry in entries[1:]:
-                sent, apart = result_figure(entry.runs, bytes_sent), difference(entry, entries[0], LOSS)
+                sent = result_figure(entry.runs, bytes_sent)
+                apart = difference(entry, entries[0], LOSS)
                 if METHODS[entry.label].family == family and sent and apart:
                     points.append((sent.mean, 100 * apart.mean))
             if points:
-                look = {"color": f"C{number % 10}", "marker": _MARKERS.get(ranks, "^"), "markersize": 6}
-                axis.plot(*zip(*sorted(points), strict=True), label=f"{family}, {ranks} ranks", **look)
+                look = {
+                    "color": f"C{number % 10}",
+                    "marker": _MARKERS.get(ranks, "^"),
+                    "markersize": 6,
+                }
+                axis.plot(
+                    *zip(*sorted(points), strict=True), label=f"{family}, {ranks} ranks", **look
+                )
     axis.axhline(0, color="black", linewidth=1, linestyle="--")
     axis.set(xscale="log", xlabel="bytes a rank sends a step", ylabel="test loss against ddp, %")
     axis.set_yscale("symlog", linthresh=2)
@@ -232,19 +309,40 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=first, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=1000, help="optimizer steps of each run (default: %(default)s)")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="a table for each (default: 2)")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="a run for each (default: 0)")
     parser.add_argument(
-        "--methods", nargs="+", default=["*"], help="patterns of names, ddp first: " + ", ".join(METHODS)
+        "--steps", type=int, default=1000, help="optimizer steps of each run (default: %(default)s)"
     )
-    parser.add_argument("--times", action="store_true", help="also on slower links: " + ", ".join(SLOW_LINKS.values()))
-    parser.add_argument("--loopback", action="store_true", help="no hosts of network namespaces, also as root")
-    parser.add_argument("--collect-only", action="store_true", help="start nothing: show what is there")
-    parser.add_argument("--output", type=Path, default=Path("outputs/peers"), help="folder of the runs and the page")
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=[2], help="a table for each (default: 2)"
+    )
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[0], help="a run for each (default: 0)"
+    )
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        default=["*"],
+        help="patterns of names, ddp first: " + ", ".join(METHODS),
+    )
+    parser.add_argument(
+        "--times",
+        action="store_true",
+        help="also on slower links: " + ", ".join(SLOW_LINKS.values()),
+    )
+    parser.add_argument(
+        "--loopback", action="store_true", help="no hosts of network namespaces, also as root"
+    )
+    parser.add_argument(
+        "--collect-only", action="store_true", help="start nothing: show what is there"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("outputs/peers"), help="folder of the runs and the page"
+    )
     arguments = parser.parse_args(words)
     chosen = [
-        method for name, method in METHODS.items() if any(fnmatch(name, pattern) for pattern in arguments.methods)
+        method
+        for name, method in METHODS.items()
+        if any(fnmatch(name, pattern) for pattern in arguments.methods)
     ]
     if not chosen or chosen[0].name != "ddp":
         parser.error("--methods must take in ddp, which the others are compared with")
@@ -254,7 +352,9 @@ def main(words: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     left_out = {method.name: why for method in chosen if (why := why_missing(method))}
-    page, by_ranks, tables = Page(arguments), {}, []
+    page = Page(arguments)
+    by_ranks = {}
+    tables = []
     for ranks in arguments.ranks:
         entries = [page.entry(method, ranks) for method in chosen if method.name not in left_out]
         by_ranks[ranks] = [entry for entry in entries if entry.runs]
@@ -263,7 +363,8 @@ def main(words: Sequence[str] | None = None) -> int:
             return 1
         rows = tabulate(page, ranks, by_ranks[ranks], arguments.times)
         tables.append(
-            f"{ranks} ranks, {arguments.steps:,} steps\n\n" + markdown(rows, without_figures(by_ranks[ranks], [LOSS]))
+            f"{ranks} ranks, {arguments.steps:,} steps\n\n"
+            + markdown(rows, without_figures(by_ranks[ranks], [LOSS]))
         )
     notes = [f"{name}: left out, because {why}" for name, why in (left_out | NOT_RUN).items()]
     text = "\n".join([*tables, *(f"- {note}" for note in [*notes, *page.runner.problems])]) + "\n"

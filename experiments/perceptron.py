@@ -1,4 +1,5 @@
-"""A perceptron that tells drawn digits apart under any optimizer of torch: to compare optimizers in a minute.
+"""A perceptron that tells drawn digits apart under any optimizer of torch: to compare optimizers in
+a minute.
 
 ``experiment=perceptron model.optimizer=Muon``; :mod:`replicas` trains it, too.
 """
@@ -15,14 +16,21 @@ from zoo.digits import CLASSES, draw_digits
 
 
 class DigitRows(ShuffledRows):
-    """Drawn digits, the same in every run: a batch has ``images`` ``[rows, 1, side, side]`` and ``labels`` ``[rows]``.
+    """Drawn digits, the same in every run: a batch has ``images`` ``[rows, 1, side, side]`` and
+    ``labels`` ``[rows]``.
 
     Args:
         noise: Standard deviation of the noise on every pixel; ink is 1.
     """
 
     def __init__(
-        self, batch_size: int, seed: int, train_images: int, val_images: int, side: int = 16, noise: float = 0.25
+        self,
+        batch_size: int,
+        seed: int,
+        train_images: int,
+        val_images: int,
+        side: int = 16,
+        noise: float = 0.25,
     ) -> None:
         super().__init__(batch_size, 256, seed)
         self.save_hyperparameters(logger=False)
@@ -30,7 +38,10 @@ class DigitRows(ShuffledRows):
     def setup(self, stage: str | None = None) -> None:
         settings = self.hparams
         total = settings.train_images + settings.val_images
-        self.parts = {"train": range(settings.train_images), "val": range(settings.train_images, total)}
+        self.parts = {
+            "train": range(settings.train_images),
+            "val": range(settings.train_images, total),
+        }
         self.images, self.labels = draw_digits(total, settings.side, settings.noise, seed=0)
 
     def rows(self, numbers: Rows) -> Batch:
@@ -46,7 +57,12 @@ class Perceptron(ScoredModule):
     """
 
     def __init__(
-        self, learning_rate: float, optimizer: str = "SGD", momentum: float = 0.9, side: int = 16, width: int = 256
+        self,
+        learning_rate: float,
+        optimizer: str = "SGD",
+        momentum: float = 0.9,
+        side: int = 16,
+        width: int = 256,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -56,10 +72,13 @@ class Perceptron(ScoredModule):
 
     def figures(self, batch: dict[str, Tensor]) -> tuple[dict[str, Tensor], int]:
         labels = batch["labels"]
-        return {"loss": functional.cross_entropy(self.network(batch["images"]), labels)}, len(labels)
+        return {"loss": functional.cross_entropy(self.network(batch["images"]), labels)}, len(
+            labels
+        )
 
     def configure_optimizers(self) -> dict[str, Any]:
-        settings, kind = self.hparams, getattr(torch.optim, self.hparams.optimizer)
+        settings = self.hparams
+        kind = getattr(torch.optim, self.hparams.optimizer)
         own = {"momentum": settings.momentum} if kind is torch.optim.SGD else {}
         optimizer = kind(self.parameters(), lr=settings.learning_rate, **own)
         steps = int(self.trainer.estimated_stepping_batches)

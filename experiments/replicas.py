@@ -1,15 +1,18 @@
-"""Trains an experiment as many replicas in one process, which need neither ranks nor a network, and compares losses.
+"""Trains an experiment as many replicas in one process, which need neither ranks nor a network, and
+compares losses.
 
-    python experiments/replicas.py experiment=lm --ranks 2 4 8 --steps 1000 --rates 0.005 0.01 --seeds 0 1
+    python experiments/replicas.py experiment=lm --ranks 2 4 8 --steps 1000 --rates 0.005 0.01
+    --seeds 0 1
         --strategy ddp --strategy dct --strategy "dct strategy.local_steps=4 strategy.density=0.1"
 
-Each replica trains as a rank of ``strategy=dct`` would, on the same batches. One thread takes the place of all ranks,
-with the package's plans, thresholds and payloads. So losses and bytes are those of real ranks, and times are not. On a
-CPU, ``diloco``, ``local_sgd`` and ``sparse_loco`` train so, too; of these the mean of all replicas is validated. A row
-is a number of ranks, a number of steps, a strategy and a rate. Dense training, ``ddp``, comes first and tries all
-rates; the others take the rate that is best for it. A loss is the mean of 10 validations in the last twentieth of a
-run. A run that is in ``--output`` is not done again, so the same command continues a stopped one. The results are
-``table.txt`` and ``replicas.json``.
+Each replica trains as a rank of ``strategy=dct`` would, on the same batches. One thread takes the
+place of all ranks, with the package's plans, thresholds and payloads. So losses and bytes are those
+of real ranks, and times are not. On a CPU, ``diloco``, ``local_sgd`` and ``sparse_loco`` train so,
+too; of these the mean of all replicas is validated. A row is a number of ranks, a number of steps,
+a strategy and a rate. Dense training, ``ddp``, comes first and tries all rates; the others take the
+rate that is best for it. A loss is the mean of 10 validations in the last twentieth of a run. A run
+that is in ``--output`` is not done again, so the same command continues a stopped one. The results
+are ``table.txt`` and ``replicas.json``.
 
 On a GPU (``--device cuda``) all trainings of one length run side by side, as CUDA graphs.
 """
@@ -65,7 +68,9 @@ class Row:
         return statistics.fmean(result["loss"] for result in self.results.values())
 
     def against(self, other: "Row") -> Figure | None:
-        """How much more this loses than another with the same seeds and starts, as a share of that."""
+        """How much more this loses than another with the same seeds and starts, as a share of
+        that.
+        """
         both = self.results.keys() & other.results.keys()
         return Figure.of(self.results[one]["loss"] / other.results[one]["loss"] - 1 for one in both)
 
@@ -74,20 +79,31 @@ class Runs:
     """Does jobs that are not done yet, several at a time, and shows how far they are."""
 
     def __init__(self, folder: Path, jobs: int, threads: int) -> None:
-        self.folder, self.problems = folder, list[str]()
-        self._jobs, self._threads = jobs, threads
+        self.folder = folder
+        self.problems = list[str]()
+        self._jobs = jobs
+        self._threads = threads
         folder.mkdir(parents=True, exist_ok=True)
 
     def __call__(self, jobs: Sequence[Job]) -> list[dict[str, Any] | None]:
         """The result of each job; None for one that failed, which ``problems`` names."""
         missing = [job for job in dict.fromkeys(jobs) if not self.file_of(job).exists()]
         if missing:
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+            )
             with Progress(*columns, console=Console(stderr=True)) as progress:
                 bars = [progress.add_task(_title(job), total=job.steps) for job in missing]
 
                 def report(number: int, step: int, loss: float) -> None:
-                    progress.update(bars[number], completed=step, description=f"{_title(missing[number])} {loss:.4f}")
+                    progress.update(
+                        bars[number],
+                        completed=step,
+                        description=f"{_title(missing[number])} {loss:.4f}",
+                    )
 
                 self._do(missing, report)
         return [self._result(job) for job in jobs]
@@ -114,7 +130,8 @@ class Runs:
             return
         context = multiprocessing.get_context("spawn")
         with context.Manager() as manager, ProcessPoolExecutor(self._jobs, context) as pool:
-            steps, running = manager.Queue(), list[Future[None]]()
+            steps = manager.Queue()
+            running = list[Future[None]]()
             for number, job in enumerate(jobs):
                 put = partial(_put, steps, number)
                 running.append(pool.submit(_work, job, self.file_of(job), self._threads, put))
@@ -125,7 +142,9 @@ class Runs:
             if (error := task.exception()) is not None:
                 self._note(job, error)
 
-    def _do_side_by_side(self, jobs: Sequence[Job], report: Callable[[int, int, float], None]) -> None:
+    def _do_side_by_side(
+        self, jobs: Sequence[Job], report: Callable[[int, int, float], None]
+    ) -> None:
         torch.set_float32_matmul_precision("high")
 
         def report_all(step: int, losses: Sequence[float]) -> None:
@@ -157,7 +176,9 @@ def _put(steps: Any, number: int, step: int, loss: float) -> None:
 def _title(job: Job) -> str:
     own = [word.removeprefix("strategy.").removeprefix("model.") for word in job.overrides]
     # What makes a job differ from others comes last.
-    words = " ".join(word for word in own if "experiment=" not in word) + (f" start={job.start}" if job.start else "")
+    words = " ".join(word for word in own if "experiment=" not in word) + (
+        f" start={job.start}" if job.start else ""
+    )
     return f"{job.ranks} ranks, {job.steps:,} steps, {words[-70:]}"
 
 
@@ -170,7 +191,9 @@ def rows_of(arguments: argparse.Namespace, runs: Runs) -> list[Row]:
 
     def rows(steps: int, wanted: Sequence[Wanted]) -> list[Row]:
         starts = range(arguments.starts)
-        every = [(one, seed, start) for one in wanted for seed in arguments.seeds for start in starts]
+        every = [
+            (one, seed, start) for one in wanted for seed in arguments.seeds for start in starts
+        ]
         jobs = []
         for (ranks, strategy, rate), seed, start in every:
             own = [*arguments.overrides, *strategy.overrides, f"seed={seed}"]
@@ -179,22 +202,37 @@ def rows_of(arguments: argparse.Namespace, runs: Runs) -> list[Row]:
         results: dict[tuple[int, str, float | None], dict[str, dict[str, Any]]] = {}
         for ((ranks, strategy, rate), seed, start), result in zip(every, runs(jobs), strict=True):
             if result is not None:
-                results.setdefault((ranks, strategy.label, rate), {})[f"seed {seed} start {start}"] = result
-        return [Row(ranks, steps, label, rate, found) for (ranks, label, rate), found in results.items()]
+                results.setdefault((ranks, strategy.label, rate), {})[
+                    f"seed {seed} start {start}"
+                ] = result
+        return [
+            Row(ranks, steps, label, rate, found) for (ranks, label, rate), found in results.items()
+        ]
 
     found: list[Row] = []
     for steps in arguments.steps:
-        first: list[Wanted] = [(ranks, dense, rate) for ranks in arguments.ranks for rate in arguments.rates]
+        first: list[Wanted] = [
+            (ranks, dense, rate) for ranks in arguments.ranks for rate in arguments.rates
+        ]
         if arguments.all_rates:
-            first += [(ranks, one, rate) for ranks in arguments.ranks for one in others for rate in arguments.rates]
+            first += [
+                (ranks, one, rate)
+                for ranks in arguments.ranks
+                for one in others
+                for rate in arguments.rates
+            ]
         elif arguments.other_rates:
             given = zip(arguments.ranks, arguments.other_rates, strict=True)
             first += [(ranks, one, rate) for ranks, rate in given for one in others]
         made = rows(steps, first)
         if not (arguments.all_rates or arguments.other_rates):
             best = {ranks: [row for row in made if row.ranks == ranks] for ranks in arguments.ranks}
-            rates = {ranks: min(own, key=lambda row: row.loss).rate for ranks, own in best.items() if own}
-            made += rows(steps, [(ranks, one, rate) for ranks, rate in rates.items() for one in others])
+            rates = {
+                ranks: min(own, key=lambda row: row.loss).rate for ranks, own in best.items() if own
+            }
+            made += rows(
+                steps, [(ranks, one, rate) for ranks, rate in rates.items() for one in others]
+            )
         found += made
     return sorted(found, key=lambda row: kinds.index((row.steps, row.ranks)))
 
@@ -226,9 +264,17 @@ def tabulate(rows: Sequence[Row]) -> Table:
             law = f"{expected_loss(DCTConfig(**first['settings']), row.ranks, row.steps):+.1f}%"
         apart = [
             _NOTHING if one is None else one.write("{:+.2%}")
-            for one in (None if row is best else row.against(best), row.against(same[0]) if same else None)
+            for one in (
+                None if row is best else row.against(best),
+                row.against(same[0]) if same else None,
+            )
         ]
-        cells = [str(row.ranks), f"{row.steps:,}", row.strategy, _NOTHING if row.rate is None else f"{row.rate:g}"]
+        cells = [
+            str(row.ranks),
+            f"{row.steps:,}",
+            row.strategy,
+            _NOTHING if row.rate is None else f"{row.rate:g}",
+        ]
         cells += [f"{row.loss:.4f}", *apart, law]
         ratio, time = (
             statistics.fmean(result[name] for result in row.results.values())
@@ -245,33 +291,52 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=first, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("overrides", nargs="*", help="what all runs share, as in experiment=lm model.width=64")
     parser.add_argument(
-        "--strategy", action="append", required=True, help='ddp first, then as in "dct strategy.density=0.1"'
+        "overrides", nargs="*", help="what all runs share, as in experiment=lm model.width=64"
+    )
+    parser.add_argument(
+        "--strategy",
+        action="append",
+        required=True,
+        help='ddp first, then as in "dct strategy.density=0.1"',
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
     parser.add_argument("--steps", type=int, nargs="+", default=[1000])
-    parser.add_argument("--rates", type=float, nargs="+", default=[None], help=f"{RATE} (default: the experiment's)")
+    parser.add_argument(
+        "--rates", type=float, nargs="+", default=[None], help=f"{RATE} (default: the experiment's)"
+    )
     others = parser.add_mutually_exclusive_group()
     others.add_argument("--all-rates", action="store_true", help="all strategies try all rates")
     others.add_argument(
-        "--other-rates", type=float, nargs="+", help="of all but ddp, for each of --ranks (default: the best of ddp)"
+        "--other-rates",
+        type=float,
+        nargs="+",
+        help="of all but ddp, for each of --ranks (default: the best of ddp)",
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument(
-        "--starts", type=int, default=1, help="runs of a seed, from almost the same weights (default: 1)"
+        "--starts",
+        type=int,
+        default=1,
+        help="runs of a seed, from almost the same weights (default: 1)",
     )
     parser.add_argument("--jobs", type=int, default=1, help="trainings at a time (default: 1)")
-    parser.add_argument("--threads", type=int, default=1, help="of torch in each training (default: 1)")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="of torch in each training (default: 1)"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--val-rows", type=int, default=512, help="validation rows of a check (default: 512)")
+    parser.add_argument(
+        "--val-rows", type=int, default=512, help="validation rows of a check (default: 512)"
+    )
     parser.add_argument("--output", type=Path, default=Path("outputs/replicas"))
     arguments = parser.parse_intermixed_args(words)
     varied = {"seed": "--seeds", "trainer.max_steps": "--steps", "trainer.devices": "--ranks"}
     try:
         strategies = [Strategy.parse(text) for text in arguments.strategy]
         require_distinct(
-            strategies, arguments.overrides, varied | ({RATE: "--rates"} if arguments.rates != [None] else {})
+            strategies,
+            arguments.overrides,
+            varied | ({RATE: "--rates"} if arguments.rates != [None] else {}),
         )
     except ValueError as error:
         parser.error(str(error))
@@ -284,12 +349,18 @@ def main(words: Sequence[str] | None = None) -> int:
     runs = Runs(arguments.output, arguments.jobs, arguments.threads)
     rows = rows_of(arguments, runs)
     if rows:
-        noise = [result["noise"] / result["loss"] for row in rows for result in row.results.values() if result["noise"]]
+        noise = [
+            result["noise"] / result["loss"]
+            for row in rows
+            for result in row.results.values()
+            if result["noise"]
+        ]
         starts = f", {arguments.starts} starts each" if arguments.starts > 1 else ""
         notes = [f"Seeds {arguments.seeds}{starts}; ± is the standard deviation over them."]
         if noise:
             notes.append(
-                f"The validations of a run's last twentieth deviate by {statistics.fmean(noise):.2%} from their mean."
+                "The validations of a run's last twentieth deviate by"
+                f" {statistics.fmean(noise):.2%} from their mean."
             )
         with (arguments.output / "table.txt").open("w") as file:
             for console in (Console(), Console(file=file, width=200)):

@@ -21,10 +21,12 @@ _MILLISECONDS = 1e3
 
 
 class StepTimer(Callback):
-    """Measures the wall time of optimizer steps, and what each validation finds after how much of it.
+    """Measures the wall time of optimizer steps, and what each validation finds after how much of
+    it.
 
     Attributes:
-        tensor_bytes: Bytes of all tensors alive after the last step: weights, gradients, and whatever else is kept.
+        tensor_bytes: Bytes of all tensors alive after the last step: weights, gradients, and
+            whatever else is kept.
         history: The steps taken, the seconds they took and the metrics of each validation.
 
     Args:
@@ -44,8 +46,12 @@ class StepTimer(Callback):
         self._skipped_costs = self._costs = (0.0, 0.0)
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
-        self._seconds, self._skipped_seconds, self._steps, self.history = 0.0, 0.0, 0, []
-        self._step, self._since = trainer.global_step, time.perf_counter()
+        self._seconds = 0.0
+        self._skipped_seconds = 0.0
+        self._steps = 0
+        self.history = []
+        self._step = trainer.global_step
+        self._since = time.perf_counter()
         self._skipped_costs = costs_of(trainer.strategy)  # a resumed run has had some
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
@@ -56,33 +62,52 @@ class StepTimer(Callback):
         self._seconds += now - self._since
         self._costs = costs_of(trainer.strategy)
         if self._steps == self.skip:
-            self._skipped_seconds, self._skipped_costs = self._seconds, self._costs
-        self._step, self._since = trainer.global_step, now
+            self._skipped_seconds = self._seconds
+            self._skipped_costs = self._costs
+        self._step = trainer.global_step
+        self._since = now
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
         # A validation between two steps is not part of them.
         self._since = time.perf_counter()
         if trainer.state.fn == TrainerFn.FITTING:
             metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-            self.history.append({"step": trainer.global_step, "seconds": self._seconds, "metrics": metrics})
+            self.history.append(
+                {"step": trainer.global_step, "seconds": self._seconds, "metrics": metrics}
+            )
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
-        # Views share a storage, which counts once. The collector sees no gradient that Python has not touched.
-        gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
-        found = (item for item in gc.get_objects() if type(item) in (torch.Tensor, torch.nn.Parameter))
+        # Views share a storage, which counts once. The collector sees no gradient that Python has
+        # not touched.
+        gradients = [
+            parameter.grad for parameter in module.parameters() if parameter.grad is not None
+        ]
+        found = (
+            item for item in gc.get_objects() if type(item) in (torch.Tensor, torch.nn.Parameter)
+        )
         found = itertools.chain(gradients, found)
         storages = (tensor.untyped_storage() for tensor in found if tensor.layout == torch.strided)
-        self.tensor_bytes = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        self.tensor_bytes = sum(
+            {storage.data_ptr(): storage.nbytes() for storage in storages}.values()
+        )
 
     @property
     def mean_milliseconds(self) -> float | None:
-        """The mean step, because most steps between two exchanges send nothing; None after too few steps."""
+        """The mean step, because most steps between two exchanges send nothing; None after too few
+        steps.
+        """
         measured = self._steps - self.skip
-        return _MILLISECONDS * (self._seconds - self._skipped_seconds) / measured if measured > 0 else None
+        return (
+            _MILLISECONDS * (self._seconds - self._skipped_seconds) / measured
+            if measured > 0
+            else None
+        )
 
     @property
     def mean_costs(self) -> tuple[float, float] | tuple[None, None]:
-        """Of the mean step, the milliseconds in which this rank compresses, and those in which it waits for others."""
+        """Of the mean step, the milliseconds in which this rank compresses, and those in which it
+        waits for others.
+        """
         if (measured := self._steps - self.skip) <= 0:
             return None, None
         compressing, waiting = (
@@ -93,10 +118,14 @@ class StepTimer(Callback):
 
 
 def costs_of(strategy: Any) -> tuple[float, float]:
-    """The seconds for which this rank has compressed, tables included, and has waited for updates or gradients."""
+    """The seconds for which this rank has compressed, tables included, and has waited for updates
+    or gradients.
+    """
     both = [getattr(strategy, name, None) for name in ("traffic", "split_traffic")]
     counted = [traffic.totals for traffic in both if traffic is not None]
-    return sum(totals.seconds for totals in counted), sum(totals.seconds_waiting for totals in counted)
+    return sum(totals.seconds for totals in counted), sum(
+        totals.seconds_waiting for totals in counted
+    )
 
 
 def write_result(file: Path, figures: dict[str, Any]) -> None:
@@ -112,15 +141,25 @@ def print_result(figures: dict[str, Any]) -> None:
     rows = [("figure", "value")]
     for name, value in figures["metrics"].items():
         best = figures["best_known"].get(name)
-        rows.append((name, f"{value:.4f}" + (f" (best known {best:.4f})" if best is not None else "")))
+        rows.append(
+            (name, f"{value:.4f}" + (f" (best known {best:.4f})" if best is not None else ""))
+        )
     rows += [
         ("compression ratio, against dense fp32", _text(figures["compression_ratio"], "{:.1f}x")),
         ("bytes sent a step, each rank", _text(figures["bytes_sent_per_step"], "{:,.0f}")),
-        ("bytes of dense fp32 a step, each rank", _text(figures["bytes_dense_per_step"], "{:,.0f}")),
+        (
+            "bytes of dense fp32 a step, each rank",
+            _text(figures["bytes_dense_per_step"], "{:,.0f}"),
+        ),
     ]
     if figures["split_ratio"] is not None:
         inside = _text(figures["split_bytes_per_step"], "{:,.0f}")
-        rows.append(("inside the model: compression ratio, all ranks", _text(figures["split_ratio"], "{:.1f}x")))
+        rows.append(
+            (
+                "inside the model: compression ratio, all ranks",
+                _text(figures["split_ratio"], "{:.1f}x"),
+            )
+        )
         rows.append(("inside the model: bytes sent a step, this rank", inside))
     rows += [
         ("ms a training step", _text(figures["milliseconds_per_step"], "{:.1f}")),
@@ -151,7 +190,8 @@ def split_best_known(metrics: dict[str, float]) -> tuple[dict[str, float], dict[
         >>> split_best_known({"test/auc": 0.7, "test/best_auc": 0.8})
         ({'test/auc': 0.7}, {'test/auc': 0.8})
     """
-    measured, best = {}, {}
+    measured = {}
+    best = {}
     for name, value in metrics.items():
         stage, _, metric = name.partition("/")
         if metric.startswith(BEST_PREFIX):

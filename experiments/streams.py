@@ -1,8 +1,9 @@
 """The rows of each rank: global batch ``j`` is the same set of rows for any number of ranks.
 
-With ``b`` rows a rank and ``W`` ranks, rank ``r`` takes rows ``[(j * W + r) * b, (j * W + r + 1) * b)`` of a
-global order. As long as ``b * W`` stays the same, so do the rows of every optimizer step, and runs with 1, 2 or 4
-processes can be compared. The loaders here are plain iterables: Lightning wraps no sampler around them.
+With ``b`` rows a rank and ``W`` ranks, rank ``r`` takes rows ``[(j * W + r) * b, (j * W + r + 1) *
+b)`` of a global order. As long as ``b * W`` stays the same, so do the rows of every optimizer step,
+and runs with 1, 2 or 4 processes can be compared. The loaders here are plain iterables: Lightning
+wraps no sampler around them.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -17,12 +18,15 @@ Batch = dict[str, Any]
 Rows = npt.NDArray[np.int64]
 
 
-def rank_rows(batch: int, *, batch_size: int, rank: int, world_size: int, total: int | None = None) -> Rows:
+def rank_rows(
+    batch: int, *, batch_size: int, rank: int, world_size: int, total: int | None = None
+) -> Rows:
     """The rows that one rank reads in one global batch, int64.
 
     A bounded order ends after ``total`` rows: the ranks share what is left for its last batch.
     """
-    start, rows = batch * world_size * batch_size, world_size * batch_size
+    start = batch * world_size * batch_size
+    rows = world_size * batch_size
     if total is not None:
         rows = min(rows, max(total - start, 0))
     first, last = (start + number * rows // world_size for number in (rank, rank + 1))
@@ -36,12 +40,16 @@ def batches_to_cover(total: int, *, batch_size: int, world_size: int) -> int:
         ValueError: Some rank would read no row, which leaves metrics that gather rows without any.
     """
     if total < world_size:
-        raise ValueError(f"{total} rows of evaluation data leave some of {world_size} ranks without any: give more.")
+        raise ValueError(
+            f"{total} rows of evaluation data leave some of {world_size} ranks without any: give"
+            " more."
+        )
     return -(-total // (batch_size * world_size))
 
 
 def rank_and_world_size(trainer: Any) -> tuple[int, int]:
-    """Read from a Trainer which share of the data this rank reads, and of how many; ``(0, 1)`` where there is none.
+    """Read from a Trainer which share of the data this rank reads, and of how many; ``(0, 1)``
+    where there is none.
 
     The ranks of a pipeline all read the same share.
     """
@@ -49,11 +57,17 @@ def rank_and_world_size(trainer: Any) -> tuple[int, int]:
         return 0, 1
     # Strategies of a single process have none.
     share = getattr(trainer, "distributed_sampler_kwargs", None)
-    return (trainer.global_rank, trainer.world_size) if share is None else (share["rank"], share["num_replicas"])
+    return (
+        (trainer.global_rank, trainer.world_size)
+        if share is None
+        else (share["rank"], share["num_replicas"])
+    )
 
 
 def shuffled(places: Rows, size: int, seed: int) -> Rows:
-    """The rows at some places of an endless order, in which each ``size`` places in a row hold every row once."""
+    """The rows at some places of an endless order, in which each ``size`` places in a row hold
+    every row once.
+    """
     epochs, within = np.divmod(places, size)
     rows = np.empty_like(places)
     for epoch in np.unique(epochs).tolist():
@@ -69,8 +83,8 @@ def _order(size: int, seed: int, epoch: int) -> npt.NDArray[np.uint32]:
 class TrainingStream:
     """An endless sequence of batches, cut into epochs, that continues where a checkpoint left it.
 
-    ``make_batch`` builds this rank's part of global batch ``j``, as a pure function of ``j``. Lightning sees an end
-    after each ``batches_per_epoch``; the next epoch continues the sequence.
+    ``make_batch`` builds this rank's part of global batch ``j``, as a pure function of ``j``.
+    Lightning sees an end after each ``batches_per_epoch``; the next epoch continues the sequence.
     """
 
     def __init__(self, make_batch: Callable[[int], Batch], batches_per_epoch: int) -> None:
@@ -87,7 +101,8 @@ class TrainingStream:
         stop = (self._position // self._batches_per_epoch + 1) * self._batches_per_epoch
         while self._position < stop:
             batch = self._make_batch(self._position)
-            # Before the yield: a checkpoint written while this batch is in use must continue after it.
+            # Before the yield: a checkpoint written while this batch is in use must continue after
+            # it.
             self._position += 1
             yield batch
 
@@ -99,7 +114,9 @@ class TrainingStream:
 
 
 class EvaluationRange:
-    """A fixed number of global batches, the same on every pass; ``make_batch`` as in :class:`TrainingStream`."""
+    """A fixed number of global batches, the same on every pass; ``make_batch`` as in
+    :class:`TrainingStream`.
+    """
 
     def __init__(self, make_batch: Callable[[int], Batch], num_batches: int) -> None:
         self._make_batch = make_batch
@@ -130,7 +147,8 @@ class RowData(LightningDataModule):
     def __init__(self, batch_size: int, eval_batch_size: int) -> None:
         super().__init__()
         check_at_least(1, batch_size=batch_size, eval_batch_size=eval_batch_size)
-        self.batch_size, self.eval_batch_size = batch_size, eval_batch_size
+        self.batch_size = batch_size
+        self.eval_batch_size = eval_batch_size
 
     def num_rows(self, part: str) -> int:
         """Rows of a part: ``"train"``, ``"val"`` or ``"test"``; known after ``setup``."""
@@ -145,14 +163,18 @@ class RowData(LightningDataModule):
         raise NotImplementedError
 
     def epoch_batches(self, world_size: int) -> int:
-        """Global batches until Lightning sees the end of an epoch: those that cover the training rows."""
+        """Global batches until Lightning sees the end of an epoch: those that cover the training
+        rows.
+        """
         return -(-self.num_rows("train") // (self.batch_size * world_size))
 
     def train_dataloader(self) -> TrainingStream:
         rank, world_size = rank_and_world_size(self.trainer)
 
         def make_batch(batch: int) -> Batch:
-            return self.training_rows(rank_rows(batch, batch_size=self.batch_size, rank=rank, world_size=world_size))
+            return self.training_rows(
+                rank_rows(batch, batch_size=self.batch_size, rank=rank, world_size=world_size)
+            )
 
         return TrainingStream(make_batch, self.epoch_batches(world_size))
 
@@ -174,7 +196,8 @@ class RowData(LightningDataModule):
 
 
 class ShuffledRows(RowData):
-    """Rows of a set that is all there: training takes them in a seeded order, another one in each epoch.
+    """Rows of a set that is all there: training takes them in a seeded order, another one in each
+    epoch.
 
     Epochs follow each other without a seam, so every global batch is full and no row is left out.
     """

@@ -1,9 +1,11 @@
-"""Trains what ``conf/`` describes and reports quality beside bytes: ``python experiments/train.py experiment=lm``.
+"""Trains what ``conf/`` describes and reports quality beside bytes: ``python experiments/train.py
+experiment=lm``.
 
-``strategy=ddp|ddp_fp16|powersgd|dct`` swaps how gradients are synchronised and nothing else. Every setting is an
-override, ``strategy.density=0.001 trainer.devices=4``; ``--cfg job`` shows them all. Lightning starts the processes, or
-torchrun does: ``torchrun --nproc-per-node 2 experiments/train.py experiment=lm``. With ``--multirun`` several values,
-``strategy.density=0.01,0.1 seed=0,1``, are a run for each combination, one after the other.
+``strategy=ddp|ddp_fp16|powersgd|dct`` swaps how gradients are synchronised and nothing else. Every
+setting is an override, ``strategy.density=0.001 trainer.devices=4``; ``--cfg job`` shows them all.
+Lightning starts the processes, or torchrun does: ``torchrun --nproc-per-node 2 experiments/train.py
+experiment=lm``. With ``--multirun`` several values, ``strategy.density=0.01,0.1 seed=0,1``, are a
+run for each combination, one after the other.
 """
 
 import gc
@@ -45,7 +47,9 @@ def make_trainer(config: DictConfig) -> Trainer:
     callbacks: list[Callback] = instantiate_group(config.get("callbacks"))
     if not loggers:
         # This callback raises an error without a logger.
-        callbacks = [callback for callback in callbacks if not isinstance(callback, LearningRateMonitor)]
+        callbacks = [
+            callback for callback in callbacks if not isinstance(callback, LearningRateMonitor)
+        ]
     # Otherwise Lightning would save without the callback, too.
     saves = any(isinstance(callback, Checkpoint) for callback in callbacks)
     return hydra.utils.instantiate(
@@ -58,12 +62,14 @@ def make_trainer(config: DictConfig) -> Trainer:
 
 
 def share_run_folder() -> None:
-    """Let all ranks that torchrun starts use one folder, as with Lightning's launcher; rank 0 describes it."""
+    """Let all ranks that torchrun starts use one folder, as with Lightning's launcher; rank 0
+    describes it.
+    """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # The ranks' clocks differ, and torchrun's run id is "none" by default. So the first rank names the run for all
-        # hosts, and it keeps that name after a restart.
+        # The ranks' clocks differ, and torchrun's run id is "none" by default. So the first rank
+        # names the run for all hosts, and it keeps that name after a restart.
         store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
         now = datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")
         os.environ["RUN_STARTED"] = store.compare_set("lightning_dct/run_started", "", now).decode()
@@ -73,17 +79,20 @@ def share_run_folder() -> None:
         sys.argv += ["hydra.output_subdir=null", f"hydra.job.name=train_ddp_process_{rank}"]
 
 
-def collect_result(trainer: Trainer, module: LightningModule, metrics: dict[str, float], seed: int) -> dict[str, Any]:
+def collect_result(
+    trainer: Trainer, module: LightningModule, metrics: dict[str, float], seed: int
+) -> dict[str, Any]:
     """The content of ``result.json`` of a run that has been trained and scored; a collective call.
 
-    ``choices`` has the file of each configuration group, ``metrics`` the figures of validation (``val/...``) and test
-    (``test/...``) after the last step, and ``best_known`` those of a perfect model. Bytes are those of this rank;
-    ``split_ratio`` is the ratio inside a split model, ids included, of all ranks. The time of a step is a mean, as are
-    the parts of it in which this rank compresses and in which it waits for others, and ``history`` has the metrics of
-    each validation. ``tensor_bytes`` are those of all tensors that are alive after the last step,
-    ``interface_bytes_per_step`` those that this host's interface has sent, on hosts of network namespaces, and
-    ``their_ratio`` is the ratio of bytes as a method's authors count it. A figure that the run does not have is
-    None, or NaN.
+    ``choices`` has the file of each configuration group, ``metrics`` the figures of validation
+    (``val/...``) and test (``test/...``) after the last step, and ``best_known`` those of a perfect
+    model. Bytes are those of this rank; ``split_ratio`` is the ratio inside a split model, ids
+    included, of all ranks. The time of a step is a mean, as are the parts of it in which this rank
+    compresses and in which it waits for others, and ``history`` has the metrics of each validation.
+    ``tensor_bytes`` are those of all tensors that are alive after the last step,
+    ``interface_bytes_per_step`` those that this host's interface has sent, on hosts of network
+    namespaces, and ``their_ratio`` is the ratio of bytes as a method's authors count it. A figure
+    that the run does not have is None, or NaN.
     """
     measured, best_known = split_best_known(metrics)
     totals = getattr(trainer.strategy, "traffic", Traffic()).totals
@@ -94,9 +103,12 @@ def collect_result(trainer: Trainer, module: LightningModule, metrics: dict[str,
     timers = [callback for callback in trainer.callbacks if isinstance(callback, StepTimer)]
     compressing, waiting = timers[0].mean_costs if timers else (None, None)
     ledgers = [callback for callback in trainer.callbacks if isinstance(callback, Ledger)]
-    choices, overrides = HydraConfig.get().runtime.choices, HydraConfig.get().overrides.task
+    choices = HydraConfig.get().runtime.choices
+    overrides = HydraConfig.get().overrides.task
     return {
-        "choices": {group: choice for group, choice in choices.items() if not group.startswith("hydra")},
+        "choices": {
+            group: choice for group, choice in choices.items() if not group.startswith("hydra")
+        },
         "overrides": list(overrides),
         "seed": seed,
         "world_size": trainer.world_size,
@@ -146,14 +158,21 @@ def main(config: DictConfig) -> None:
 
 def is_argument(config: Any, key: str) -> bool:
     """Whether what a configuration describes takes an argument of that name."""
-    return "_target_" in config and key in inspect.signature(hydra.utils.get_object(config._target_)).parameters
+    return (
+        "_target_" in config
+        and key in inspect.signature(hydra.utils.get_object(config._target_)).parameters
+    )
 
 
 def suggest(words: list[str]) -> str | None:
-    """What a command line may have meant by the name of a setting that does not exist; None if all exist."""
+    """What a command line may have meant by the name of a setting that does not exist; None if all
+    exist.
+    """
     given = [word for word in words if "=" in word or word.startswith("~")]
     overrides = [word for word in given if word[0] != "-" and not is_hydra_setting(word)]
-    with initialize_config_dir(str(Path(__file__).resolve().parents[1] / "conf"), version_base="1.3"):
+    with initialize_config_dir(
+        str(Path(__file__).resolve().parents[1] / "conf"), version_base="1.3"
+    ):
         try:
             compose("train", overrides)
         except HydraException as error:
@@ -162,18 +181,33 @@ def suggest(words: list[str]) -> str | None:
             wrong = [word for word in overrides if word.partition("=")[0] == name]
             rest = [word for word in overrides if word not in wrong]
             if name and wrong:
-                config: Any = OmegaConf.select(compose("train", rest), group) if group else compose("train", rest)
+                config: Any = (
+                    OmegaConf.select(compose("train", rest), group)
+                    if group
+                    else compose("train", rest)
+                )
                 if is_argument(config, key):
-                    return f"An argument that no file in conf/ has needs a plus sign: `+{wrong[0]}`."
-                nearest = [f"`{group}.{other}`".replace("`.", "`") for other in get_close_matches(key, list(config))]
-                return f"Did you mean {' or '.join(nearest)}?" if nearest else f"There are: {', '.join(config)}."
+                    return (
+                        f"An argument that no file in conf/ has needs a plus sign: `+{wrong[0]}`."
+                    )
+                nearest = [
+                    f"`{group}.{other}`".replace("`.", "`")
+                    for other in get_close_matches(key, list(config))
+                ]
+                return (
+                    f"Did you mean {' or '.join(nearest)}?"
+                    if nearest
+                    else f"There are: {', '.join(config)}."
+                )
     return None
 
 
 if __name__ == "__main__":
     gc.freeze()  # each fit collects garbage; all that is imported is none
     share_run_folder()
-    if {"--help", "-h"}.intersection(sys.argv) and not any(word.startswith("experiment=") for word in sys.argv):
+    if {"--help", "-h"}.intersection(sys.argv) and not any(
+        word.startswith("experiment=") for word in sys.argv
+    ):
         # Hydra's help shows a configuration, which needs an experiment.
         sys.argv.append("experiment=lm")
     try:

@@ -1,10 +1,13 @@
-"""Trains what is hard for a mean of updates, on real ranks, beside dense training: ranks whose data differ, and others.
+"""Trains what is hard for a mean of updates, on real ranks, beside dense training: ranks whose data
+differ, and others.
 
-    python experiments/unlike_ranks.py --only gpt2 classes --ranks 2 4 --seeds 0 1 2 --strategy ddp --strategy dct
+    python experiments/unlike_ranks.py --only gpt2 classes --ranks 2 4 --seeds 0 1 2 --strategy ddp
+    --strategy dct
 
-The first strategy is the baseline. A strategy is ``ddp``, or ``dct`` with settings of ``lightning_dct.Updates``, as in
-``"dct density=0.3"``. A loss is the mean of five validations in the last tenth of a run. A run whose result is in
-``--output`` is not done again, so the same command continues a stopped one. The results are ``table.csv``, and a table.
+The first strategy is the baseline. A strategy is ``ddp``, or ``dct`` with settings of
+``lightning_dct.Updates``, as in ``"dct density=0.3"``. A loss is the mean of five validations in
+the last tenth of a run. A run whose result is in ``--output`` is not done again, so the same
+command continues a stopped one. The results are ``table.csv``, and a table.
 """
 
 import argparse
@@ -61,7 +64,9 @@ def main(words: Sequence[str] | None = None) -> int:
         for strategy in given.strategy
     ]
     for ranks in given.ranks:
-        missing = [run for run in runs if run.ranks == ranks and not run.file(given.output).exists()]
+        missing = [
+            run for run in runs if run.ranks == ranks and not run.file(given.output).exists()
+        ]
         if missing:
             mp.spawn(_rank, (ranks, _free_port(), missing, given.output), nprocs=ranks)
     results = {run: json.loads(run.file(given.output).read_text()) for run in runs}
@@ -82,7 +87,9 @@ def _rank(rank: int, ranks: int, port: int, runs: Sequence[Run], folder: Path) -
         result = train(run.case, run.strategy, run.seed, run.steps)
         if rank == 0:
             write_result(run.file(folder), result)
-            print(f"{run}: {result['loss']:.4f}, {result['ratio']:.1f}x", file=sys.stderr, flush=True)
+            print(
+                f"{run}: {result['loss']:.4f}, {result['ratio']:.1f}x", file=sys.stderr, flush=True
+            )
         dist.barrier()
     dist.destroy_process_group()
 
@@ -96,16 +103,23 @@ def _free_port() -> int:
 def show(results: dict[Run, dict[str, Any]], baseline: str) -> None:
     """Print a row for each case, number of ranks and strategy."""
     table = Table("case", "ranks", "strategy", "loss", f"against {baseline}", "fewer bytes")
-    for case, ranks, strategy in dict.fromkeys((run.case, run.ranks, run.strategy) for run in results):
-        found = {run: result for run, result in results.items() if run[:3] == (case, ranks, strategy)}
+    for case, ranks, strategy in dict.fromkeys(
+        (run.case, run.ranks, run.strategy) for run in results
+    ):
+        found = {
+            run: result for run, result in results.items() if run[:3] == (case, ranks, strategy)
+        }
         shares = [
-            result["loss"] / results[run._replace(strategy=baseline)]["loss"] - 1 for run, result in found.items()
+            result["loss"] / results[run._replace(strategy=baseline)]["loss"] - 1
+            for run, result in found.items()
         ]
         loss = statistics.fmean(result["loss"] for result in found.values())
         ratio = statistics.fmean(result["ratio"] for result in found.values())
         against = Figure.of(shares)
         assert against is not None
-        table.add_row(case, str(ranks), strategy, f"{loss:.4f}", against.write("{:+.1%}"), f"{ratio:.1f}x")
+        table.add_row(
+            case, str(ranks), strategy, f"{loss:.4f}", against.write("{:+.1%}"), f"{ratio:.1f}x"
+        )
     Console().print(table)
 
 
@@ -115,12 +129,18 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=first, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES), metavar="CASE")
+    parser.add_argument(
+        "--only", nargs="+", choices=list(CASES), default=list(CASES), metavar="CASE"
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, help="instead of each case's own number")
-    parser.add_argument("--strategy", action="append", required=True, help='as in "dct density=0.3"')
-    parser.add_argument("--output", type=Path, default=Path("outputs/unlike_ranks"), help="folder of the results")
+    parser.add_argument(
+        "--strategy", action="append", required=True, help='as in "dct density=0.3"'
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("outputs/unlike_ranks"), help="folder of the results"
+    )
     return parser
 
 

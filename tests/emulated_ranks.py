@@ -53,8 +53,12 @@ class Meeting:
 
     def everyone(self) -> list[Tensor]:
         with self._changed:
-            complete = self._changed.wait_for(lambda: len(self.brought) == self._world_size, TIMEOUT)
-        assert complete, f"only ranks {sorted(self.brought)} of {self._world_size} came to a collective"
+            complete = self._changed.wait_for(
+                lambda: len(self.brought) == self._world_size, TIMEOUT
+            )
+        assert complete, (
+            f"only ranks {sorted(self.brought)} of {self._world_size} came to a collective"
+        )
         return [self.brought[rank] for rank in range(self._world_size)]
 
     def all_sizes(self) -> list[list[int]]:
@@ -65,7 +69,10 @@ class EmulatedGroup:
     """One rank's process group: some of the world's ranks."""
 
     def __init__(self, rank: int, members: Sequence[int], world: "EmulatedRanks") -> None:
-        self.members, self._rank, self._world, self._calls = tuple(members), rank, world, 0
+        self.members = tuple(members)
+        self._rank = rank
+        self._world = world
+        self._calls = 0
 
     def size(self) -> int:
         return len(self.members)
@@ -82,7 +89,9 @@ class EmulatedDist:
     """The collectives that ``exchange`` calls, with the meaning torch.distributed gives them."""
 
     @staticmethod
-    def all_gather_single(output: Tensor, mine: Tensor, group: EmulatedGroup, async_op: bool) -> Any:
+    def all_gather_single(
+        output: Tensor, mine: Tensor, group: EmulatedGroup, async_op: bool
+    ) -> Any:
         assert async_op
         assert mine.dtype == torch.uint8
         meeting = group.next_meeting()
@@ -100,12 +109,14 @@ class EmulatedDist:
     ) -> Any:
         assert async_op
         assert mine.dtype == torch.uint8
-        meeting, rank = group.next_meeting(), group.rank()
+        meeting = group.next_meeting()
+        rank = group.rank()
         meeting.bring(rank, mine, input_sizes)
 
         def finish() -> None:
             parts = [
-                theirs.split(sizes)[rank] for theirs, sizes in zip(meeting.everyone(), meeting.all_sizes(), strict=True)
+                theirs.split(sizes)[rank]
+                for theirs, sizes in zip(meeting.everyone(), meeting.all_sizes(), strict=True)
             ]
             assert [part.numel() for part in parts] == output_sizes
             output.copy_(torch.cat(parts))
@@ -121,23 +132,32 @@ class EmulatedDist:
         assert async_op
         meeting = group.next_meeting()
         meeting.bring(group.rank(), buffer)
-        return SimpleNamespace(wait=lambda: buffer.copy_(sum(meeting.everyone()[1:], start=meeting.everyone()[0])))
+        return SimpleNamespace(
+            wait=lambda: buffer.copy_(sum(meeting.everyone()[1:], start=meeting.everyone()[0]))
+        )
 
 
 def fake_bucket(index: int, buffer: Tensor, parameters: list[nn.Parameter], is_last: bool) -> Any:
     """What GradientSynchronizer asks of a GradBucket."""
     answers = {"index": index, "buffer": buffer, "parameters": parameters, "is_last": is_last}
-    return SimpleNamespace(**{name: lambda answer=answer: answer for name, answer in answers.items()})
+    return SimpleNamespace(
+        **{name: lambda answer=answer: answer for name, answer in answers.items()}
+    )
 
 
 def in_threads(function: Callable[[Any], Any], each: Sequence[Any]) -> list[Any]:
     """What a function that communicates gives for each rank's argument."""
-    with mock.patch.object(collectives, "dist", EmulatedDist), ThreadPoolExecutor(len(each)) as threads:
+    with (
+        mock.patch.object(collectives, "dist", EmulatedDist),
+        ThreadPoolExecutor(len(each)) as threads,
+    ):
         return list(threads.map(function, each))
 
 
 class EmulatedRanks:
-    """``world_size`` synchronisers of the same parameters, with so many entries each by name; settings of DCTConfig."""
+    """``world_size`` synchronisers of the same parameters, with so many entries each by name;
+    settings of DCTConfig.
+    """
 
     def __init__(
         self,
@@ -149,13 +169,16 @@ class EmulatedRanks:
         defer_unused: bool = False,
         **settings: Any,
     ) -> None:
-        self.sizes, self.world_size, self._defer_unused = dict(sizes), world_size, defer_unused
+        self.sizes = dict(sizes)
+        self.world_size = world_size
+        self._defer_unused = defer_unused
         config = DCTConfig(compress="gradients", **{"min_tensor_size": 0, **settings})
         self.meetings: list[Meeting] = []
         self._meetings_of: dict[tuple[int, ...], list[Meeting]] = {}
         self._meetings_lock = Condition()
         self._parameters = [
-            {name: nn.Parameter(torch.zeros(n)) for name, n in sizes.items()} for _ in range(world_size)
+            {name: nn.Parameter(torch.zeros(n)) for name, n in sizes.items()}
+            for _ in range(world_size)
         ]
         self.synchronizers = [
             GradientSynchronizer(
@@ -183,13 +206,19 @@ class EmulatedRanks:
         """One synchronisation; each rank's averaged gradients."""
         buckets = buckets or [list(self.sizes)]
         self.meetings_before = len(self.meetings)
-        return in_threads(lambda rank: self._run(rank, gradients[rank], buckets), range(self.world_size))
+        return in_threads(
+            lambda rank: self._run(rank, gradients[rank], buckets), range(self.world_size)
+        )
 
     def payloads(self, bucket: int = 0) -> list[Tensor]:
         """What each rank sent for a bucket in the last step, without the tag of that step."""
-        sent = [payload.clone() for payload in self.meetings[self.meetings_before + bucket].everyone()]
+        sent = [
+            payload.clone() for payload in self.meetings[self.meetings_before + bucket].everyone()
+        ]
         for payload in sent:
-            payload[8:10] ^= torch.tensor([self.synchronizers[0]._how.tag], dtype=torch.int16).view(torch.uint8)
+            payload[8:10] ^= torch.tensor([self.synchronizers[0]._how.tag], dtype=torch.int16).view(
+                torch.uint8
+            )
         return sent
 
     def state_dicts(self) -> list[dict[str, Any]]:
@@ -198,10 +227,14 @@ class EmulatedRanks:
     def residuals(self) -> list[dict[str, Tensor]]:
         """Each rank's residuals by name, zero where there is none yet; copies."""
         zeros = {name: torch.zeros(size) for name, size in self.sizes.items()}
-        return [{**zeros, **synchronizer.residuals.state_dict()} for synchronizer in self.synchronizers]
+        return [
+            {**zeros, **synchronizer.residuals.state_dict()} for synchronizer in self.synchronizers
+        ]
 
     def held_back(self) -> dict[str, Tensor]:
-        """What all ranks hold back together, of their own gradients and of sums they own, by name, in fp64."""
+        """What all ranks hold back together, of their own gradients and of sums they own, by name,
+        in fp64.
+        """
         held = {name: torch.zeros(size, dtype=torch.float64) for name, size in self.sizes.items()}
         for state in self.state_dicts():
             for name, residual in state["residuals"].items():
@@ -219,38 +252,55 @@ class EmulatedRanks:
         def link(members: Sequence[int], per_node: int) -> Link:
             return Link(EmulatedGroup(rank, members, self), traffic, per_node)  # type: ignore[arg-type]
 
-        traffic, parameters, defer_unused = Traffic(), self._parameters[rank], self._defer_unused
+        traffic = Traffic()
+        parameters = self._parameters[rank]
+        defer_unused = self._defer_unused
         everyone = link(range(self.world_size), ranks_per_node)
         if name == "two_phase":
-            return TwoPhase(everyone, share_model(config, parameters, 2.0, self.world_size), defer_unused)
+            return TwoPhase(
+                everyone, share_model(config, parameters, 2.0, self.world_size), defer_unused
+            )
         if name == "hierarchical":
             first = rank - rank % ranks_per_node
             inside = link(range(first, first + ranks_per_node), ranks_per_node)
             between = link(range(rank % ranks_per_node, self.world_size, ranks_per_node), 1)
             return Hierarchical(
-                everyone, inside, between, share_model(config, parameters, 2.0, ranks_per_node), defer_unused
+                everyone,
+                inside,
+                between,
+                share_model(config, parameters, 2.0, ranks_per_node),
+                defer_unused,
             )
         return AllGather(everyone)
 
-    def _run(self, rank: int, gradients: Gradients, buckets: Sequence[Sequence[str]]) -> dict[str, Tensor]:
+    def _run(
+        self, rank: int, gradients: Gradients, buckets: Sequence[Sequence[str]]
+    ) -> dict[str, Tensor]:
         futures = []
         for index, names in enumerate(buckets):
             parts = [gradients[name] for name in names]
             buffer = parts[0].clone() if parts[0].is_sparse else torch.cat(parts)
             bucket = fake_bucket(
-                index, buffer, [self._parameters[rank][name] for name in names], is_last=index == len(buckets) - 1
+                index,
+                buffer,
+                [self._parameters[rank][name] for name in names],
+                is_last=index == len(buckets) - 1,
             )
             futures.append(self.synchronizers[rank].hook(None, bucket))  # type: ignore[arg-type]
         means: dict[str, Tensor] = {}
         for names, future in zip(buckets, futures, strict=True):
             mean = future.wait()
-            parts = [mean] if mean.is_sparse else list(mean.split([self.sizes[name] for name in names]))
+            parts = (
+                [mean] if mean.is_sparse else list(mean.split([self.sizes[name] for name in names]))
+            )
             means.update(zip(names, parts, strict=True))
         return means
 
 
 def harm(monkeypatch: Any, ranks: EmulatedRanks, number: int, middle: bool = False) -> None:
-    """Everybody reads zeros at the beginning, and in the middle, of what rank 1 brings to one of the meetings."""
+    """Everybody reads zeros at the beginning, and in the middle, of what rank 1 brings to one of
+    the meetings.
+    """
     intact = Meeting.everyone
 
     def harmed(self: Meeting) -> list[Tensor]:

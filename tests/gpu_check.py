@@ -3,12 +3,15 @@
     make gpu                                        # with TESTS_ON=cuda; the JSON goes to outputs/gpu.json
     TRITON_INTERPRET=1 python tests/gpu_check.py    # small sizes on a CPU, for ``test_gpu_check.py``
 
-One card is enough: two ranks share it. A part that fails is a row of its own, and makes the exit status 1. All others
-run nevertheless; ``--only`` names those that shall run. Ranks that take too long are killed.
+One card is enough: two ranks share it. A part that fails is a row of its own, and makes the exit
+status 1. All others run nevertheless; ``--only`` names those that shall run. Ranks that take too
+long are killed.
 
-Over NCCL two ranks share a card from version 2.30.3 on, which ``LD_PRELOAD=libnccl.so.2`` gives to an older torch:
+Over NCCL two ranks share a card from version 2.30.3 on, which ``LD_PRELOAD=libnccl.so.2`` gives to
+an older torch:
 
-    NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_NVLS_ENABLE=0 NCCL_MAX_CTAS=4 TESTS_ON=cuda python tests/gpu_check.py
+    NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_NVLS_ENABLE=0 NCCL_MAX_CTAS=4 TESTS_ON=cuda python
+    tests/gpu_check.py
         --only two_ranks_over_nccl
 """
 
@@ -59,8 +62,10 @@ TENSORS: dict[str, dict[str, tuple[int, ...]]] = {
     "cuda": {"100 M entries": (100_000_000,), "GPT-2": GPT2, "1,000 M entries": (1_000_000_000,)},
     "cpu": {"5,000 entries": (4000, 1000)},
 }
-DENSITIES, SENDERS = (0.3, 0.1, 0.03), (2, 8)
-# Width, layers, vocabulary, tokens, sequences: GPT-2's 124 million, about what `experiment=lm` has, one for two cores.
+DENSITIES = (0.3, 0.1, 0.03)
+SENDERS = (2, 8)
+# Width, layers, vocabulary, tokens, sequences: GPT-2's 124 million, about what `experiment=lm` has,
+# one for two cores.
 NETWORKS = {
     "cuda": {"GPT-2": (768, 12, 50257, 512, 4), "small": (128, 2, 256, 64, 16)},
     "cpu": {"tiny": (8, 1, 10, 8, 1)},
@@ -80,7 +85,12 @@ AT_ONCE: dict[str, Any] = {"local_steps": 1, "density": 0.1, "warmup_steps": 0}
 ON_CARD: dict[str, dict[str, Any]] = {
     "updates, 1bit": AT_ONCE,
     "updates, bf16, two_phase": {**AT_ONCE, "value_format": "bf16", "exchange": "two_phase"},
-    "updates, 2bit, on their way": {**AT_ONCE, "local_steps": 3, "overlap_steps": 2, "value_format": "2bit"},
+    "updates, 2bit, on their way": {
+        **AT_ONCE,
+        "local_steps": 3,
+        "overlap_steps": 2,
+        "value_format": "2bit",
+    },
     "gradients, 1bit": {"compress": "gradients", "density": 0.1},
 }
 # Other tests resume on a CPU, in all ways.
@@ -143,13 +153,29 @@ def cuda_tests(device: torch.device) -> list[Row]:
 def graphs_of_replicas(device: torch.device) -> list[Row]:
     """Trainings of ``experiments/replicas.py`` as CUDA graphs, against the same ones without."""
     if device.type == "cpu" or find_spec("hydra") is None:
-        return [("replicas as graphs", "not on a CPU" if device.type == "cpu" else "hydra is not installed")]
+        return [
+            (
+                "replicas as graphs",
+                "not on a CPU" if device.type == "cpu" else "hydra is not installed",
+            )
+        ]
     sys.path.append(str(TESTS.parent / "experiments"))
     from replicated import side_by_side
     from replicated.training import Job
 
-    words = ("experiment=lm", "data=documentation", "data.context_length=32", "model.width=64", "model.num_layers=1")
-    words += ("strategy=dct", "strategy.warmup_steps=12", "strategy.refresh_every=20", "strategy.density=0.1")
+    words = (
+        "experiment=lm",
+        "data=documentation",
+        "data.context_length=32",
+        "model.width=64",
+        "model.num_layers=1",
+    )
+    words += (
+        "strategy=dct",
+        "strategy.warmup_steps=12",
+        "strategy.refresh_every=20",
+        "strategy.density=0.1",
+    )
     rows = []
     for ranks, own in ((2, "strategy.local_steps=2"), (3, "strategy.exchange=two_phase")):
         found = []
@@ -162,21 +188,35 @@ def graphs_of_replicas(device: torch.device) -> list[Row]:
             (one,) = together.trainings
             one.look()
             found.append(hashed(*one.shared_weights().values(), together.banks[0].losses))
-        rows.append((f"replicas as graphs, {own}: bitwise as without", "yes" if found[0] == found[1] else "NO"))
+        rows.append(
+            (
+                f"replicas as graphs, {own}: bitwise as without",
+                "yes" if found[0] == found[1] else "NO",
+            )
+        )
     return rows
 
 
 def exchange_profile(device: torch.device) -> list[Row]:
-    """An exchange of updates without a network: time, launches, memory, and whether the host waits."""
+    """An exchange of updates without a network: time, launches, memory, and whether the host
+    waits.
+    """
     rows: list[Row] = []
     for name, sizes in TENSORS[device.type].items():
         noise = torch.Generator(device).manual_seed(0)
         own = [torch.randn(size, generator=noise, device=device) for size in sizes]
         shared = [torch.zeros_like(weights) for weights in own]
         entries = sum(sizes)
-        rows.append((f"{name}: a copy", milliseconds(timed(device, lambda own=own: [one.clone() for one in own]))))
+        rows.append(
+            (
+                f"{name}: a copy",
+                milliseconds(timed(device, lambda own=own: [one.clone() for one in own])),
+            )
+        )
         rows += rivals(device, name, own) if entries < 500_000_000 else []
-        for density in DENSITIES[:: len(DENSITIES) if device.type == "cpu" or entries > 500_000_000 else 1]:
+        for density in DENSITIES[
+            :: len(DENSITIES) if device.type == "cpu" or entries > 500_000_000 else 1
+        ]:
             rows += profile(device, f"{name}, {density:.0%}", Bucket(own, shared, None), density)
         del own, shared
         if device.type == "cuda":
@@ -185,8 +225,12 @@ def exchange_profile(device: torch.device) -> list[Row]:
 
 
 def rivals(device: torch.device, name: str, own: list[Tensor]) -> list[Row]:
-    """What others do with the same tensors: the largest entries, bf16, and PowerSGD's products of rank 4."""
-    matrices = [one[: 768 * (one.numel() // 768)].view(-1, 768) for one in own if one.numel() >= 768 * 768]
+    """What others do with the same tensors: the largest entries, bf16, and PowerSGD's products of
+    rank 4.
+    """
+    matrices = [
+        one[: 768 * (one.numel() // 768)].view(-1, 768) for one in own if one.numel() >= 768 * 768
+    ]
 
     def power_sgd() -> None:
         for matrix in matrices:
@@ -194,7 +238,9 @@ def rivals(device: torch.device, name: str, own: list[Tensor]) -> list[Row]:
             _ = left @ (left.T @ matrix)
 
     ways: dict[str, Callable[[], object]] = {
-        "torch.topk, 1%": lambda: [one.abs().topk(max(one.numel() // 100, 1), sorted=False) for one in own],
+        "torch.topk, 1%": lambda: [
+            one.abs().topk(max(one.numel() // 100, 1), sorted=False) for one in own
+        ],
         "to bf16 and back": lambda: [one.bfloat16().float() for one in own],
         "PowerSGD's products and QR, rank 4": power_sgd,
     }
@@ -203,9 +249,13 @@ def rivals(device: torch.device, name: str, own: list[Tensor]) -> list[Row]:
 
 def profile(device: torch.device, name: str, bucket: Bucket, density: float) -> list[Row]:
     sizes = [weights.numel() for weights in bucket.bases]
-    names, entries = [str(number) for number in range(len(sizes))], sum(sizes)
-    plan = plan_bucket(names, sizes, [density] * len(sizes), torch.float32, "1bit", 16, link_traversals=2.0)
-    feedback, sent = ErrorFeedback({}, adapt_threshold=True, undoable=False, of_updates=True), list[Tensor]()
+    names = [str(number) for number in range(len(sizes))]
+    entries = sum(sizes)
+    plan = plan_bucket(
+        names, sizes, [density] * len(sizes), torch.float32, "1bit", 16, link_traversals=2.0
+    )
+    feedback = ErrorFeedback({}, adapt_threshold=True, undoable=False, of_updates=True)
+    sent = list[Tensor]()
     how = Sending(tag=1, gains=dict(zip(names, map(gain_of_rows, sizes), strict=True)))
 
     def pack() -> None:
@@ -229,7 +279,8 @@ def profile(device: torch.device, name: str, bucket: Bucket, density: float) -> 
             payloads = sent[0].repeat(senders, 1)
             add(payloads)
             launches, besides = watched(device, partial(both, payloads), sent[0].numel())
-            packing, adding = timed(device, pack), timed(device, partial(add, payloads))
+            packing = timed(device, pack)
+            adding = timed(device, partial(add, payloads))
             times = f"{milliseconds(packing)} + {milliseconds(adding)}, {launches} launches"
             what = f"{name}: pack + add {senders} payloads"
             rows.append((what, f"{times}, {besides / entries:.2f} bytes an entry besides"))
@@ -240,12 +291,16 @@ def profile(device: torch.device, name: str, bucket: Bucket, density: float) -> 
 def gain_of_rows(size: int) -> Gain:
     """The gain of a tensor of so many entries, in rows of GPT-2's width, if it can have such."""
     width = next(width for width in (768, 1000, 1) if size % width == 0)
-    rows, columns = (torch.linspace(0.9, 1.1, count, dtype=torch.float64) for count in (size // width, width))
+    rows, columns = (
+        torch.linspace(0.9, 1.1, count, dtype=torch.float64) for count in (size // width, width)
+    )
     return Gain(rows, columns)
 
 
 def watched(device: torch.device, action: Callable[[], object], payload: int) -> tuple[int, float]:
-    """Kernels and copies that are launched, and memory besides the payload; the host must not wait meanwhile."""
+    """Kernels and copies that are launched, and memory besides the payload; the host must not wait
+    meanwhile.
+    """
     if device.type == "cpu":
         action()
         return 0, 0.0
@@ -262,7 +317,9 @@ def watched(device: torch.device, action: Callable[[], object], payload: int) ->
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         action()
         torch.cuda.synchronize()
-    on_card = [one for one in profiler.events() if one.device_type == torch.autograd.DeviceType.CUDA]
+    on_card = [
+        one for one in profiler.events() if one.device_type == torch.autograd.DeviceType.CUDA
+    ]
     return len(on_card), max(besides, 0)
 
 
@@ -270,12 +327,14 @@ def watched(device: torch.device, action: Callable[[], object], payload: int) ->
 
 
 def on_ranks(main: Callable[..., None], limit: float, *arguments: Any) -> list[dict[str, Any]]:
-    """What ``main(rank, folder, *arguments)`` has written on each of two ranks; a TimeoutError kills them.
+    """What ``main(rank, folder, *arguments)`` has written on each of two ranks; a TimeoutError
+    kills them.
 
     What ranks that fail have written until then is an attribute of the error: ``found``.
     """
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        ranks, deadline = mp.spawn(main, (folder, *arguments), nprocs=2, join=False), monotonic() + limit
+        ranks = mp.spawn(main, (folder, *arguments), nprocs=2, join=False)
+        deadline = monotonic() + limit
         try:
             while not ranks.join(1.0, grace_period=10.0):
                 if monotonic() > deadline:
@@ -301,7 +360,9 @@ def write(found: dict[str, Any], folder: str, rank: int) -> None:
 
 
 def two_ranks(device: torch.device, backend: str = "gloo") -> list[Row]:
-    """The same bits on both ranks, and as on the CPU's own way; then the steps of language models."""
+    """The same bits on both ranks, and as on the CPU's own way; then the steps of language
+    models.
+    """
     return compared(on_ranks(rank_main, LIMITS[backend], backend, device.type), backend)
 
 
@@ -328,15 +389,23 @@ def two_ranks_over_nccl(device: torch.device) -> list[Row]:
         rows += compared(getattr(error, "found", [{}, {}]), "nccl")
         # What NCCL says itself comes before torch's advice to look at its log.
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        why = next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else repr(error))
+        why = next(
+            (line for line in reversed(lines) if "Error" in line),
+            lines[-1] if lines else repr(error),
+        )
         return [
             *rows,
-            ("two ranks over nccl on one card", f"fail: {why} {lines[-1] if lines and lines[-1] != why else ''}"),
+            (
+                "two ranks over nccl on one card",
+                f"fail: {why} {lines[-1] if lines and lines[-1] != why else ''}",
+            ),
         ]
 
 
 def told(*prefixes: str) -> str:
-    return " ".join(f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(prefixes))
+    return " ".join(
+        f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(prefixes)
+    )
 
 
 def rank_main(rank: int, folder: str, backend: str, kind: str) -> None:
@@ -370,7 +439,9 @@ def begin_group(backend: str, rank: int, folder: str) -> None:
 
 
 def resumed_run(device: torch.device) -> list[Row]:
-    """A run that two ranks save, and that two new processes resume, against the uninterrupted one."""
+    """A run that two ranks save, and that two new processes resume, against the uninterrupted
+    one.
+    """
     rows = []
     # Products of matrices have one order, with this memory for them.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -378,7 +449,8 @@ def resumed_run(device: torch.device) -> list[Row]:
         on_ranks(resuming_main, LIMITS["gloo"], device.type, saved, False)
         ranks = on_ranks(resuming_main, LIMITS["gloo"], device.type, saved, True)
     for name in RESUMED[device.type]:
-        same, whole = all(rank[name]["same"] for rank in ranks), [rank[name]["held"] for rank in ranks]
+        same = all(rank[name]["same"] for rank in ranks)
+        whole = [rank[name]["held"] for rank in ranks]
         if whole[0] == whole[1]:
             raise RuntimeError(f"{name}: both ranks hold the same, so nothing can be lost")
         rows.append((f"resumed run, {name}: bitwise as uninterrupted", "yes" if same else "NO"))
@@ -397,14 +469,22 @@ def resuming_main(rank: int, folder: str, kind: str, saved: str, resumes: bool) 
                 torch.save(train(settings, device, rank, None, half), half)
                 torch.save(train(settings, device, rank, None, None), whole)
                 continue
-            held, expected = train(settings, device, rank, half, None), torch.load(whole, weights_only=True)
-            found[name] = {"same": digest(held) == digest(expected), "held": digest(expected["states"][1])}
+            held = train(settings, device, rank, half, None)
+            expected = torch.load(whole, weights_only=True)
+            found[name] = {
+                "same": digest(held) == digest(expected),
+                "held": digest(expected["states"][1]),
+            }
     write(found, folder, rank)
     dist.destroy_process_group()
 
 
-def train(settings: dict[str, Any], device: torch.device, rank: int, load: Path | None, save: Path | None) -> Any:
-    """All steps, those until a run is saved, or those after that; gives all that a checkpoint holds, and all losses."""
+def train(
+    settings: dict[str, Any], device: torch.device, rank: int, load: Path | None, save: Path | None
+) -> Any:
+    """All steps, those until a run is saved, or those after that; gives all that a checkpoint
+    holds, and all losses.
+    """
     name = list(NETWORKS[device.type])[-1]
     width, layers, vocabulary, length, sequences = NETWORKS[device.type][name]
     first, last = BREAKS[device.type]
@@ -414,7 +494,11 @@ def train(settings: dict[str, Any], device: torch.device, rank: int, load: Path 
     compresses_updates = settings.get("compress") != "gradients"
     trained: Any = network if compresses_updates else DistributedDataParallel(network)
     settings = {"refresh_every": first // 2 + 1, **settings}
-    exchange: Any = Updates(network, optimizer, **settings) if compresses_updates else Gradients(trained, **settings)
+    exchange: Any = (
+        Updates(network, optimizer, **settings)
+        if compresses_updates
+        else Gradients(trained, **settings)
+    )
     losses: list[Tensor] = []
     if load is not None:
         state = torch.load(load, weights_only=True)
@@ -427,14 +511,19 @@ def train(settings: dict[str, Any], device: torch.device, rank: int, load: Path 
         if load is not None and step < first:
             continue
         optimizer.zero_grad()
-        with torch.autocast(device.type, torch.bfloat16), sdpa_kernel(SDPBackend.MATH):  # in an order that is fixed
+        # In an order that is fixed.
+        with torch.autocast(device.type, torch.bfloat16), sdpa_kernel(SDPBackend.MATH):
             loss = trained(batch)
         loss.backward()
         optimizer.step()
         losses.append(loss.detach().cpu())
     with exchange.shared_weights() if compresses_updates else nullcontext():
         weights = copy.deepcopy(network.state_dict())
-    state = {name: its for name, its in exchange.state_dict().items() if name != "traffic" or save is not None}
+    state = {
+        name: its
+        for name, its in exchange.state_dict().items()
+        if name != "traffic" or save is not None
+    }
     states = copy.deepcopy([weights, state, optimizer.state_dict()])
     exchange.synchronizer.exchange.close()
     return {"states": states, "losses": losses}
@@ -444,7 +533,9 @@ def digest(tree: Any) -> str:
     """Differs when a bit does, wherever the tensors lie."""
     leaves = tree_leaves(tree)
     plain = [repr(leaf) for leaf in leaves if not isinstance(leaf, Tensor)]
-    tensors = [leaf.contiguous().view(-1).view(torch.uint8) for leaf in leaves if isinstance(leaf, Tensor)]
+    tensors = [
+        leaf.contiguous().view(-1).view(torch.uint8) for leaf in leaves if isinstance(leaf, Tensor)
+    ]
     return hashed(*tensors) + hashlib.sha256("".join(plain).encode()).hexdigest()
 
 
@@ -455,12 +546,19 @@ def strategy_of(config: DCTConfig, rank: int) -> Any:
 
 
 def exchanged(config: DCTConfig, device: torch.device, rank: int, kind: str) -> dict[str, str]:
-    """Hashes of what all ranks share, and of what this one has not sent, after rounds of the same random numbers."""
-    module = nn.ParameterList(nn.Parameter(torch.zeros(size, device=device)) for size in SIZES[kind])
-    strategy, noise = strategy_of(config, rank), torch.Generator().manual_seed(1 + rank)
+    """Hashes of what all ranks share, and of what this one has not sent, after rounds of the same
+    random numbers.
+    """
+    module = nn.ParameterList(
+        nn.Parameter(torch.zeros(size, device=device)) for size in SIZES[kind]
+    )
+    strategy = strategy_of(config, rank)
+    noise = torch.Generator().manual_seed(1 + rank)
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
     if config.compress == "updates":
-        synchronizer: Any = make_update_synchronizer(strategy, module, None, False, lambda: [optimizer])
+        synchronizer: Any = make_update_synchronizer(
+            strategy, module, None, False, lambda: [optimizer]
+        )
     else:
         wrapped = DistributedDataParallel(Summed(module), gradient_as_bucket_view=True)
         synchronizer = make_gradient_synchronizer(strategy, wrapped, None)
@@ -484,7 +582,10 @@ def exchanged(config: DCTConfig, device: torch.device, rank: int, kind: str) -> 
         synchronizer.weights.follow_parameters()
     state = synchronizer.state_dict()
     kept = {**state["residuals"], **state.get("weights", {})}
-    return {"shared": hashed(*(parameter.detach() for parameter in module)), "kept": hashed(*kept.values())}
+    return {
+        "shared": hashed(*(parameter.detach() for parameter in module)),
+        "kept": hashed(*kept.values()),
+    }
 
 
 class Summed(nn.Module):
@@ -499,7 +600,9 @@ class Summed(nn.Module):
 
 
 def hashed(*tensors: Tensor) -> str:
-    return hashlib.sha256(b"".join(tensor.cpu().numpy().tobytes() for tensor in tensors)).hexdigest()
+    return hashlib.sha256(
+        b"".join(tensor.cpu().numpy().tobytes() for tensor in tensors)
+    ).hexdigest()
 
 
 class Network(nn.Module):
@@ -520,9 +623,11 @@ class Network(nn.Module):
 
 
 def step_time(way: str | float, name: str, device: torch.device, rank: int) -> Row:
-    """A step alone, with the dense all-reduce of its gradients, or with an exchange after it; two ranks at once.
+    """A step alone, with the dense all-reduce of its gradients, or with an exchange after it; two
+    ranks at once.
 
-    Ranks that exchange wait for each other, and so share the card at each moment. "In step" they do that only.
+    Ranks that exchange wait for each other, and so share the card at each moment. "In step" they do
+    that only.
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -532,7 +637,8 @@ def step_time(way: str | float, name: str, device: torch.device, rank: int) -> R
     network = Network(width, layers, vocabulary).to(device)
     batch = torch.randint(vocabulary, (sequences, length), device=device)
     trained: nn.Module = DistributedDataParallel(network) if way == "ddp" else network
-    optimizer, updates = torch.optim.AdamW(network.parameters(), lr=1e-4, fused=device.type == "cuda"), None
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4, fused=device.type == "cuda")
+    updates = None
     if isinstance(way, float):
         strategy = strategy_of(DCTConfig(warmup_steps=0, local_steps=1, density=way), rank)
         updates = make_update_synchronizer(strategy, network, None, False, lambda: [optimizer])
@@ -551,7 +657,8 @@ def step_time(way: str | float, name: str, device: torch.device, rank: int) -> R
             wait_for(device)
             dist.barrier()
 
-    for _ in range(10 if device.type == "cuda" else 1):  # so that thresholds are selected, and memory is allocated
+    # So that thresholds are selected, and memory is allocated.
+    for _ in range(10 if device.type == "cuda" else 1):
         step()
     dist.barrier()
     wait_for(device)
@@ -565,28 +672,48 @@ def step_time(way: str | float, name: str, device: torch.device, rank: int) -> R
         updates.exchange.close()
     entries = sum(parameter.numel() for parameter in network.parameters())
     said = f"dct, {way:.0%} after every step" if isinstance(way, float) else way
-    most = f", {torch.cuda.max_memory_allocated(device) / 1e9:.2f} GB at most" if device.type == "cuda" else ""
+    most = (
+        f", {torch.cuda.max_memory_allocated(device) / 1e9:.2f} GB at most"
+        if device.type == "cuda"
+        else ""
+    )
     return f"{name}, {entries / 1e6:.3g} M entries, {said}", f"{1e3 * seconds:.1f} ms a step{most}"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", default=[], help="the parts that run; all if none is named")
-    parser.add_argument("--output", type=Path, default=Path("outputs/gpu.json"), help="where the JSON goes")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", nargs="*", default=[], help="the parts that run; all if none is named"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("outputs/gpu.json"), help="where the JSON goes"
+    )
     given = parser.parse_args()
     if DEVICE.type == "cuda" and not torch.cuda.is_available():
         parser.error(
-            "there is no GPU, or this build of torch has no CUDA: without TESTS_ON=cuda the command tries itself"
+            "there is no GPU, or this build of torch has no CUDA: without TESTS_ON=cuda the command"
+            " tries itself"
         )
     device = torch.device("cuda", 0) if DEVICE.type == "cuda" else DEVICE
     where = torch.cuda.get_device_name(device) if DEVICE.type == "cuda" else "a CPU"
-    rows, failed = [("device, torch", f"{where}, {torch.__version__}")], list[str]()
+    rows = [("device, torch", f"{where}, {torch.__version__}")]
+    failed = list[str]()
     given.output.parent.mkdir(parents=True, exist_ok=True)
-    for part in (exchange_profile, graphs_of_replicas, two_ranks, resumed_run, two_ranks_over_nccl, cuda_tests):
+    for part in (
+        exchange_profile,
+        graphs_of_replicas,
+        two_ranks,
+        resumed_run,
+        two_ranks_over_nccl,
+        cuda_tests,
+    ):
         if given.only and part.__name__ not in given.only:
             continue
         print(f"{part.__name__} ...", flush=True)
-        start, found = perf_counter(), list[Row]()
+        start = perf_counter()
+        found = list[Row]()
         try:
             found = part(device)
         except Exception as error:

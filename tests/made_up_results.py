@@ -15,7 +15,8 @@ def made_up(
     rows: float | None = None,
     **metrics: float | None,
 ) -> dict:
-    """A ``result.json`` with the metrics for both parts, those of the test part a thousandth higher.
+    """A ``result.json`` with the metrics for both parts, those of the test part a thousandth
+    higher.
 
     ``sent`` are the bytes of a step, ``rows`` those inside a split model.
     """
@@ -44,19 +45,30 @@ def made_up(
         "tensor_bytes": 16000,
         "interface_bytes_per_step": None,
         "their_ratio": None,
-        "history": [{"step": 4, "seconds": 0.04, "metrics": {f"val/{name}": value for name, value in metrics.items()}}],
+        "history": [
+            {
+                "step": 4,
+                "seconds": 0.04,
+                "metrics": {f"val/{name}": value for name, value in metrics.items()},
+            }
+        ],
         "trainable_parameters": 1000,
     }
 
 
-def run_in_no_time(started: list[str], figures: Callable[[dict[str, str]], dict[str, Any] | None]) -> Any:
-    """Stands in for ``run_alone``: leaves a result with the figures for the settings of a run, or fails without any.
+def run_in_no_time(
+    started: list[str], figures: Callable[[dict[str, str]], dict[str, Any] | None]
+) -> Any:
+    """Stands in for ``run_alone``: leaves a result with the figures for the settings of a run, or
+    fails without any.
 
     ``started`` gets the name of each run's folder.
     """
 
     def start(command: list[str], output: Any) -> int:
-        words = command[1 + max(place for place, word in enumerate(command) if word.endswith(".py")) :]
+        words = command[
+            1 + max(place for place, word in enumerate(command) if word.endswith(".py")) :
+        ]
         overrides = OverridesParser.create().parse_overrides(words)
         settings = {override.key_or_group: str(override.value()) for override in overrides}
         folder = Path(settings["hydra.run.dir"])

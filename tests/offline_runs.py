@@ -32,11 +32,15 @@ class OfflineRun:
 
     def table(self, key: str) -> tuple[list[str], list[list[Any]]]:
         """Columns and rows of a table as it was logged last."""
-        stored = json.loads((self.file.parent / "files" / self.state["summary"][key]["path"]).read_text())
+        stored = json.loads(
+            (self.file.parent / "files" / self.state["summary"][key]["path"]).read_text()
+        )
         return stored["columns"], stored["data"]
 
     def _inspect(self, *options: str) -> str:
         # What `wandb leet inspect` starts.
         run = ["--run-file", str(self.file), str(self.file.parents[1])]
         command = [get_core_path(), "leet", "inspect", "--no-observability", *options, *run]
-        return subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=600, check=True
+        ).stdout

@@ -1,4 +1,6 @@
-"""Where tests compute: on the CPU, or with ``TESTS_ON=cuda`` on one card that all ranks share (``gpu_check.py``)."""
+"""Where tests compute: on the CPU, or with ``TESTS_ON=cuda`` on one card that all ranks share
+(``gpu_check.py``).
+"""
 
 import os
 from typing import Any

@@ -1,4 +1,6 @@
-"""A GPU's stream, pretended: its host queues work and waits for nothing, and its events know when they come."""
+"""A GPU's stream, pretended: its host queues work and waits for nothing, and its events know when
+they come.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,5 +43,8 @@ def pretended_stream() -> Iterator[PretendedStream]:
             assert later.query()
             return 1e3 * (later.at - self.at)
 
-    with patch.object(torch.cuda, "Event", Event), patch.object(torch.cuda, "current_stream", lambda device: stream):
+    with (
+        patch.object(torch.cuda, "Event", Event),
+        patch.object(torch.cuda, "current_stream", lambda device: stream),
+    ):
         yield stream

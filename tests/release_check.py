@@ -1,9 +1,11 @@
-"""Builds wheel and sdist, looks into both, and tries the wheel in an environment with nothing else in it.
+"""Builds wheel and sdist, looks into both, and tries the wheel in an environment with nothing else
+in it.
 
     make release-check
 
-Needs the network, a few minutes, and no package but Python's own. What is built stays in ``dist/``; all else is made in
-a folder of its own and removed. The cheap half of release hygiene is in ``test_release.py``, with every other test.
+Needs the network, a few minutes, and no package but Python's own. What is built stays in ``dist/``;
+all else is made in a folder of its own and removed. The cheap half of release hygiene is in
+``test_release.py``, with every other test.
 """
 
 import argparse
@@ -29,8 +31,22 @@ IN_SDIST = {
         "tests/test_examples.py",
         "tests/release_check.py",
     ),
-    *("conf/train.yaml", "experiments/train.py", "examples/cli.py", "examples/notebook.ipynb", "docs/compatibility.md"),
-    *("Makefile", "constraints.txt", "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff"),
+    *(
+        "conf/train.yaml",
+        "experiments/train.py",
+        "examples/cli.py",
+        "examples/notebook.ipynb",
+        "docs/compatibility.md",
+    ),
+    *(
+        "Makefile",
+        "constraints.txt",
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+        "CHANGELOG.md",
+        "CITATION.cff",
+    ),
     *("CONTRIBUTING.md", "mkdocs.yml"),
 }
 # Nothing of ours is larger than a picture of the docs.
@@ -62,7 +78,9 @@ if __name__ == "__main__":
 def main() -> None:
     """Check one thing after the other; the first that is wrong ends it."""
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
-    version = re.findall(r'__version__ = "(.*)"', (ROOT / "src/lightning_dct/__about__.py").read_text())[0]
+    version = re.findall(
+        r'__version__ = "(.*)"', (ROOT / "src/lightning_dct/__about__.py").read_text()
+    )[0]
     with tempfile.TemporaryDirectory() as folder:
         wheel, sdist = build(Path(folder), version)
         package = check_sdist(sdist)
@@ -77,30 +95,53 @@ def build(folder: Path, version: str) -> tuple[Path, Path]:
     run(python, "-m", "pip", "install", "--quiet", "build")
     shutil.rmtree(ROOT / "dist", ignore_errors=True)
     run(python, "-m", "build", "--outdir", str(ROOT / "dist"), str(ROOT))
-    wheel, sdist = (ROOT / "dist" / f"lightning_dct-{version}{end}" for end in ("-py3-none-any.whl", ".tar.gz"))
-    say(f"built {wheel.name} ({wheel.stat().st_size:,} bytes) and {sdist.name} ({sdist.stat().st_size:,} bytes)")
+    wheel, sdist = (
+        ROOT / "dist" / f"lightning_dct-{version}{end}" for end in ("-py3-none-any.whl", ".tar.gz")
+    )
+    say(
+        f"built {wheel.name} ({wheel.stat().st_size:,} bytes) and {sdist.name}"
+        f" ({sdist.stat().st_size:,} bytes)"
+    )
     return wheel, sdist
 
 
 def check_sdist(sdist: Path) -> set[str]:
-    """What is needed to test and to run the experiments is there, and no data. Gives the package's own files."""
+    """What is needed to test and to run the experiments is there, and no data.
+
+    Gives the package's own files.
+    """
     with tarfile.open(sdist) as archive:
-        files = {member.name.partition("/")[2]: member.size for member in archive if member.isfile()}
+        files = {
+            member.name.partition("/")[2]: member.size for member in archive if member.isfile()
+        }
     missing = IN_SDIST - files.keys()
-    unwanted = {name for name, size in files.items() if NOT_IN_SDIST.search(f"/{name}") or size > LARGEST_FILE}
+    unwanted = {
+        name
+        for name, size in files.items()
+        if NOT_IN_SDIST.search(f"/{name}") or size > LARGEST_FILE
+    }
     expect(not missing, f"the sdist lacks {missing}")
     expect(not unwanted, f"the sdist holds {unwanted}")
-    say(f"sdist: {len(files)} files, {sum(files.values()):,} bytes unpacked, the largest {max(files.values()):,}")
+    say(
+        f"sdist: {len(files)} files, {sum(files.values()):,} bytes unpacked, the largest"
+        f" {max(files.values()):,}"
+    )
     return {name.removeprefix("src/") for name in files if name.startswith("src/")}
 
 
 def check_wheel(wheel: Path, version: str, package: set[str]) -> Message:
-    """The package is in it, whole, and nothing else; without extras it wants what the README says. Its metadata."""
+    """The package is in it, whole, and nothing else; without extras it wants what the README says.
+
+    Its metadata.
+    """
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         (about,) = (name for name in names if name.endswith(".dist-info/METADATA"))
         metadata = message_from_bytes(archive.read(about))
-    strangers = {name.split("/")[0] for name in names} - {"lightning_dct", f"lightning_dct-{version}.dist-info"}
+    strangers = {name.split("/")[0] for name in names} - {
+        "lightning_dct",
+        f"lightning_dct-{version}.dist-info",
+    }
     expect(not strangers, f"the wheel holds {strangers}")
     expect(package <= set(names), f"the wheel lacks {package - set(names)}")
     expect(metadata["Version"] == version, f"the wheel is of version {metadata['Version']}")
@@ -113,10 +154,14 @@ def check_wheel(wheel: Path, version: str, package: set[str]) -> Message:
 
 
 def check_installed(folder: Path, wheel: Path, version: str, metadata: Message) -> None:
-    """Installed without extras it brings none of theirs, prints its version, imports, and trains two steps."""
+    """Installed without extras it brings none of theirs, prints its version, imports, and trains
+    two steps.
+    """
     python = environment(folder / "empty")
     constraints = folder / "constraints.txt"
-    constraints.write_text(next(line for line in (ROOT / "constraints.txt").read_text().split() if "torch==" in line))
+    constraints.write_text(
+        next(line for line in (ROOT / "constraints.txt").read_text().split() if "torch==" in line)
+    )
     # As the Makefile does: the CPU build where pip can have it.
     torch = constraints.read_text()
     if run(python, "-m", "pip", "install", "--quiet", f"{torch}+cpu", check=False).returncode:
@@ -130,12 +175,17 @@ def check_installed(folder: Path, wheel: Path, version: str, metadata: Message) 
     uninvited = (extras & installed) - BASE
     expect(not uninvited, f"without extras there is {uninvited}")
     command = python.with_name("lightning-dct")
-    told = subprocess.run([command, "--version"], capture_output=True, text=True, check=True).stdout.strip()
+    told = subprocess.run(
+        [command, "--version"], capture_output=True, text=True, check=True
+    ).stdout.strip()
     expect(told == version, f"`lightning-dct --version` prints {told!r}")
     script = folder / "two_steps.py"
     script.write_text(TWO_STEPS)
     run(python, "-W", "ignore", str(script), cwd=folder)
-    say(f"installed: {len(installed)} packages in all; `lightning-dct --version`: {told}; 2 steps on 2 ranks")
+    say(
+        f"installed: {len(installed)} packages in all; `lightning-dct --version`: {told}; 2 steps"
+        " on 2 ranks"
+    )
 
 
 def requirements(metadata: Message) -> list[tuple[str, str | None]]:
@@ -158,12 +208,17 @@ def environment(folder: Path) -> Path:
     return folder / "bin" / "python"
 
 
-def run(*words: object, cwd: Path | None = None, check: bool = True) -> subprocess.CompletedProcess[str]:
+def run(
+    *words: object, cwd: Path | None = None, check: bool = True
+) -> subprocess.CompletedProcess[str]:
     """Run a command; where it fails, end with what it said."""
     outside = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [str(word) for word in words]
     done = subprocess.run(command, cwd=cwd, env=outside, capture_output=True, text=True)
-    expect(not check or done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+    expect(
+        not check or done.returncode == 0,
+        f"{' '.join(command)}\n{done.stdout[-3000:]}{done.stderr[-3000:]}",
+    )
     return done
 
 

@@ -1,4 +1,6 @@
-"""What the property tests share: how many examples they take, and layouts of payloads with their entries."""
+"""What the property tests share: how many examples they take, and layouts of payloads with their
+entries.
+"""
 
 import torch
 from hypothesis import settings
@@ -25,8 +27,12 @@ def layouts(draw: st.DrawFn) -> PayloadLayout:
     """Up to five small tensors, some of them whole (capacity 0)."""
     sizes = draw(st.lists(st.integers(1, 40), max_size=5))
     capacities = [draw(st.integers(0, size)) for size in sizes]
-    dense_bytes = draw(st.sampled_from([2, 4, 8])) * sum(n for n, k in zip(sizes, capacities, strict=True) if not k)
-    return PayloadLayout(tuple(sizes), tuple(capacities), draw(st.sampled_from(FORMATS)), dense_bytes)
+    dense_bytes = draw(st.sampled_from([2, 4, 8])) * sum(
+        n for n, k in zip(sizes, capacities, strict=True) if not k
+    )
+    return PayloadLayout(
+        tuple(sizes), tuple(capacities), draw(st.sampled_from(FORMATS)), dense_bytes
+    )
 
 
 @st.composite
@@ -52,10 +58,14 @@ def filled_layouts(draw: st.DrawFn) -> tuple[PayloadLayout, Tensor, Tensor, Tens
 
 def flags_at(positions: Tensor, size: int) -> Tensor:
     """The flags of ``size`` entries, which are set at some positions."""
-    return pack_bits(torch.zeros(8 * flags_num_bytes(size), dtype=torch.uint8).index_fill_(0, positions, 1))
+    return pack_bits(
+        torch.zeros(8 * flags_num_bytes(size), dtype=torch.uint8).index_fill_(0, positions, 1)
+    )
 
 
-def pack_entries(layout: PayloadLayout, positions: Tensor, values: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
+def pack_entries(
+    layout: PayloadLayout, positions: Tensor, values: Tensor, whole: Tensor
+) -> tuple[Tensor, Tensor]:
     """A payload of the entries at some positions, and what is read of them."""
     flags = flags_at(positions, sum(layout.tensor_sizes))
     counts = count_flags(flags, layout.tensor_sizes, "auto")

@@ -11,7 +11,10 @@ import lightning_dct
 from lightning_dct import agreement
 from lightning_dct.agreement import check_agreement, describe_optimizers, describe_parameters
 
-VERSIONS = {"version of lightning_dct": lightning_dct.__version__, "version of torch": torch.__version__}
+VERSIONS = {
+    "version of lightning_dct": lightning_dct.__version__,
+    "version of torch": torch.__version__,
+}
 Rank = tuple[dict[str, Any], nn.Module]
 
 
@@ -26,7 +29,10 @@ def meet(monkeypatch: pytest.MonkeyPatch, ranks: list[Rank]) -> None:
         if "checksum" not in mine:
             return [describe_parameters(module) for _, module in ranks]
         return [
-            {"mine": {**VERSIONS, **settings}, "checksum": zlib.crc32(repr(describe_parameters(module)).encode())}
+            {
+                "mine": {**VERSIONS, **settings},
+                "checksum": zlib.crc32(repr(describe_parameters(module)).encode()),
+            }
             for settings, module in ranks
         ]
 
@@ -43,7 +49,10 @@ def test_ranks_that_agree(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_setting_that_is_no_number_equals_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the best loss of a schedule that has not seen any."""
     groups = [[{"params": model().parameters(), "best": float("nan")}] for _ in range(2)]
-    meet(monkeypatch, [(describe_optimizers([torch.optim.SGD(one, lr=0.1)], {}), model()) for one in groups])
+    meet(
+        monkeypatch,
+        [(describe_optimizers([torch.optim.SGD(one, lr=0.1)], {}), model()) for one in groups],
+    )
     check_agreement({}, model(), None)
 
 
@@ -60,9 +69,13 @@ def test_without_a_process_group_there_is_nobody_to_disagree_with() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_every_rank_hears_which_setting_differs(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
-    ranks = [({"adapt_threshold": True, "density": density}, model()) for density in (0.1, 0.2, 0.1)]
+    ranks = [
+        ({"adapt_threshold": True, "density": density}, model()) for density in (0.1, 0.2, 0.1)
+    ]
     meet(monkeypatch, ranks)
-    with pytest.raises(ValueError, match=r"disagree on `density` \(rank 0: 0.1, rank 1: 0.2, rank 2: 0.1\)"):
+    with pytest.raises(
+        ValueError, match=r"disagree on `density` \(rank 0: 0.1, rank 1: 0.2, rank 2: 0.1\)"
+    ):
         check_agreement(*ranks[rank], None)
 
 
@@ -80,9 +93,18 @@ def test_a_setting_another_rank_does_not_know(monkeypatch: pytest.MonkeyPatch) -
             lambda m: m.append(nn.Linear(2, 5)),
             r"`parameter 2.weight` \(rank 0: 'missing', rank 1: '\[5, 2\] float32 tr",
         ),
-        (lambda m: setattr(m, "0", nn.Linear(4, 3)), r"`parameter 0.weight` \(rank 0: '\[4, 3\] .*rank 1: '\[3, 4\] "),
-        (lambda m: setattr(m, "1", nn.Linear(4, 2, bias=False)), r"`parameter 1.bias` .*rank 1: 'missing'"),
-        (lambda m: m[0].to(torch.bfloat16), r"`parameter 0.weight` .*float32 trained.*bfloat16 trained"),
+        (
+            lambda m: setattr(m, "0", nn.Linear(4, 3)),
+            r"`parameter 0.weight` \(rank 0: '\[4, 3\] .*rank 1: '\[3, 4\] ",
+        ),
+        (
+            lambda m: setattr(m, "1", nn.Linear(4, 2, bias=False)),
+            r"`parameter 1.bias` .*rank 1: 'missing'",
+        ),
+        (
+            lambda m: m[0].to(torch.bfloat16),
+            r"`parameter 0.weight` .*float32 trained.*bfloat16 trained",
+        ),
         (lambda m: m[1].requires_grad_(False), r"`parameter 1.weight` .*trained.*frozen"),
         (lambda m: m.insert(0, m.pop(1)) and None, r"`parameter 0.weight`"),
     ],

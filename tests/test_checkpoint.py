@@ -16,7 +16,13 @@ from torch import Tensor
 from lightning_dct import CheckpointError, DCTStrategy, agreement
 from lightning_dct.checkpoint import format as saved
 from lightning_dct.checkpoint.format import check_state
-from lightning_dct.checkpoint.reading import agreed_notes, compared, merge_states, read_state, with_edited_groups
+from lightning_dct.checkpoint.reading import (
+    agreed_notes,
+    compared,
+    merge_states,
+    read_state,
+    with_edited_groups,
+)
 from lightning_dct.embedding.table_files import RowFiles, write_rows
 from strategies_for_hypothesis import examples
 
@@ -25,13 +31,21 @@ NOTE = saved.make_note(world_size=2, synchronisations=7, save="5f0c93ab")
 
 def state(residuals: dict[str, Tensor], **others: Any) -> dict[str, Any]:
     counted = {"synchronisations": 7, "steps_since_refresh": 3, "traffic": {}, "owned": {}}
-    return {**counted, "thresholds": {"values": {}, "targets": {}}, "residuals": residuals, **others}
+    return {
+        **counted,
+        "thresholds": {"values": {}, "targets": {}},
+        "residuals": residuals,
+        **others,
+    }
 
 
 def test_names() -> None:
     note = saved.make_note(world_size=2, synchronisations=1200, save="5f0c93ab")
     assert saved.state_folder("runs/epoch=3.ckpt") == "runs/epoch=3.ckpt.dct"
-    assert saved.state_path("epoch=3.ckpt", note, rank=1) == "epoch=3.ckpt.dct/000000001200-5f0c93ab-rank-1-of-2.pt"
+    assert (
+        saved.state_path("epoch=3.ckpt", note, rank=1)
+        == "epoch=3.ckpt.dct/000000001200-5f0c93ab-rank-1-of-2.pt"
+    )
     assert saved.rows_path("epoch=3.ckpt", note) == "epoch=3.ckpt.dct/000000001200-5f0c93ab-rows"
 
 
@@ -50,7 +64,9 @@ def test_no_killed_save_looks_like_a_checkpoint_of_a_requeued_job(tmp_path: Path
 @pytest.mark.parametrize("note", [{**NOTE, "format_version": 2}, {"format_version": "4"}, {}])
 def test_notes_of_other_versions_are_refused(note: dict[str, Any]) -> None:
     found = repr(note.get("format_version"))
-    with pytest.raises(CheckpointError, match=rf"'a.ckpt' has format version {found};.*\s+reads version 4"):
+    with pytest.raises(
+        CheckpointError, match=rf"'a.ckpt' has format version {found};.*\s+reads version 4"
+    ):
         agreed_notes([note], "a.ckpt")
 
 
@@ -75,12 +91,16 @@ def test_notes_of_other_versions_are_refused(note: dict[str, Any]) -> None:
     ],
 )
 def test_notes_that_cannot_be_are_refused(field: str, value: Any) -> None:
-    """Oracle: an error that names the file and the field, before anything becomes a path or a divisor."""
+    """Oracle: an error that names the file and the field, before anything becomes a path or a
+    divisor.
+    """
     with pytest.raises(CheckpointError, match=rf"'a.ckpt' .* lightning_dct\['{field}'\]"):
         agreed_notes([{**NOTE, field: value}], "a.ckpt")
 
 
-@pytest.mark.parametrize("notes", [[], [NOTE], [{**NOTE, "another": 1}, NOTE], [saved.make_note(4, 0, "a", stages=2)]])
+@pytest.mark.parametrize(
+    "notes", [[], [NOTE], [{**NOTE, "another": 1}, NOTE], [saved.make_note(4, 0, "a", stages=2)]]
+)
 def test_notes_that_can_be_are_taken(notes: list[Any]) -> None:
     assert agreed_notes(notes, "a.ckpt") == notes
 
@@ -92,7 +112,9 @@ def test_what_is_no_note_is_refused(notes: Any) -> None:
 
 
 def test_a_checkpoint_loads_where_the_module_has_no_trainer(tmp_path: Path) -> None:
-    """Oracle: what was saved; so it is in the process that has started others, once ``dct_spawn`` is done."""
+    """Oracle: what was saved; so it is in the process that has started others, once ``dct_spawn``
+    is done.
+    """
     strategy = DCTStrategy()
     strategy._lightning_module = BoringModel()
     torch.save({"lightning_dct": NOTE}, tmp_path / "a.ckpt")
@@ -108,8 +130,12 @@ def test_a_checkpoint_loads_where_the_module_has_no_trainer(tmp_path: Path) -> N
         (saved.make_note(2, 6, "5f0c93ab"), 0, "synchronisations"),
     ],
 )
-def test_another_file_under_a_ranks_name_is_refused(path: str, note: dict[str, Any], rank: int, field: str) -> None:
-    """Oracle: a file that was written for another rank, world, save or step, of the same shape, put in the place."""
+def test_another_file_under_a_ranks_name_is_refused(
+    path: str, note: dict[str, Any], rank: int, field: str
+) -> None:
+    """Oracle: a file that was written for another rank, world, save or step, of the same shape, put
+    in the place.
+    """
     name = saved.state_path(path, NOTE, 0)
     older = {**state({"a": torch.ones(1)}), "synchronisations": note["synchronisations"]}
     saved.write_state(TorchCheckpointIO(), path, note, rank, older)
@@ -127,7 +153,10 @@ LONE = torch.tensor([1.0])
 @pytest.mark.parametrize(
     ("field", "parts"),
     [
-        (r"residuals\['a'\] is not a list of finite numbers", {"residuals": {"a": torch.tensor([1.0, math.nan])}}),
+        (
+            r"residuals\['a'\] is not a list of finite numbers",
+            {"residuals": {"a": torch.tensor([1.0, math.nan])}},
+        ),
         (r"residuals\['a'\]", {"residuals": {"a": torch.tensor([math.inf])}}),
         (r"owned\['a'\]\[0\]", {"owned": {"a": {0: torch.tensor([math.nan])}}}),
         (r"owned\['a'\] has the key -1", {"owned": {"a": {-1: LONE}}}),
@@ -138,10 +167,16 @@ LONE = torch.tensor([1.0])
         (r"traffic\['bytes_sent'\]", {"traffic": {"bytes_sent": -1}}),
         (r"traffic has the key 'bites'", {"traffic": {"bites": 1}}),
         *(
-            (r"thresholds\['values'\]\['a'\]", {"thresholds": {"values": {"a": value}, "targets": {"a": 1}}})
+            (
+                r"thresholds\['values'\]\['a'\]",
+                {"thresholds": {"values": {"a": value}, "targets": {"a": 1}}},
+            )
             for value in (math.nan, math.inf, 0.0, -1.0, 10**400, "1")
         ),
-        (r"thresholds has values without targets", {"thresholds": {"values": {"a": 1.0}, "targets": {}}}),
+        (
+            r"thresholds has values without targets",
+            {"thresholds": {"values": {"a": 1.0}, "targets": {}}},
+        ),
         (r"weights\['a'\]", {"weights": {"a": torch.zeros(2).to_sparse()}}),
         (r"optimizers is not a list", {"optimizers": {}}),
         (r"exchange_clocks\['a'\]", {"exchange_clocks": {"a": -1}}),
@@ -149,7 +184,9 @@ LONE = torch.tensor([1.0])
     ],
 )
 def test_states_that_cannot_be_are_refused(field: str, parts: dict[str, Any]) -> None:
-    """Oracle: an error that names the field; read from a file, it names that too (see the fuzz tests)."""
+    """Oracle: an error that names the field; read from a file, it names that too (see the fuzz
+    tests).
+    """
     with pytest.raises(CheckpointError, match=field):
         check_state(state({}) | parts)
 
@@ -168,7 +205,12 @@ def own_weights(value: float) -> dict[str, Any]:
                 "state": {0: {"step": torch.tensor(3.0), "mean": torch.tensor([math.nan])}},
                 "param_groups": [{"lr": 0.1}],
             },
-            {"state": {}, "param_groups": [{"betas": (0.9, 0.99), "foreach": None, "name": "x", "amsgrad": False}]},
+            {
+                "state": {},
+                "param_groups": [
+                    {"betas": (0.9, 0.99), "foreach": None, "name": "x", "amsgrad": False}
+                ],
+            },
         ],
         "exchange_clocks": {"a": int(abs(value))},
         "in_flight": {"a": torch.tensor([value])},
@@ -177,7 +219,9 @@ def own_weights(value: float) -> dict[str, Any]:
 
 
 def test_own_weights_of_another_world_are_the_mean() -> None:
-    """Oracle: the fp64 mean of weights in their dtypes; of what is on its way and when, what the first rank says."""
+    """Oracle: the fp64 mean of weights in their dtypes; of what is on its way and when, what the
+    first rank says.
+    """
     states = [state({}, **own_weights(value)) for value in (1e8, 1.0, -1e8, 1.0)]
     for one in states:
         check_state(one)
@@ -195,16 +239,29 @@ def test_own_weights_of_another_world_are_the_mean() -> None:
 
 @pytest.mark.parametrize(
     ("world_size", "stages", "holds_shards", "whole"),
-    [(2, 2, True, False), (2, 1, True, True), (4, 2, True, True), (2, 2, False, True), (1, 1, False, True)],
+    [
+        (2, 2, True, False),
+        (2, 1, True, True),
+        (4, 2, True, True),
+        (2, 2, False, True),
+        (1, 1, False, True),
+    ],
 )
 def test_shards_of_one_replica_are_whole_for_another_layout(
     tmp_path: Path, world_size: int, stages: int, holds_shards: bool, whole: bool
 ) -> None:
-    """Oracle: the rows of both ranks, no rank's moments, which belong to its rows only, and no updates on their way."""
-    path, note = str(tmp_path / "a.ckpt"), saved.make_note(2, 7, "5f0c93ab", stages=2)
+    """Oracle: the rows of both ranks, no rank's moments, which belong to its rows only, and no
+    updates on their way.
+    """
+    path = str(tmp_path / "a.ckpt")
+    note = saved.make_note(2, 7, "5f0c93ab", stages=2)
     for rank in range(2):
         rows = {"weights": {"a": torch.full((2, 3), float(rank))}, "shards": {"a": [2, 3]}}
-        alone = {"optimizers": [{"state": {}, "param_groups": []}], "scaler": {"scale": 2.0}, "in_flight": {}}
+        alone = {
+            "optimizers": [{"state": {}, "param_groups": []}],
+            "scaler": {"scale": 2.0},
+            "in_flight": {},
+        }
         own = state({"a": torch.full((6,), 1.0 + rank)}, **rows, **alone)
         saved.write_state(TorchCheckpointIO(), path, note, rank, own)
     read = read_state(TorchCheckpointIO(), path, note, 1, world_size, stages, holds_shards)
@@ -213,21 +270,31 @@ def test_shards_of_one_replica_are_whole_for_another_layout(
     assert {"optimizers", "scaler", "in_flight", "shards"}.isdisjoint(read) == whole
 
 
-@pytest.mark.parametrize("theirs", [[], [{"param_groups": []}], [{"param_groups": [{"lr": 1.0}]}] * 2])
-def test_optimizers_that_a_hook_has_changed_are_taken_from_the_checkpoint(theirs: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize(
+    "theirs", [[], [{"param_groups": []}], [{"param_groups": [{"lr": 1.0}]}] * 2]
+)
+def test_optimizers_that_a_hook_has_changed_are_taken_from_the_checkpoint(
+    theirs: list[dict[str, Any]],
+) -> None:
     """As where ``on_load_checkpoint`` clears them, to go on with a new optimizer."""
     own = [{"state": {}, "param_groups": [{"lr": 0.1, "params": [0]}]}]
     with pytest.warns(UserWarning, match="optimizers are missing or were changed"):
         assert with_edited_groups(own, theirs, 7) == theirs
-    assert with_edited_groups([{"state": {}}], [{}], None) == [{"state": {}}]  # an optimizer of the user's own
+    # An optimizer of the user's own.
+    assert with_edited_groups([{"state": {}}], [{}], None) == [{"state": {}}]
 
 
 def test_a_folder_of_shards_is_refused_by_others(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"folder of shards.*`DCTFSDPStrategy\(save_distributed_checkpoint=False\)`"):
+    with pytest.raises(
+        ValueError,
+        match=r"folder of shards.*`DCTFSDPStrategy\(save_distributed_checkpoint=False\)`",
+    ):
         DCTStrategy().load_checkpoint(tmp_path)
 
 
-def test_a_folder_that_another_node_removes_meanwhile_is_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_another_node_removes_meanwhile_is_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "a.ckpt.dct"
     folder.mkdir()
     seen = LocalFileSystem.isdir
@@ -243,34 +310,59 @@ def test_a_folder_that_another_node_removes_meanwhile_is_empty(tmp_path: Path, m
 
 @pytest.mark.parametrize(
     ("field", "other"),
-    [("residuals", {"a": torch.ones(2)}), ("weights", {"a": torch.ones(1, 3)}), ("accumulated", {"a": torch.ones(3)})],
+    [
+        ("residuals", {"a": torch.ones(2)}),
+        ("weights", {"a": torch.ones(1, 3)}),
+        ("accumulated", {"a": torch.ones(3)}),
+    ],
 )
-def test_ranks_files_that_do_not_fit_each_other_are_refused(tmp_path: Path, field: str, other: dict[str, Any]) -> None:
-    """Oracle: an error that names the folder and the tensor, where broadcasting would have made something of them."""
+def test_ranks_files_that_do_not_fit_each_other_are_refused(
+    tmp_path: Path, field: str, other: dict[str, Any]
+) -> None:
+    """Oracle: an error that names the folder and the tensor, where broadcasting would have made
+    something of them.
+    """
     path = str(tmp_path / "a.ckpt")
     own = {"residuals": {"a": LONE}, "weights": {"a": torch.ones(3, 1)}, "accumulated": {"a": LONE}}
     for rank, parts in enumerate((own, {**own, field: other})):
         saved.write_state(TorchCheckpointIO(), path, NOTE, rank, state({}) | parts)
-    with pytest.raises(CheckpointError, match=rf"{path}.dct.* do not fit each other .*{field}\['a'\]"):
+    with pytest.raises(
+        CheckpointError, match=rf"{path}.dct.* do not fit each other .*{field}\['a'\]"
+    ):
         read_state(TorchCheckpointIO(), path, NOTE, 0, 3)
 
 
-def test_tidying_finds_a_folder_that_is_listed_with_a_slash(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tidying_finds_a_folder_that_is_listed_with_a_slash(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Oracle: what is left in a store that lists folders, and itself among them, as some do."""
-    path, files = "memory://tidied/a.ckpt", MemoryFileSystem()
-    old, rows = (f"{saved.state_folder(path)}/000000000006-5f0c93ab-{name}" for name in ("rank-0-of-1.pt", "rows"))
+    path = "memory://tidied/a.ckpt"
+    files = MemoryFileSystem()
+    old, rows = (
+        f"{saved.state_folder(path)}/000000000006-5f0c93ab-{name}"
+        for name in ("rank-0-of-1.pt", "rows")
+    )
     files.pipe({old: b"old", f"{rows}/rank-0.rows": b"rows"})
-    names = [*(f"{name}/" for name in files.ls("/tidied/a.ckpt.dct", detail=False)), "/tidied/a.ckpt.dct/"]
+    names = [
+        *(f"{name}/" for name in files.ls("/tidied/a.ckpt.dct", detail=False)),
+        "/tidied/a.ckpt.dct/",
+    ]
     monkeypatch.setattr(MemoryFileSystem, "ls", lambda *_, **__: names)
     assert saved.files_beside(path) == [old, rows]
 
 
 def test_tidying_leaves_what_came_later(path: str) -> None:
-    """Oracle: files of other saves, killed ones among them, are gone; those of this one and of later ones are there."""
+    """Oracle: files of other saves, killed ones among them, are gone; those of this one and of
+    later ones are there.
+    """
     (own,) = {Path(saved.state_path(path, NOTE, rank)).parent for rank in (0, 1)}
     kept = sorted(str(file) for file in own.iterdir())
     own.rename(own.with_name("aside"))
-    others = [saved.make_note(2, 7, "00000000"), saved.make_note(2, 9, "5f0c93ab"), saved.make_note(3, 6, "5f0c93ac")]
+    others = [
+        saved.make_note(2, 7, "00000000"),
+        saved.make_note(2, 9, "5f0c93ab"),
+        saved.make_note(3, 6, "5f0c93ac"),
+    ]
     for note in others:
         saved.write_state(TorchCheckpointIO(), path, note, 0, state({}))
     (Path(saved.rows_path(path, others[0])) / "deeper").mkdir(parents=True)
@@ -288,14 +380,19 @@ def path(tmp_path: Path) -> str:
     """A checkpoint of two ranks whose residuals are 1 and 4."""
     checkpoint = str(tmp_path / "a.ckpt")
     for rank, value in enumerate((1.0, 4.0)):
-        saved.write_state(TorchCheckpointIO(), checkpoint, NOTE, rank, state({"a": torch.tensor([value])}))
+        saved.write_state(
+            TorchCheckpointIO(), checkpoint, NOTE, rank, state({"a": torch.tensor([value])})
+        )
     return checkpoint
 
 
 @pytest.mark.parametrize(
-    ("rank", "world_size", "residual"), [(0, 2, 1.0), (1, 2, 4.0), (0, 1, 2.5), (0, 3, 2.5), (2, 3, 2.5)]
+    ("rank", "world_size", "residual"),
+    [(0, 2, 1.0), (1, 2, 4.0), (0, 1, 2.5), (0, 3, 2.5), (2, 3, 2.5)],
 )
-def test_a_rank_reads_its_own_state_or_the_mean(path: str, rank: int, world_size: int, residual: float) -> None:
+def test_a_rank_reads_its_own_state_or_the_mean(
+    path: str, rank: int, world_size: int, residual: float
+) -> None:
     read = read_state(TorchCheckpointIO(), path, NOTE, rank, world_size)
     assert read["residuals"]["a"].item() == residual
     assert read["synchronisations"] == 7
@@ -320,7 +417,9 @@ class Elsewhere(TorchCheckpointIO):
     def __init__(self, store: Path) -> None:
         self.store = store
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None
+    ) -> None:
         super().save_checkpoint(checkpoint, f"{self.store}/{path}", storage_options)
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -332,7 +431,8 @@ class Elsewhere(TorchCheckpointIO):
 
 def test_files_that_lie_elsewhere_are_kept_and_read(tmp_path: Path) -> None:
     """Oracle: what was written with the user's ``CheckpointIO``, after the save has tidied up."""
-    io, path = Elsewhere(tmp_path), "folder/a.ckpt"
+    io = Elsewhere(tmp_path)
+    path = "folder/a.ckpt"
     fingerprints = [saved.write_state(io, path, NOTE, 0, state({"a": LONE}))]
     io.save_checkpoint({"note": NOTE}, path)
     saved.finish(io, path, saved.files_beside(path))
@@ -348,7 +448,10 @@ def test_a_rank_without_the_checkpoint_is_named(path: str, monkeypatch: pytest.M
     """As where it was not copied to each machine; another rank has it."""
     there = ("5f0c93ab", path), None, "None", None
     monkeypatch.setattr(agreement, "gather_objects", lambda mine: [there, mine])
-    with pytest.raises(FileNotFoundError, match=rf"'{path}' is not there on ranks \[1\]"), compared(path):
+    with (
+        pytest.raises(FileNotFoundError, match=rf"'{path}' is not there on ranks \[1\]"),
+        compared(path),
+    ):
         pass
 
 
@@ -366,12 +469,19 @@ def test_merging_takes_the_mean_in_fp64(rows: list[list[float]]) -> None:
 
 
 def test_a_rank_without_a_residual_held_nothing_back() -> None:
-    states = [state({"a": torch.tensor([4.0])}), state({"b": torch.tensor([2.0])}), state({}), state({})]
+    states = [
+        state({"a": torch.tensor([4.0])}),
+        state({"b": torch.tensor([2.0])}),
+        state({}),
+        state({}),
+    ]
     assert merge_states(states)["residuals"] == {"a": torch.tensor([1.0]), "b": torch.tensor([0.5])}
 
 
 def test_accumulated_gradients_of_another_world_are_the_mean() -> None:
-    """Oracle: the fp64 mean in the gradients' shape and dtype; a rank without one adds nothing, sparse ones go."""
+    """Oracle: the fp64 mean in the gradients' shape and dtype; a rank without one adds nothing,
+    sparse ones go.
+    """
     sparse = torch.ones(3).to_sparse()
     states = [
         state({}, accumulated={"a": torch.tensor([[1.0, 1e8]]), "rows": sparse}),
@@ -384,17 +494,30 @@ def test_accumulated_gradients_of_another_world_are_the_mean() -> None:
     assert merged["a"].dtype == torch.float32
     assert merged["a"].tolist() == [[1.5, 0.25]]
     two_replicas_of_two_stages = merge_states(
-        [state({}, accumulated={name: torch.tensor([value])}) for value in (1.0, 2.0) for name in "ab"], stages=2
+        [
+            state({}, accumulated={name: torch.tensor([value])})
+            for value in (1.0, 2.0)
+            for name in "ab"
+        ],
+        stages=2,
     )
-    assert two_replicas_of_two_stages["accumulated"] == {"a": torch.tensor([1.5]), "b": torch.tensor([1.5])}
+    assert two_replicas_of_two_stages["accumulated"] == {
+        "a": torch.tensor([1.5]),
+        "b": torch.tensor([1.5]),
+    }
 
 
 def test_empty_tensors_of_rows_keep_their_kind(tmp_path: Path) -> None:
     """Those that were arrays of numpy have a stride of 0."""
-    folder, keys = str(tmp_path / "rows"), torch.from_numpy(np.empty(0, dtype=np.int64))
-    write_rows(folder, [("keys", 0, 0, keys), ("state", 0, 0, torch.empty(0, 4, dtype=torch.float64))])
+    folder = str(tmp_path / "rows")
+    keys = torch.from_numpy(np.empty(0, dtype=np.int64))
+    write_rows(
+        folder, [("keys", 0, 0, keys), ("state", 0, 0, torch.empty(0, 4, dtype=torch.float64))]
+    )
     files = RowFiles(folder)
-    assert [(files.index[name]["dtype"], files.index[name]["shape"]) for name in ("keys", "state")] == [
+    assert [
+        (files.index[name]["dtype"], files.index[name]["shape"]) for name in ("keys", "state")
+    ] == [
         ("int64", [0]),
         ("float64", [0, 4]),
     ]

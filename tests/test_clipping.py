@@ -17,7 +17,10 @@ from lightning_dct.clipping import clip_grad_norm, install_clipping
 def test_clipping_is_lightnings_own_again_after_teardown() -> None:
     precision = Precision()
     strategy = DCTStrategy(
-        CPUAccelerator(), precision_plugin=precision, cluster_environment=LightningEnvironment(), parallel_devices=[]
+        CPUAccelerator(),
+        precision_plugin=precision,
+        cluster_environment=LightningEnvironment(),
+        parallel_devices=[],
     )
     install_clipping(precision, None, lambda parameter: True)
     assert {"clip_grad_by_norm", "clip_grad_by_value"} <= vars(precision).keys()
@@ -55,7 +58,8 @@ def test_clipping_of_sparse_gradients() -> None:
 
 def test_clipping_of_sparse_gradients_by_value() -> None:
     """Oracle: as above. Row 1 has twice one, which is more than the bound."""
-    embedding, precision = nn.Embedding(5, 2, sparse=True), Precision()
+    embedding = nn.Embedding(5, 2, sparse=True)
+    precision = Precision()
     embedding(torch.tensor([1, 1, 3])).sum().backward()
     dense = embedding.weight.grad.to_dense()
     install_clipping(precision, None, lambda parameter: True)
@@ -71,7 +75,9 @@ def test_clipping_without_gradients() -> None:
 def test_clipping_without_gradients_meets_the_others_on_the_device(
     has_parameters: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A CPU tensor in a collective among GPUs is an error with NCCL, or a hang; "meta" stands for the GPU."""
+    """A CPU tensor in a collective among GPUs is an error with NCCL, or a hang; "meta" stands for
+    the GPU.
+    """
     summed: list[torch.Tensor] = []
     monkeypatch.setattr(clipping.dist, "all_reduce", lambda squares, group: summed.append(squares))
     group = SimpleNamespace(_device_types=[torch.device("meta")])

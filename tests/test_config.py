@@ -59,7 +59,12 @@ def test_bad_settings_are_named(setting: str, value: Any, error: type[Exception]
                 {"compress": "gradients", **one},
                 r"residuals; got [a-z_]+=[0-9.]+\. Leave that out, or use `compress='updates'`",
             )
-            for one in ({"local_steps": 4}, {"overlap_steps": 1}, {"warmup_steps": 5}, {"residual_decay": 0.5})
+            for one in (
+                {"local_steps": 4},
+                {"overlap_steps": 1},
+                {"warmup_steps": 5},
+                {"residual_decay": 0.5},
+            )
         ),
     ],
 )
@@ -68,8 +73,12 @@ def test_settings_that_do_not_go_together(settings: dict[str, Any], words: str) 
         DCTConfig(**settings)
 
 
-@pytest.mark.parametrize(("density", "error"), [(0, ValueError), (1.5, ValueError), ("x", TypeError)])
-def test_bad_densities_of_parameters_name_their_pattern(density: Any, error: type[Exception]) -> None:
+@pytest.mark.parametrize(
+    ("density", "error"), [(0, ValueError), (1.5, ValueError), ("x", TypeError)]
+)
+def test_bad_densities_of_parameters_name_their_pattern(
+    density: Any, error: type[Exception]
+) -> None:
     with pytest.raises(error, match=r"`density_per_parameter\['\*\.bias'\]`"):
         DCTConfig(density_per_parameter={"*.weight": 0.1, "*.bias": density})
 
@@ -80,8 +89,12 @@ def test_the_choices_are_listed() -> None:
     assert all(repr(name) in str(raised.value) for name in VALUE_FORMATS)
 
 
-@pytest.mark.parametrize("mapping", [dict, MappingProxyType, OmegaConf.create], ids=["dict", "proxy", "DictConfig"])
-def test_densities_of_parameters_become_a_private_plain_dict(mapping: type[Mapping[str, float]]) -> None:
+@pytest.mark.parametrize(
+    "mapping", [dict, MappingProxyType, OmegaConf.create], ids=["dict", "proxy", "DictConfig"]
+)
+def test_densities_of_parameters_become_a_private_plain_dict(
+    mapping: type[Mapping[str, float]],
+) -> None:
     given_densities: dict[str, Any] = {"*.embedding.weight": 0.001, "*.bias": 1}
     config = DCTConfig(density_per_parameter=mapping(given_densities))
     given_densities["*.bias"] = 0.5
@@ -92,13 +105,27 @@ def test_densities_of_parameters_become_a_private_plain_dict(mapping: type[Mappi
 
 def test_numbers_of_numpy_become_plain_ones() -> None:
     """As YAML can write them."""
-    config = DCTConfig(local_steps=np.int64(4), density=np.float64(0.2), refresh_every=np.int32(7), min_tensor_size=1)
+    config = DCTConfig(
+        local_steps=np.int64(4),
+        density=np.float64(0.2),
+        refresh_every=np.int32(7),
+        min_tensor_size=1,
+    )
     assert config == DCTConfig(local_steps=4, density=0.2, refresh_every=7, min_tensor_size=1)
-    assert {type(value) for value in vars(config).values()} <= {int, float, str, bool, dict, type(None)}
+    assert {type(value) for value in vars(config).values()} <= {
+        int,
+        float,
+        str,
+        bool,
+        dict,
+        type(None),
+    }
 
 
 def test_pickles() -> None:
-    config = DCTConfig(density=0.05, density_per_parameter=OmegaConf.create({"a*": 0.5}), value_format="2bit")
+    config = DCTConfig(
+        density=0.05, density_per_parameter=OmegaConf.create({"a*": 0.5}), value_format="2bit"
+    )
     assert pickle.loads(pickle.dumps(config)) == config
     assert replace(config, adapt_threshold=False).density_per_parameter == {"a*": 0.5}
 
@@ -107,11 +134,18 @@ def test_the_first_pattern_that_matches_wins() -> None:
     config = DCTConfig(density_per_parameter={"layers.0.*": 0.2, "*.weight": 0.3, "*": 0.4})
     assert [config.density_of(name) for name in NAMES] == [0.3, 0.2, 0.2]
     assert config.density_of("scale") == 0.4
-    assert DCTConfig(density=0.5, density_per_parameter={"*.weight": 0.3}).density_of("scale") == 0.5
+    assert (
+        DCTConfig(density=0.5, density_per_parameter={"*.weight": 0.3}).density_of("scale") == 0.5
+    )
 
 
 def test_patterns_without_a_parameter_are_refused() -> None:
-    DCTConfig(density_per_parameter={"*.weight": 0.3, "layers.?.linear.bias": 0.1}).check_patterns(NAMES)
+    DCTConfig(density_per_parameter={"*.weight": 0.3, "layers.?.linear.bias": 0.1}).check_patterns(
+        NAMES
+    )
     DCTConfig().check_patterns([])
-    with pytest.raises(ValueError, match=r"`density_per_parameter` has the pattern '\*\.wieght'.*'embedding\.weight'"):
+    with pytest.raises(
+        ValueError,
+        match=r"`density_per_parameter` has the pattern '\*\.wieght'.*'embedding\.weight'",
+    ):
         DCTConfig(density_per_parameter={"*.weight": 0.3, "*.wieght": 0.1}).check_patterns(NAMES)

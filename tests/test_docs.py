@@ -1,4 +1,6 @@
-"""What the pages under docs/ show: their Python snippets run, their commands exist, files they name are there."""
+"""What the pages under docs/ show: their Python snippets run, their commands exist, files they name
+are there.
+"""
 
 import argparse
 import os
@@ -40,7 +42,9 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def commands_in(page: Path) -> list[list[str]]:
-    lines = [line for block in blocks(page, "bash") for line in block.replace("\\\n", " ").splitlines()]
+    lines = [
+        line for block in blocks(page, "bash") for line in block.replace("\\\n", " ").splitlines()
+    ]
     return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 
@@ -60,7 +64,9 @@ def test_snippets_run(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_first_program_trains_and_prints_the_table(tmp_path: Path, ranks: Any) -> None:
-    (program,) = (block for block in blocks(ROOT / "docs/trainer.md", "python") if "trainer.fit(" in block)
+    (program,) = (
+        block for block in blocks(ROOT / "docs/trainer.md", "python") if "trainer.fit(" in block
+    )
     script = tmp_path / "program.py"
     script.write_text(program)
     printed, _ = ranks(2).run(run_here, str(script), (), str(tmp_path))
@@ -91,9 +97,13 @@ def test_first_pipeline_computes_a_loss() -> None:
 
 def test_every_registered_name_is_on_the_page_of_the_trainer() -> None:
     (names,) = re.findall(
-        r"^The registered names are(.*?)^$", text_of(ROOT / "docs/trainer.md"), re.MULTILINE | re.DOTALL
+        r"^The registered names are(.*?)^$",
+        text_of(ROOT / "docs/trainer.md"),
+        re.MULTILINE | re.DOTALL,
     )
-    registered = {name for name in StrategyRegistry.available_strategies() if name.startswith("dct")}
+    registered = {
+        name for name in StrategyRegistry.available_strategies() if name.startswith("dct")
+    }
     assert set(re.findall(r"`(\w+)`", names)) == registered
 
 
@@ -127,7 +137,8 @@ def test_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
             composes(overrides)
         case ["python", "experiments/compare.py", *rest]:
             given = iter(rest)
-            common, strategies = [], []
+            common = []
+            strategies = []
             for word in given:
                 if word == "--strategy":
                     strategies.append(next(given).split(": ")[-1].split())
@@ -145,8 +156,16 @@ def test_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
             assert command in wandb_cli.commands
         case ["torchrun", *rest]:
             # The script is the reader's own.
-            assert torch.distributed.run.get_args_parser().parse_args(rest).training_script == "train.py"
-        case ["python" | ".venv/bin/python", script, *rest] | ["sudo", ".venv/bin/python", script, *rest]:
+            assert (
+                torch.distributed.run.get_args_parser().parse_args(rest).training_script
+                == "train.py"
+            )
+        case ["python" | ".venv/bin/python", script, *rest] | [
+            "sudo",
+            ".venv/bin/python",
+            script,
+            *rest,
+        ]:
             parses(script, rest, monkeypatch)
         case _:
             pytest.fail(f"docs have a command that no test looks at: {' '.join(words)}")
@@ -191,14 +210,21 @@ def test_files_that_are_named_exist(page: Path) -> None:
 
 
 def test_the_table_of_lengths_is_that_of_the_law() -> None:
-    """Every rung for 2, 3, 4 and 8 ranks, with the steps that it needs, to three digits; no other row."""
-    rows = re.findall(r"^\| (\d+) \| ([\d.]+)% \|(.*)\|$", text_of(ROOT / "docs" / "settings.md"), re.MULTILINE)
+    """Every rung for 2, 3, 4 and 8 ranks, with the steps that it needs, to three digits; no other
+    row.
+    """
+    rows = re.findall(
+        r"^\| (\d+) \| ([\d.]+)% \|(.*)\|$", text_of(ROOT / "docs" / "settings.md"), re.MULTILINE
+    )
     for column, ranks in enumerate((2, 3, 4, 8)):
         told = {}
         for local_steps, percent, cells in rows:
             if cell := cells.split("|")[column].strip():
                 told[int(local_steps), float(percent) / 100] = int(cell.replace(",", ""))
-        needed = {(one.local_steps, one.density): steps_needed(one, ranks) for one in Given.of({}).rungs(ranks)}
+        needed = {
+            (one.local_steps, one.density): steps_needed(one, ranks)
+            for one in Given.of({}).rungs(ranks)
+        }
         assert told == pytest.approx(needed, rel=0.005, abs=5)
     assert {(int(steps), float(percent) / 100) for steps, percent, _ in rows} <= {*CANDIDATES}
 
@@ -206,6 +232,12 @@ def test_the_table_of_lengths_is_that_of_the_law() -> None:
 def test_every_public_name_is_in_the_reference() -> None:
     import lightning_dct
 
-    shown = {name for page in ROOT.glob("docs/api/*.md") for name in re.findall(r"^::: (\S+)$", text_of(page), re.M)}
-    assert {f"lightning_dct.{name}" for name in lightning_dct.__all__ if name != "__version__"} <= shown
+    shown = {
+        name
+        for page in ROOT.glob("docs/api/*.md")
+        for name in re.findall(r"^::: (\S+)$", text_of(page), re.M)
+    }
+    assert {
+        f"lightning_dct.{name}" for name in lightning_dct.__all__ if name != "__version__"
+    } <= shown
     assert "lightning_dct.fabric.DCTStrategy" in shown

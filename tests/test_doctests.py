@@ -20,6 +20,10 @@ def test_docstrings_say_what_happens(module: str) -> None:
 
 
 def test_there_are_examples() -> None:
-    for module in (*COMPARISON, "lightning_dct.traffic", "lightning_dct.callbacks.compression_monitor"):
+    for module in (
+        *COMPARISON,
+        "lightning_dct.traffic",
+        "lightning_dct.callbacks.compression_monitor",
+    ):
         assert module in MODULES
         assert doctest.testmod(importlib.import_module(module)).attempted > 0

@@ -37,13 +37,19 @@ def test_failed_write_leaves_the_old_file(tmp_path: Path, address: str) -> None:
     path = address.format(tmp_path)
     AtomicCheckpointIO().save_checkpoint({"a": 1}, path)
     with pytest.raises(Killed):
-        AtomicCheckpointIO().save_checkpoint({"a": torch.zeros(10_000), "b": KillsWhoWritesIt()}, path)
+        AtomicCheckpointIO().save_checkpoint(
+            {"a": torch.zeros(10_000), "b": KillsWhoWritesIt()}, path
+        )
     assert torch.load(tmp_path / "a.ckpt", weights_only=True) == {"a": 1}
     assert os.listdir(tmp_path) == ["a.ckpt"]
 
 
-def test_what_is_being_written_has_another_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: what Lightning takes for checkpoints: names that end in .ckpt, or have hpc_ckpt_ in them."""
+def test_what_is_being_written_has_another_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: what Lightning takes for checkpoints: names that end in .ckpt, or have hpc_ckpt_ in
+    them.
+    """
     seen: list[list[str]] = []
     monkeypatch.setattr(os, "fsync", lambda _: seen.append(os.listdir(tmp_path)))
     for name in ("last.ckpt", "hpc_ckpt_3.ckpt"):
@@ -75,14 +81,19 @@ def hold(path: str, pipe: Any) -> None:
     pipe.recv()
 
 
-def test_another_process_is_waited_for_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_process_is_waited_for_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Oracle: an error after the longest wait, and none once the other process has been killed."""
     path = str(tmp_path / "last.ckpt")
     ours, theirs = CONTEXT.Pipe()
     process = started(hold, path, theirs, daemon=True)
     owner = f"Process {ours.recv()} on "
     monkeypatch.setattr(files, "LONGEST_WAIT_S", 0.0)
-    with pytest.warns(UserWarning, match=f"{owner}.* is saving .*last.ckpt"), pytest.raises(RuntimeError, match=owner):
+    with (
+        pytest.warns(UserWarning, match=f"{owner}.* is saving .*last.ckpt"),
+        pytest.raises(RuntimeError, match=owner),
+    ):
         lock(path)
     process.kill()
     process.join()

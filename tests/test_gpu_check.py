@@ -12,7 +12,12 @@ TESTS = Path(__file__).parent
 
 @pytest.mark.usefixtures("quick_python")
 def test_every_part_runs_and_finds_what_it_should(tmp_path: Path) -> None:
-    command = [sys.executable, str(TESTS / "gpu_check.py"), "--output", str(tmp_path / "found.json")]
+    command = [
+        sys.executable,
+        str(TESTS / "gpu_check.py"),
+        "--output",
+        str(tmp_path / "found.json"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "found.json").read_text())

@@ -57,7 +57,11 @@ WITHOUT_OPTIONAL_PACKAGES = f"""
 
 def run(script: str, folder: Path) -> str:
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script], cwd=folder, capture_output=True, text=True, timeout=600
+        [sys.executable, "-W", "ignore", "-c", script],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -95,7 +99,10 @@ def test_works_without_any_optional_package(tmp_path: Path) -> None:
     printed = run(textwrap.dedent(script), tmp_path)
     assert "steps 2 2" in printed
     assert "loaded []" in printed
-    assert "elastic `strategy='dct_elastic'` needs torchft 0.2.0: `pip install '.[elastic]'` in a clone" in printed
+    assert (
+        "elastic `strategy='dct_elastic'` needs torchft 0.2.0: `pip install '.[elastic]'` in a"
+        " clone" in printed
+    )
     assert "Synchronisation" not in printed  # nobody to send to
 
 
@@ -138,16 +145,24 @@ def test_a_plain_loop_needs_no_lightning(tmp_path: Path) -> None:
         "import lightning_dct.pipeline.pipeline_strategy",
         "import lightning_dct.fabric",
         # Libraries ask whether Lightning is installed, without an import of it.
-        "import importlib.util, lightning_dct\nassert importlib.util.find_spec('lightning.pytorch')",
+        (
+            "import importlib.util, lightning_dct\nassert"
+            " importlib.util.find_spec('lightning.pytorch')"
+        ),
     ],
 )
 def test_any_name_may_be_imported_before_lightning(tmp_path: Path, first: str) -> None:
-    script = "from lightning.pytorch.strategies import StrategyRegistry\nprint(StrategyRegistry.get('dct_pipeline'))"
+    script = (
+        "from lightning.pytorch.strategies import"
+        " StrategyRegistry\nprint(StrategyRegistry.get('dct_pipeline'))"
+    )
     assert "DCTPipelineStrategy" in run(f"{first}\n{script}", tmp_path)
 
 
 def test_names_where_newer_ones_are_missing(tmp_path: Path) -> None:
-    """Without what torch 2.8 does not have; the errors of `strategy="dct"` before processes start."""
+    """Without what torch 2.8 does not have; the errors of `strategy="dct"` before processes
+    start.
+    """
     script = """
     import importlib
     import pkgutil
@@ -259,9 +274,13 @@ def test_pytorch_lightning_may_be_lightning(tmp_path: Path, first: str) -> None:
 def test_public_names() -> None:
     assert lightning_dct.__all__ == sorted(lightning_dct.__all__)
     assert all(hasattr(lightning_dct, name) for name in lightning_dct.__all__)
-    assert {"DCTConfig", "DCTStrategy", "ThresholdRefresh", "CompressionMonitor", "CompressionRatio"} <= set(
-        lightning_dct.__all__
-    )
+    assert {
+        "DCTConfig",
+        "DCTStrategy",
+        "ThresholdRefresh",
+        "CompressionMonitor",
+        "CompressionRatio",
+    } <= set(lightning_dct.__all__)
 
 
 def test_the_package_says_that_it_is_typed() -> None:
@@ -276,7 +295,9 @@ def test_scripts_import_what_the_package_has(folder: str) -> None:
     named = [
         (file, node.module, alias.name)
         for file, node in imports
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "lightning_dct"
+        if isinstance(node, ast.ImportFrom)
+        and node.module
+        and node.module.partition(".")[0] == "lightning_dct"
         for alias in node.names
     ]
     assert named
@@ -287,6 +308,12 @@ def test_scripts_import_what_the_package_has(folder: str) -> None:
 def has(module: str, name: str) -> bool:
     """Whether a module has an attribute or a module of this name."""
     if module == "lightning_dct.torchrec" and find_spec("torchrec") is None:
-        source = Path(find_spec(module).origin).read_text()  # it cannot be imported without TorchRec
-        return name in {node.name for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
-    return hasattr(importlib.import_module(module), name) or find_spec(f"{module}.{name}") is not None
+        source = Path(
+            find_spec(module).origin
+        ).read_text()  # it cannot be imported without TorchRec
+        return name in {
+            node.name for node in ast.parse(source).body if isinstance(node, ast.ClassDef)
+        }
+    return (
+        hasattr(importlib.import_module(module), name) or find_spec(f"{module}.{name}") is not None
+    )

@@ -25,7 +25,8 @@ def test_forward_gives_the_step_and_keeps_the_sum() -> None:
 
 
 def test_merge_of_two_ranks() -> None:
-    mine, theirs = CompressionRatio(), CompressionRatio()
+    mine = CompressionRatio()
+    theirs = CompressionRatio()
     mine.update(sent(10))
     theirs.update(sent(90, dense=4000))
     mine.merge_state(theirs)

@@ -1,7 +1,8 @@
-"""Runs what the README shows: every command, the long ones cut short by further overrides, and what `plan` prints.
+"""Runs what the README shows: every command, the long ones cut short by further overrides, and what
+`plan` prints.
 
-Trainings run on ranks that are there already: starting processes is the same for all of them (see test_launchers.py)
-and takes longer than the rest.
+Trainings run on ranks that are there already: starting processes is the same for all of them (see
+test_launchers.py) and takes longer than the rest.
 """
 
 import itertools
@@ -28,14 +29,23 @@ ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 PLANNING = (ROOT / "docs/planning.md").read_text()
 TWO_RANKS = ["trainer.devices=2", "trainer.accelerator=cpu"]
-SHORT = ["trainer.max_steps=4", "+trainer.limit_val_batches=1", "+trainer.limit_test_batches=1", "logger=none"]
-REPOSITORY = re.search(r'^Repository = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
+SHORT = [
+    "trainer.max_steps=4",
+    "+trainer.limit_val_batches=1",
+    "+trainer.limit_test_batches=1",
+    "logger=none",
+]
+REPOSITORY = re.search(
+    r'^Repository = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE
+)[1]
 SPEED = Speed(1e-9, 1e-10, 1e-11, "made up")
 
 
 def commands() -> list[list[str]]:
     lines = [
-        line for block in re.findall(r"^```bash\n([^`]*)^```$", README, re.MULTILINE) for line in block.splitlines()
+        line
+        for block in re.findall(r"^```bash\n([^`]*)^```$", README, re.MULTILINE)
+        for line in block.splitlines()
     ]
     return [words for line in lines if (words := shlex.split(line, comments=True))]
 
@@ -74,7 +84,9 @@ def test_the_plan_is_what_the_command_prints(
 ) -> None:
     """All but what is measured: two rows of a table, and the notes on time."""
     monkeypatch.setattr(cli, "measure_speed", lambda *_: SPEED)
-    shown = re.findall(r"^```bash\n([^`]* plan [^`]*)```\n\n```text\n([^`]*)```", page, re.MULTILINE)
+    shown = re.findall(
+        r"^```bash\n([^`]* plan [^`]*)```\n\n```text\n([^`]*)```", page, re.MULTILINE
+    )
     assert shown
     for command, block in shown:
         words = shlex.split(command)
@@ -87,7 +99,9 @@ def test_the_plan_is_what_the_command_prints(
         assert [row for row in rows if row not in printed] == [
             row for row in rows if row.startswith(("ms compressing", "ms together"))
         ]
-        said = [" ".join(note.split()) for note in re.split(r"^- ", "".join(notes), flags=re.MULTILINE)]
+        said = [
+            " ".join(note.split()) for note in re.split(r"^- ", "".join(notes), flags=re.MULTILINE)
+        ]
         assert [note for note in said if note not in printed] == [
             note for note in said if note.startswith(("Synchronising", "Compressing"))
         ]
@@ -134,7 +148,11 @@ def test_command(words, tmp_path, ranks, monkeypatch):
             rest = with_one_seed(rest)
             settings = [*rest, *SHORT, *TWO_RANKS, "--output", str(tmp_path)]
             assert main(settings) == 0
-            rows = [line for line in (tmp_path / "table.md").read_text().splitlines() if line.startswith("| ")]
+            rows = [
+                line
+                for line in (tmp_path / "table.md").read_text().splitlines()
+                if line.startswith("| ")
+            ]
             assert len(rows) == 2 + rest.count("--strategy")
         case _:
             pytest.fail(f"the README has a command that no test runs: {' '.join(words)}")

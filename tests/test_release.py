@@ -1,6 +1,8 @@
-"""What a release must have right: one version, a change for it, extras that bring what they say, an open changelog.
+"""What a release must have right: one version, a change for it, extras that bring what they say, an
+open changelog.
 
-``make release-check`` builds and installs what would be published; that takes minutes and the network.
+``make release-check`` builds and installs what would be published; that takes minutes and the
+network.
 """
 
 import re
@@ -56,22 +58,29 @@ def test_each_extra_adds_what_it_names_and_no_more() -> None:
 
 
 def test_readme_reads_where_no_other_file_is() -> None:
-    """What the build makes of it: every link has an address, below it stands a file of this repository."""
+    """What the build makes of it: every link has an address, below it stands a file of this
+    repository.
+    """
     tomllib = pytest.importorskip("tomllib")
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
     text = (ROOT / "README.md").read_text()
-    for substitution in pyproject["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]["substitutions"]:
+    for substitution in pyproject["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"][
+        "substitutions"
+    ]:
         text = re.sub(substitution["pattern"], substitution["replacement"], text)
     addresses = re.findall(r"\]\(([^)]+)\)", text)
     assert all(address.startswith(("https://", "#")) for address in addresses)
     repository = re.escape(pyproject["project"]["urls"]["Repository"])
     paths = [
-        found[1] for address in addresses if (found := re.match(rf"{repository}/(?:blob|raw)/main/([^#]+)", address))
+        found[1]
+        for address in addresses
+        if (found := re.match(rf"{repository}/(?:blob|raw)/main/([^#]+)", address))
     ]
     assert len(paths) >= 10
     assert all((ROOT / path).exists() for path in paths)
     assert all(
-        url.startswith(pyproject["project"]["urls"]["Repository"]) for url in pyproject["project"]["urls"].values()
+        url.startswith(pyproject["project"]["urls"]["Repository"])
+        for url in pyproject["project"]["urls"].values()
     )
 
 
@@ -90,7 +99,8 @@ def test_nothing_says_that_it_can_be_had_from_an_index() -> None:
 
 def test_the_release_workflow_publishes_without_a_secret_and_is_off() -> None:
     workflow = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())
-    build, publish = workflow["jobs"]["build"], workflow["jobs"]["publish"]
+    build = workflow["jobs"]["build"]
+    publish = workflow["jobs"]["publish"]
     assert build["if"] == "vars.PUBLISH == 'true'"
     assert "make release-check" in [step.get("run") for step in build["steps"]]
     assert (publish["needs"], publish["permissions"]) == ("build", {"id-token": "write"})
@@ -100,6 +110,10 @@ def test_the_release_workflow_publishes_without_a_secret_and_is_off() -> None:
 def test_the_sdist_takes_every_folder_that_is_ours() -> None:
     """What git tracks at the top, less what only this repository's own machinery reads."""
     tomllib = pytest.importorskip("tomllib")
-    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["sdist"]
-    assert {"/src", "/tests", "/conf", "/experiments", "/examples", "/docs"} <= set(build["include"])
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"][
+        "targets"
+    ]["sdist"]
+    assert {"/src", "/tests", "/conf", "/experiments", "/examples", "/docs"} <= set(
+        build["include"]
+    )
     assert all((ROOT / entry.lstrip("/")).exists() for entry in build["include"])

@@ -1,4 +1,6 @@
-"""Strategies that are set up by halves, as Lightning's own tests do it: no module, or a stand-in for one."""
+"""Strategies that are set up by halves, as Lightning's own tests do it: no module, or a stand-in
+for one.
+"""
 
 import os
 from collections.abc import Iterator
@@ -15,7 +17,8 @@ from lightning_dct import DCTPipelineStrategy, DCTStrategy
 
 @pytest.fixture
 def no_group_afterwards() -> Iterator[None]:
-    with patch.dict(os.environ, {"MASTER_ADDR": "127.0.0.1"}):  # Lightning leaves the rest of the address there
+    # Lightning leaves the rest of the address there.
+    with patch.dict(os.environ, {"MASTER_ADDR": "127.0.0.1"}):
         yield
     dist.destroy_process_group()
 

@@ -14,7 +14,9 @@ class Owner:
 
 
 def test_an_object_may_go_while_an_optimizer_steps() -> None:
-    """A hook removed meanwhile would change the dictionary that the optimizer goes through: an error."""
+    """A hook removed meanwhile would change the dictionary that the optimizer goes through: an
+    error.
+    """
     owners: list[Owner] = [Owner(), Owner()]
     called: list[int] = []
 

@@ -7,7 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_dct.traffic import Clock, Traffic, TrafficTotals, all_gather_bytes, all_reduce_bytes, bytes_between_nodes
+from lightning_dct.traffic import (
+    Clock,
+    Traffic,
+    TrafficTotals,
+    all_gather_bytes,
+    all_reduce_bytes,
+    bytes_between_nodes,
+)
 from strategies_for_hypothesis import examples
 
 SOME: dict[str, Any] = {
@@ -45,9 +52,13 @@ def test_a_single_process_sends_nothing() -> None:
 
 @given(num_bytes=st.integers(0, 1000), nodes=st.integers(1, 4), ranks=st.integers(1, 4))
 @examples(60)
-def test_a_ring_in_the_order_of_the_nodes_leaves_each_node_once(num_bytes: int, nodes: int, ranks: int) -> None:
+def test_a_ring_in_the_order_of_the_nodes_leaves_each_node_once(
+    num_bytes: int, nodes: int, ranks: int
+) -> None:
     world_size = nodes * ranks
-    crossing = [rank for rank in range(world_size) if rank // ranks != (rank + 1) % world_size // ranks]
+    crossing = [
+        rank for rank in range(world_size) if rank // ranks != (rank + 1) % world_size // ranks
+    ]
     if ranks == 1 or world_size == 1:
         assert bytes_between_nodes(num_bytes, world_size, 1) == num_bytes
     else:
@@ -61,14 +72,20 @@ def test_ratio_and_density() -> None:
     assert totals.density == 0.03
 
 
-@pytest.mark.parametrize("totals", [TrafficTotals(), TrafficTotals(steps=1)], ids=["at first", "of one process"])
+@pytest.mark.parametrize(
+    "totals", [TrafficTotals(), TrafficTotals(steps=1)], ids=["at first", "of one process"]
+)
 def test_where_nothing_is_sent_there_is_no_ratio(totals: TrafficTotals) -> None:
     assert all(math.isnan(x) for x in (totals.compression_ratio, totals.density))
 
 
 def test_subtraction_leaves_what_lies_between() -> None:
-    later = TrafficTotals(steps=7, bytes_sent=300, bytes_dense=9000, entries_sent=33, entries=1001, seconds=2.0)
-    between = later - TrafficTotals(steps=4, bytes_sent=100, bytes_dense=5000, entries_sent=30, entries=1000)
+    later = TrafficTotals(
+        steps=7, bytes_sent=300, bytes_dense=9000, entries_sent=33, entries=1001, seconds=2.0
+    )
+    between = later - TrafficTotals(
+        steps=4, bytes_sent=100, bytes_dense=5000, entries_sent=30, entries=1000
+    )
     assert between == TrafficTotals(3, 200, 4000, 3, 1, 2.0, 0)
     assert between.compression_ratio == 20.0
 
@@ -84,12 +101,18 @@ def test_every_number_adds_up() -> None:
 
 
 def test_state_round_trip() -> None:
-    traffic, resumed = Traffic(), Traffic()
+    traffic = Traffic()
+    resumed = Traffic()
     traffic.add(**SOME)
     resumed.add(steps=99)
     resumed.load_state_dict(traffic.state_dict())
     assert resumed.totals == traffic.totals
-    assert traffic.state_dict() == {**SOME, "admitted_rows": 0, "evicted_rows": 0, "bytes_of_buffers": 0}
+    assert traffic.state_dict() == {
+        **SOME,
+        "admitted_rows": 0,
+        "evicted_rows": 0,
+        "bytes_of_buffers": 0,
+    }
 
 
 def test_a_copy_has_no_marks_of_a_gpu() -> None:

@@ -16,15 +16,21 @@ from lightning_dct.saving import warn_of_uploads
 @pytest.mark.parametrize("log_model", [True, "all"])
 def test_uploads_are_warned_of(tmp_path: Path, log_model: Any) -> None:
     """Oracle: the logger's name, what is left behind, and the remedy."""
-    with pytest.warns(UserWarning, match=r"`WandbLogger\(log_model=...\)`.* without the folder .* `artifact.add_dir"):
+    with pytest.warns(
+        UserWarning,
+        match=r"`WandbLogger\(log_model=...\)`.* without the folder .* `artifact.add_dir",
+    ):
         warn_of_uploads([CSVLogger(tmp_path), WandbLogger(log_model=log_model, save_dir=tmp_path)])
 
 
 def test_loggers_that_upload_nothing_are_not(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        # Lightning takes a DummyLogger for `fast_dev_run` and for searches: it has a method of any name.
-        warn_of_uploads([CSVLogger(tmp_path), WandbLogger(log_model=False, save_dir=tmp_path), DummyLogger()])
+        # Lightning takes a DummyLogger for `fast_dev_run` and for searches: it has a method of any
+        # name.
+        warn_of_uploads(
+            [CSVLogger(tmp_path), WandbLogger(log_model=False, save_dir=tmp_path), DummyLogger()]
+        )
 
 
 class Uploading(CSVLogger):

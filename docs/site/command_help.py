@@ -1,4 +1,6 @@
-"""MkDocs hook: ``<!-- help of every command -->`` becomes what ``lightning-dct COMMAND --help`` prints."""
+"""MkDocs hook: ``<!-- help of every command -->`` becomes what ``lightning-dct COMMAND --help``
+prints.
+"""
 
 from __future__ import annotations
 

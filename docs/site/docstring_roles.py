@@ -1,4 +1,6 @@
-"""Griffe extension: docstrings name things as Sphinx does, ``:class:`lightning_dct.DCTConfig```; pages are Markdown."""
+"""Griffe extension: docstrings name things as Sphinx does, ``:class:`lightning_dct.DCTConfig```;
+pages are Markdown.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ _LITERAL = re.compile(r"^( *)(.*\S)::$", re.MULTILINE)
 
 
 class DocstringRoles(griffe.Extension):
-    """Rewrites every docstring before it is parsed. Names that have a place in the reference become links to it."""
+    """Rewrites every docstring before it is parsed.
+
+    Names that have a place in the reference become links to it.
+    """
 
     def __init__(self) -> None:
         pages = "\n".join(page.read_text(encoding="utf-8") for page in API.glob("*.md"))
@@ -35,7 +40,11 @@ class DocstringRoles(griffe.Extension):
         short = role[2].rpartition(".")[2]
         shown = f"`{short if role[1] else role[2]}`"
         path = self._known.get(short)
-        return shown if path is None or not role[2].startswith("lightning_dct.") else f"[{shown}][{path}]"
+        return (
+            shown
+            if path is None or not role[2].startswith("lightning_dct.")
+            else f"[{shown}][{path}]"
+        )
 
 
 def _introduce(line: re.Match[str]) -> str:

@@ -1,4 +1,6 @@
-"""MkDocs hook: pages from the repository's root, and guides that the navigation in mkdocs.yml does not name."""
+"""MkDocs hook: pages from the repository's root, and guides that the navigation in mkdocs.yml does
+not name.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,21 @@ GUIDES = "How to"
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Put a guide that is not named in the navigation last among the others, under its own heading."""
+    """Put a guide that is not named in the navigation last among the others, under its own
+    heading.
+    """
     named = set(_pages_in(config.nav))
     guides = next(section[GUIDES] for section in config.nav if GUIDES in section)
-    guides += sorted(page.name for page in Path(config.docs_dir).glob("*.md") if page.name not in named)
+    guides += sorted(
+        page.name for page in Path(config.docs_dir).glob("*.md") if page.name not in named
+    )
     return config
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
-    """Add CHANGELOG.md and CONTRIBUTING.md, with links that hold from where they are on the site."""
+    """Add CHANGELOG.md and CONTRIBUTING.md, with links that hold from where they are on the
+    site.
+    """
     root = Path(config.config_file_path).parent
     for source, page in PAGES.items():
         text = _LINK_INTO_DOCS.sub(r"](\1)", (root / source).read_text(encoding="utf-8"))

@@ -4,8 +4,9 @@ On one machine, here with ``Trainer(devices=4)``, a lighthouse is started, too::
 
     python start.py 4 train.py
 
-On several, one that stays runs the lighthouse, and each starts its own ranks, here with ``Trainer(devices=4,
-num_nodes=2)``. Its number is in ``NODE_RANK``, or, under SLURM, in ``SLURM_NODEID``::
+On several, one that stays runs the lighthouse, and each starts its own ranks, here with
+``Trainer(devices=4, num_nodes=2)``. Its number is in ``NODE_RANK``, or, under SLURM, in
+``SLURM_NODEID``::
 
     torchft_lighthouse --bind "[::]:29510" --min_replicas 1 --join_timeout_ms 10000 --heartbeat_timeout_ms 2000
     TORCHFT_LIGHTHOUSE=http://10.0.0.1:29510 NODE_RANK=1 python start.py 4 train.py
@@ -32,7 +33,9 @@ def start(rank: int, again: bool = False) -> subprocess.Popen:
 
 
 def main() -> int:
-    """Start the ranks, and return the exit status: 1 if one has failed and was not started again."""
+    """Start the ranks, and return the exit status: 1 if one has failed and was not started
+    again.
+    """
     # Processes of Lightning's own environment, not tasks of SLURM: it would number them otherwise.
     os.environ["NODE_RANK"] = os.environ.get("NODE_RANK") or os.environ.get("SLURM_NODEID") or "0"
     for name in [name for name in os.environ if name.startswith("SLURM_")]:
@@ -41,7 +44,9 @@ def main() -> int:
     if not os.environ.get(LIGHTHOUSE):
         lighthouse, os.environ[LIGHTHOUSE] = start_lighthouse()
     running = {rank: start(rank) for rank in range(int(sys.argv[1]))}
-    restarts, is_over, failed = RESTARTS, False, 0
+    restarts = RESTARTS
+    is_over = False
+    failed = 0
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         while running:
@@ -52,7 +57,11 @@ def main() -> int:
                 del running[rank]
                 is_over = is_over or status == 0  # no rank would be left to join
                 if status and restarts and not is_over:
-                    print(f"Rank {rank} has ended with status {status}, and starts again.", file=sys.stderr, flush=True)
+                    print(
+                        f"Rank {rank} has ended with status {status}, and starts again.",
+                        file=sys.stderr,
+                        flush=True,
+                    )
                     restarts -= 1
                     running[rank] = start(rank, again=True)
                 elif status:

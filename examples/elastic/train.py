@@ -1,4 +1,7 @@
-"""What ``start.py`` starts as each rank, and again if it has died. The other ranks go on meanwhile."""
+"""What ``start.py`` starts as each rank, and again if it has died.
+
+The other ranks go on meanwhile.
+"""
 
 import os
 import sys

@@ -1,4 +1,7 @@
-"""What ``train.sbatch`` starts, once for each GPU of the job. Lightning takes ranks and addresses from SLURM."""
+"""What ``train.sbatch`` starts, once for each GPU of the job.
+
+Lightning takes ranks and addresses from SLURM.
+"""
 
 import os
 import sys
@@ -21,5 +24,6 @@ if __name__ == "__main__":
         max_epochs=1,
         callbacks=[ModelCheckpoint("checkpoints", every_n_train_steps=20, save_last=True)],
     )
-    # Goes on where a requeued job was: from what it saved when SLURM signalled it, or from the last checkpoint.
+    # Goes on where a requeued job was: from what it saved when SLURM signalled it, or from the last
+    # checkpoint.
     trainer.fit(Classifier(), Points(), ckpt_path="last")

@@ -1,1 +1,3 @@
-"""The comparison with the rivals: training steps on links of a given rate, and kernels beside the floor of memory."""
+"""The comparison with the rivals: training steps on links of a given rate, and kernels beside the
+floor of memory.
+"""

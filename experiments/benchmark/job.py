@@ -1,4 +1,6 @@
-"""The files between a benchmark's command and its ranks: the job, and the runs that they have measured."""
+"""The files between a benchmark's command and its ranks: the job, and the runs that they have
+measured.
+"""
 
 import json
 import os
@@ -15,7 +17,9 @@ from network.hosts import Host, Link, shared_folder
 from network.running import run_ranks
 
 MILLISECONDS = 1e3
-QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+QUIET = dict.fromkeys(
+    ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+)
 """Arguments of a Trainer that only trains."""
 
 
@@ -26,9 +30,11 @@ class Job:
     Attributes:
         synchronisations: Names of :data:`benchmark.synchronisations.SYNCHRONISATIONS`, of
             :data:`benchmark.recommenders.RECOMMENDERS`, or of :data:`benchmark.stages.CROSSINGS`.
-        warm_up_steps: Steps before measuring: buckets are rebuilt, thresholds selected, kernels compiled.
+        warm_up_steps: Steps before measuring: buckets are rebuilt, thresholds selected, kernels
+            compiled.
         steps: Most steps to measure.
-        seconds: After which a run should end that has not measured so many steps; None for no limit.
+        seconds: After which a run should end that has not measured so many steps; None for no
+            limit.
         score: Whether to compute the loss on held-out text at the end.
         batch_size: Rows a rank.
         width: Units of the model's hidden layers; of a recommender, entries a row.
@@ -60,7 +66,8 @@ class Run:
         steps: Steps measured.
         seconds: Their wall time, from all ranks being ready to all ranks being done.
         counted_bytes: Bytes that the strategy has counted as sent meanwhile.
-        interface_bytes: Bytes that the interface has sent, less headers; None without an interface of its own.
+        interface_bytes: Bytes that the interface has sent, less headers; None without an interface
+            of its own.
         compressing_seconds: Time spent compressing and decompressing meanwhile.
         selecting_seconds: The same in the first step, which selects thresholds.
         losses: Training loss of each step from the first, warm-up included: rank 0's batches.
@@ -68,8 +75,8 @@ class Run:
         megabits: Rate of the links, 10^6 bits a second; None without a limit.
         round: Which round, from 0.
         parts: What the model itself has counted meanwhile, by name.
-        spans: Of a rank in a pipeline, its spans in each measured step (:mod:`benchmark.timeline`); of all ranks
-            together, those of each rank in a step of median length.
+        spans: Of a rank in a pipeline, its spans in each measured step (:mod:`benchmark.timeline`);
+            of all ranks together, those of each rank in a step of median length.
         delay_ms: That frames travel each way, in milliseconds.
     """
 
@@ -104,7 +111,9 @@ class Run:
     @property
     def sent_bytes(self) -> float:
         """Bytes sent a step: at the interface, or counted if there is none."""
-        return (self.counted_bytes if self.interface_bytes is None else self.interface_bytes) / self.steps
+        return (
+            self.counted_bytes if self.interface_bytes is None else self.interface_bytes
+        ) / self.steps
 
 
 def of_all_ranks(runs: Sequence[Run], link: Link, round: int) -> Run:
@@ -127,12 +136,17 @@ def of_all_ranks(runs: Sequence[Run], link: Link, round: int) -> Run:
 
 
 def run_job(
-    hosts: Sequence[Host], script: str, job: Mapping[str, Any], ranks_per_host: int = 1, threads: int = 1, **more: Any
+    hosts: Sequence[Host],
+    script: str,
+    job: Mapping[str, Any],
+    ranks_per_host: int = 1,
+    threads: int = 1,
+    **more: Any,
 ) -> list[Any]:
     """Run a script that calls :func:`do_job` on each host, and return the result of each rank.
 
-    ``more`` are further arguments of :func:`network.running.run_ranks`. A FileNotFoundError means that a rank has
-    written no result.
+    ``more`` are further arguments of :func:`network.running.run_ranks`. A FileNotFoundError means
+    that a rank has written no result.
     """
     with shared_folder() as folder:
         file = folder / "job.json"

@@ -1,9 +1,10 @@
 """Profiles an exchange of updates without a network: ``python experiments/benchmark/kernels.py``.
 
-One process plays a rank that exchanges with another: it compresses its own updates, reads both payloads and adds the
-mean to both sets of weights. Beside the whole are its parts, in ns of CPU time an entry of the model, all threads
-together, and the *roofline*: the bytes that an exchange must touch (it reads both sets of weights twice and writes them
-once, 24 bytes an entry in fp32) over the rate at which this machine copies. All take turns in each round.
+One process plays a rank that exchanges with another: it compresses its own updates, reads both
+payloads and adds the mean to both sets of weights. Beside the whole are its parts, in ns of CPU
+time an entry of the model, all threads together, and the *roofline*: the bytes that an exchange
+must touch (it reads both sets of weights twice and writes them once, 24 bytes an entry in fp32)
+over the rate at which this machine copies. All take turns in each round.
 """
 
 import argparse
@@ -15,7 +16,8 @@ from functools import partial
 from pathlib import Path
 from time import process_time
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # experiments/, where `benchmark` is
+# Experiments/, where `benchmark` is.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
@@ -53,9 +55,12 @@ class Rank:
     """A model's own and shared weights in buckets, and what another rank has sent."""
 
     def __init__(self, entries: int, density: float, value_format: str, of_tensor: int) -> None:
-        sizes = [min(LARGEST_BUCKET, entries - start) for start in range(0, entries, LARGEST_BUCKET)]
+        sizes = [
+            min(LARGEST_BUCKET, entries - start) for start in range(0, entries, LARGEST_BUCKET)
+        ]
         noise = torch.Generator().manual_seed(0)
-        self.entries, self.density = entries, density
+        self.entries = entries
+        self.density = density
         self.plans = [
             plan_bucket(
                 [f"{number} {start}" for start in range(0, size, of_tensor)],
@@ -69,13 +74,19 @@ class Rank:
             for number, size in enumerate(sizes)
         ]
         self.shared = [torch.randn(size, generator=noise) for size in sizes]
-        self.own = [shared + 0.01 * torch.randn(shared.shape, generator=noise) for shared in self.shared]
-        self._start = [(own.clone(), shared.clone()) for own, shared in zip(self.own, self.shared, strict=True)]
+        self.own = [
+            shared + 0.01 * torch.randn(shared.shape, generator=noise) for shared in self.shared
+        ]
+        self._start = [
+            (own.clone(), shared.clone()) for own, shared in zip(self.own, self.shared, strict=True)
+        ]
         self._copy = torch.empty(entries)
         self._source = torch.ones(entries)
         self.feedback = ErrorFeedback({}, adapt_threshold=True, undoable=False, of_updates=True)
         # Twice, so that the guard has adjusted the thresholds.
-        self.payloads = [self._compress(number) for _ in range(2) for number in range(len(sizes))][-len(sizes) :]
+        self.payloads = [self._compress(number) for _ in range(2) for number in range(len(sizes))][
+            -len(sizes) :
+        ]
 
     def reset(self) -> None:
         """Put back the weights, because an exchange changes them."""
@@ -84,23 +95,40 @@ class Rank:
             shared.copy_(start[1])
 
     def actions(self) -> dict[str, Callable[[], object]]:
-        """The timed actions, by name. The roofline is that of a copy, which touches 8 bytes an entry."""
-        fast, numbers = available_kernels("cpu")[-1], range(len(self.plans))
+        """The timed actions, by name.
+
+        The roofline is that of a copy, which touches 8 bytes an entry.
+        """
+        fast = available_kernels("cpu")[-1]
+        numbers = range(len(self.plans))
         found: dict[str, Callable[[], object]] = {ROOFLINE: lambda: self._copy.copy_(self._source)}
         for kernel in available_kernels("cpu"):
-            found[EXCHANGE.format(kernel)] = partial(self._each, partial(self._exchange, kernel=kernel))
+            found[EXCHANGE.format(kernel)] = partial(
+                self._each, partial(self._exchange, kernel=kernel)
+            )
         found[f"exchange, thresholds selected: {fast}"] = self._exchange_first
         found["compress"] = partial(self._each, self._compress)
         found["  flag and gather"] = partial(self._each, self._select)
         sent = [unpack(self.plans[number].layout, self.payloads[number]) for number in numbers]
         codes = [plan.layout.position_code for plan in self.plans]
-        counts = [count_flags(sent[n].flags, self.plans[n].layout.tensor_sizes, "auto") for n in numbers]
+        counts = [
+            count_flags(sent[n].flags, self.plans[n].layout.tensor_sizes, "auto") for n in numbers
+        ]
         kernel = cpu_kernel()
-        found["  code signs"] = partial(self._each, lambda n: encode_values(sent[n].values, counts[n], "1bit"))
-        found["  code positions"] = partial(self._each, lambda n: codes[n].encode_flags(sent[n].flags, "auto"))
-        found["read one payload"] = partial(self._each, lambda n: unpack(self.plans[n].layout, self.payloads[n]))
+        found["  code signs"] = partial(
+            self._each, lambda n: encode_values(sent[n].values, counts[n], "1bit")
+        )
+        found["  code positions"] = partial(
+            self._each, lambda n: codes[n].encode_flags(sent[n].flags, "auto")
+        )
+        found["read one payload"] = partial(
+            self._each, lambda n: unpack(self.plans[n].layout, self.payloads[n])
+        )
         weights = torch.tensor([1.0, 0.7, 0.5])
-        both = [Sent(one.flags.expand(2, -1).clone(), one.values.repeat(2), 2 * [one.values.numel()]) for one in sent]
+        both = [
+            Sent(one.flags.expand(2, -1).clone(), one.values.repeat(2), 2 * [one.values.numel()])
+            for one in sent
+        ]
 
         def add_sum(number: int) -> None:
             owns, totals = self._tensors(number)
@@ -108,7 +136,9 @@ class Rank:
 
         found["add the sum of two"] = partial(self._each, add_sum)
         target = int(self.density * self.entries)
-        magnitudes = torch.cat([own - shared for own, shared in zip(self.own, self.shared, strict=True)]).abs_()
+        magnitudes = torch.cat(
+            [own - shared for own, shared in zip(self.own, self.shared, strict=True)]
+        ).abs_()
         found[TOPK] = lambda: torch.topk(magnitudes, target, sorted=False)
         return found
 
@@ -148,7 +178,9 @@ class Rank:
 def time_in_turn(
     actions: dict[str, Callable[[], object]], rounds: int, reset: Callable[[], object]
 ) -> dict[str, list[float]]:
-    """CPU seconds of each action in each round, after rounds of warm-up; ``reset`` comes before each, untimed."""
+    """CPU seconds of each action in each round, after rounds of warm-up; ``reset`` comes before
+    each, untimed.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in actions}
     for round in range(WARM_UP_ROUNDS + rounds):
         for name, action in actions.items():
@@ -160,21 +192,36 @@ def time_in_turn(
     return seconds
 
 
-def profile(entries: int, density: float, threads: int, rounds: int, value_format: str, of_tensor: int) -> list[Timed]:
+def profile(
+    entries: int, density: float, threads: int, rounds: int, value_format: str, of_tensor: int
+) -> list[Timed]:
     """Time the parts of an exchange on so many threads."""
     torch.set_num_threads(threads)
     rank = Rank(entries, density, value_format, of_tensor)
     found = []
     for name, seconds in time_in_turn(rank.actions(), rounds, rank.reset).items():
         touched = BYTES_TOUCHED / 8 if name == ROOFLINE else 1
-        found.append(Timed(name, entries, density, threads, [1e9 * touched * time / entries for time in seconds]))
+        found.append(
+            Timed(
+                name,
+                entries,
+                density,
+                threads,
+                [1e9 * touched * time / entries for time in seconds],
+            )
+        )
     return found
 
 
 def tabulate_profiles(timed: Sequence[Timed]) -> list[list[str]]:
-    """A row of heads, then a row for each action with the median for each number of entries, density and threads."""
+    """A row of heads, then a row for each action with the median for each number of entries,
+    density and threads.
+    """
     columns = list(dict.fromkeys((one.entries, one.density, one.threads) for one in timed))
-    medians = {(one.name, (one.entries, one.density, one.threads)): statistics.median(one.nanoseconds) for one in timed}
+    medians = {
+        (one.name, (one.entries, one.density, one.threads)): statistics.median(one.nanoseconds)
+        for one in timed
+    }
     heads = ["ns an entry, and times the roofline"]
     heads += [
         f"{entries / 1e6:g} M, {100 * density:g}%, {threads} thread{'s' * (threads > 1)}"
@@ -190,15 +237,30 @@ def tabulate_profiles(timed: Sequence[Timed]) -> list[list[str]]:
 def parse_options(words: Sequence[str]) -> argparse.Namespace:
     """Read the command line, less the script's name."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--entries", type=at_least(1), nargs="+", default=[10_000_000], help="of the model, fp32")
     parser.add_argument(
-        "--tensor", type=at_least(16), default=LARGEST_BUCKET, help="entries of each tensor (default: a bucket of 1 M)"
+        "--entries", type=at_least(1), nargs="+", default=[10_000_000], help="of the model, fp32"
     )
-    parser.add_argument("--density", type=float, nargs="+", default=[0.3, 0.1, 0.03, 0.01], help="share that is sent")
+    parser.add_argument(
+        "--tensor",
+        type=at_least(16),
+        default=LARGEST_BUCKET,
+        help="entries of each tensor (default: a bucket of 1 M)",
+    )
+    parser.add_argument(
+        "--density",
+        type=float,
+        nargs="+",
+        default=[0.3, 0.1, 0.03, 0.01],
+        help="share that is sent",
+    )
     parser.add_argument("--value-format", default="1bit", help="of the payloads")
-    parser.add_argument("--rounds", type=at_least(1), default=10, help="how often everything is measured")
+    parser.add_argument(
+        "--rounds", type=at_least(1), default=10, help="how often everything is measured"
+    )
     parser.add_argument("--threads", type=at_least(1), nargs="+", default=[1, 2], help="of a rank")
-    parser.add_argument("--output", type=Path, default=Path("outputs/benchmark"), help="folder for the table")
+    parser.add_argument(
+        "--output", type=Path, default=Path("outputs/benchmark"), help="folder for the table"
+    )
     options = parser.parse_args(words)
     for density in options.density:
         if not 0 < density < 1:
@@ -208,20 +270,31 @@ def parse_options(words: Sequence[str]) -> argparse.Namespace:
 
 def main(words: Sequence[str]) -> None:
     """Measure, print the table and write it."""
-    options, machine = parse_options(words), describe_machine()
+    options = parse_options(words)
+    machine = describe_machine()
     timed = [
         one
         for entries in options.entries
         for threads in options.threads
         for density in options.density
-        for one in profile(entries, density, threads, options.rounds, options.value_format, options.tensor)
+        for one in profile(
+            entries, density, threads, options.rounds, options.value_format, options.tensor
+        )
     ]
     note = (
-        f"Medians of {options.rounds} rounds; tensors of {options.tensor:,} entries; values in {options.value_format};"
-        f" two senders; {machine['processor']}, torch {machine['torch']}."
+        f"Medians of {options.rounds} rounds; tensors of {options.tensor:,} entries; values in"
+        f" {options.value_format}; two senders; {machine['processor']}, torch {machine['torch']}."
     )
-    file, found = options.output / "kernels.md", [asdict(one) for one in timed]
-    publish(file, "An exchange of updates beside the roofline", tabulate_profiles(timed), [note], machine, timed=found)
+    file = options.output / "kernels.md"
+    found = [asdict(one) for one in timed]
+    publish(
+        file,
+        "An exchange of updates beside the roofline",
+        tabulate_profiles(timed),
+        [note],
+        machine,
+        timed=found,
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""Peak memory of a rank under HSDP, ``dct_fsdp`` and ``dct``: ``python experiments/benchmark/memory.py``.
+"""Peak memory of a rank under HSDP, ``dct_fsdp`` and ``dct``: ``python
+experiments/benchmark/memory.py``.
 
-For each strategy four ranks start on this machine, two a node, and train dense layers with AdamW and gloo, until past
-the first round of updates, which selects thresholds. The peak is a rank's largest resident set, less its size before
-the model was made and after the first use of numba, which takes as much for any model. Malloc usually keeps most of the
-freed memory, which hides what a strategy needs. Here it returns that memory, unless ``--keep-freed`` is given.
+For each strategy four ranks start on this machine, two a node, and train dense layers with AdamW
+and gloo, until past the first round of updates, which selects thresholds. The peak is a rank's
+largest resident set, less its size before the model was made and after the first use of numba,
+which takes as much for any model. Malloc usually keeps most of the freed memory, which hides what a
+strategy needs. Here it returns that memory, unless ``--keep-freed`` is given.
 """
 
 import argparse
@@ -14,7 +16,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # experiments/, where `benchmark` is
+# Experiments/, where `benchmark` is.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
@@ -30,7 +33,10 @@ from lightning_dct import DCTConfig, DCTFSDPStrategy, DCTStrategy
 from lightning_dct.cost.timing import measure_speed
 from network.hosts import Host
 
-NODES, RANKS_PER_NODE, STEPS, ROWS = 2, 2, 10, 8
+NODES = 2
+RANKS_PER_NODE = 2
+STEPS = 10
+ROWS = 8
 HSDP = "hsdp"
 # Without the shorter rounds of the warm-up, which send less.
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
@@ -56,7 +62,9 @@ class Stack(LightningModule):
 
 def peak() -> int:
     """The largest resident set of this process so far, in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
 
 
 def num_bytes(state: Any) -> int:
@@ -68,16 +76,20 @@ def train(name: str, layers: int, width: int) -> dict[str, int]:
     """One rank: bytes of the peak beyond what there was before, and of what is remembered."""
     seed_everything(0, verbose=False)
     measure_speed(DCTConfig(density=0.3), [20_000], 0.0, torch.device("cpu"))
-    strategy, before = STRATEGIES[name](), peak()
+    strategy = STRATEGIES[name]()
+    before = peak()
     place: dict[str, Any] = {"accelerator": "cpu", "devices": RANKS_PER_NODE, "num_nodes": NODES}
     rows = torch.randn(NODES * RANKS_PER_NODE * STEPS * ROWS, width)
     trainer = Trainer(strategy=strategy, max_steps=STEPS, **place, **QUIET)
     trainer.fit(Stack(layers, width), DataLoader(rows, ROWS))
-    found, synchronizer = {"peak": peak() - before, "remembered": 0}, getattr(strategy, "synchronizer", None)
+    found = {"peak": peak() - before, "remembered": 0}
+    synchronizer = getattr(strategy, "synchronizer", None)
     if synchronizer is not None:
         # A rank's own weights are as large as the shared ones that it keeps beside them.
         state = synchronizer.state_dict()
-        found["remembered"] = sum(num_bytes(state.get(part, {})) for part in ("residuals", "owned", "weights"))
+        found["remembered"] = sum(
+            num_bytes(state.get(part, {})) for part in ("residuals", "owned", "weights")
+        )
     return found
 
 
@@ -93,25 +105,36 @@ def main(words: Sequence[str]) -> None:
     """Measure all strategies, print the table and write it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=at_least(2), default=6, help="of the model")
-    parser.add_argument("--width", type=at_least(2), default=2048, help="of each; 6 of 2048 have 25 million parameters")
+    parser.add_argument(
+        "--width",
+        type=at_least(2),
+        default=2048,
+        help="of each; 6 of 2048 have 25 million parameters",
+    )
     parser.add_argument("--keep-freed", action="store_true", help="leave malloc as it is")
-    parser.add_argument("--output", type=Path, default=Path("outputs/benchmark"), help="folder for the table")
+    parser.add_argument(
+        "--output", type=Path, default=Path("outputs/benchmark"), help="folder for the table"
+    )
     parser.add_argument("--job", help=argparse.SUPPRESS)
     options = parser.parse_args(words)
     if options.job:
         do_job(options.job, lambda job: train(**job))
         return
     found = {name: measure(name, options) for name in STRATEGIES}
-    rows = [["strategy", "peak, MB", f"beyond {HSDP}", "residuals and shared weights", "not explained"]]
+    rows = [
+        ["strategy", "peak, MB", f"beyond {HSDP}", "residuals and shared weights", "not explained"]
+    ]
     for name, one in found.items():
         beyond = one["peak"] - found[HSDP]["peak"]
         figures = one["peak"], beyond, one["remembered"], beyond - one["remembered"]
         rows.append([name, *(f"{figure / 1e6:,.0f}" for figure in figures)])
-    parameters, machine = options.layers * (options.width + 1) * options.width, describe_machine()
+    parameters = options.layers * (options.width + 1) * options.width
+    machine = describe_machine()
     malloc = "keeps" if options.keep_freed else "returns"
     note = (
-        f"{parameters:,} parameters, AdamW, {STEPS} steps; {NODES} x {RANKS_PER_NODE} ranks on gloo, mean over ranks;"
-        f" malloc {malloc} what is freed; torch {machine['torch']}, {machine['processor']}."
+        f"{parameters:,} parameters, AdamW, {STEPS} steps; {NODES} x {RANKS_PER_NODE} ranks on"
+        f" gloo, mean over ranks; malloc {malloc} what is freed; torch {machine['torch']},"
+        f" {machine['processor']}."
     )
     publish(options.output / "memory.md", "Peak memory a rank", rows, [note], machine, found=found)
 

@@ -1,4 +1,6 @@
-"""The exchanges of tables that the recommender's benchmark compares, on one DLRM, and its clicks."""
+"""The exchanges of tables that the recommender's benchmark compares, on one DLRM, and its
+clicks.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -20,9 +22,13 @@ from lightning_dct import DCTStrategy, RowWiseAdagrad, ShardedEmbeddingBags
 from rivals.hooks import CountedDDPStrategy
 from streams import Batch, TrainingStream, rank_rows
 
-REPLICATED, DENSE = "tables on every rank, DDP", "all-to-all, fp32 rows"
-NUM_TABLES, ZIPF_EXPONENT, LEARNING_RATE = 26, 1.1, 0.03
-BOTTOM, TOP = (256, 128), (256, 128)
+REPLICATED = "tables on every rank, DDP"
+DENSE = "all-to-all, fp32 rows"
+NUM_TABLES = 26
+ZIPF_EXPONENT = 1.1
+LEARNING_RATE = 0.03
+BOTTOM = (256, 128)
+TOP = (256, 128)
 # A step sends its messages in this order.
 MESSAGES = ("ids", "rows", "evicted", "gradients")
 # Caches fill in these steps: look-ups of rows that no rank has seen would distort the times.
@@ -35,7 +41,8 @@ def replicated(table_rows: list[int], dim: int) -> nn.Module:
 
 
 def _peer(make: Callable[[list[int], int], nn.Module]) -> Any:
-    # Every rank starts from the same seed: sending tables of gigabytes over a slow link would only take time.
+    # Every rank starts from the same seed: sending tables of gigabytes over a slow link would only
+    # take time.
     return lambda: CountedDDPStrategy("fp32", init_sync=False), make, 0
 
 
@@ -81,16 +88,25 @@ class ClickSteps(LightningModule):
         if hasattr(tables, "materialize"):
             tables.materialize()
             prefix = "network.tables."
-            self._ddp_params_and_buffers_to_ignore = [prefix + name for name, _ in tables.named_parameters()]
+            self._ddp_params_and_buffers_to_ignore = [
+                prefix + name for name, _ in tables.named_parameters()
+            ]
         if isinstance(tables, ShardedEmbeddingBags):
-            exchange, turn = tables.exchange_group, 0
+            exchange = tables.exchange_group
+            turn = 0
             # Dense tables have no caches.
-            messages = [name for name in MESSAGES if name != "evicted" or not isinstance(tables, DenseTables)]
+            messages = [
+                name
+                for name in MESSAGES
+                if name != "evicted" or not isinstance(tables, DenseTables)
+            ]
             start = exchange.start
 
             def counted(payloads: dict[int, Tensor], sizes: dict[int, int], traffic: Any) -> Any:
                 nonlocal turn
-                others = [payload.numel() for peer, payload in payloads.items() if peer != exchange.rank]
+                others = [
+                    payload.numel() for peer, payload in payloads.items() if peer != exchange.rank
+                ]
                 self._sent[messages[turn % len(messages)]] += sum(others)
                 turn += 1
                 return start(payloads, sizes, traffic)
@@ -108,15 +124,24 @@ class ClickSteps(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Row-wise Adagrad of what is synchronised; TorchRec steps its tables itself."""
-        own = set(self.network.tables.parameters()) if isinstance(self.network.tables, TorchRecTables) else set()
+        own = (
+            set(self.network.tables.parameters())
+            if isinstance(self.network.tables, TorchRecTables)
+            else set()
+        )
         return RowWiseAdagrad([p for p in self.parameters() if p not in own], lr=LEARNING_RATE)
 
 
 def click_batches(job: Job, steps: int, rank: int, world_size: int) -> TrainingStream:
     """A batch for each step, made beforehand, so that making them is not timed."""
-    teacher = ClickTeacher([job.table_rows] * NUM_TABLES, zipf_exponent=ZIPF_EXPONENT, missing_rate=0.0)
+    teacher = ClickTeacher(
+        [job.table_rows] * NUM_TABLES, zipf_exponent=ZIPF_EXPONENT, missing_rate=0.0
+    )
     batches = []
     for step in range(steps):
-        rows = rank_rows(step, batch_size=job.batch_size, rank=rank, world_size=world_size) + FIRST_ROW["train"]
+        rows = (
+            rank_rows(step, batch_size=job.batch_size, rank=rank, world_size=world_size)
+            + FIRST_ROW["train"]
+        )
         batches.append(teacher.batch(rows))
     return TrainingStream(batches.__getitem__, steps)

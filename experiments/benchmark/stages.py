@@ -15,7 +15,8 @@ def _dense(value_format: str) -> dict[str, Any]:
     return {"kind": "quantised", "forward_format": value_format, "backward_format": value_format}
 
 
-FP32, OURS = "fp32", "DCT, subspace"
+FP32 = "fp32"
+OURS = "DCT, subspace"
 """The reference, and the default."""
 
 CROSSINGS: dict[str, dict[str, Any]] = {
@@ -31,6 +32,10 @@ CROSSINGS: dict[str, dict[str, Any]] = {
 def split_model(name: str, job: Job) -> tuple[DCTPipelineStrategy, LanguageModule, TextData]:
     """Make the pipeline for a key of :data:`CROSSINGS`, the model in pieces, and its text."""
     pieces = STAGES * (2 if job.schedule == "interleaved_1f1b" else 1)
-    strategy = DCTPipelineStrategy(stages=STAGES, micro_batches=job.micro_batches, schedule=job.schedule)
-    model = LanguageModule(width=job.width, learning_rate=LEARNING_RATE, split={"pieces": pieces, **CROSSINGS[name]})
+    strategy = DCTPipelineStrategy(
+        stages=STAGES, micro_batches=job.micro_batches, schedule=job.schedule
+    )
+    model = LanguageModule(
+        width=job.width, learning_rate=LEARNING_RATE, split={"pieces": pieces, **CROSSINGS[name]}
+    )
     return strategy, model, TextData(batch_size=job.batch_size)

@@ -22,14 +22,17 @@ def local_steps_of(strategy: Strategy) -> int:
 
 def totals_of(strategy: Strategy) -> TrafficTotals:
     """The totals of a strategy; for a single pipeline, of the traffic between its stages."""
-    traffic: Any = strategy.split_traffic if isinstance(strategy, DCTPipelineStrategy) else strategy.traffic
+    traffic: Any = (
+        strategy.split_traffic if isinstance(strategy, DCTPipelineStrategy) else strategy.traffic
+    )
     return traffic.totals
 
 
 class Stopwatch(Callback):
     """Lets the warm-up pass, measures the steps after it, and ends the run.
 
-    The clock starts when all ranks have come to the first of these steps, and stops when all have done the last.
+    The clock starts when all ranks have come to the first of these steps, and stops when all have
+    done the last.
     """
 
     reads_weights = False
@@ -41,7 +44,9 @@ class Stopwatch(Callback):
         self._before = self._after = (TrafficTotals(), 0, {})
         self._started = self._seconds = self._selecting_seconds = 0.0
 
-    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_index: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Trainer, module: LightningModule, batch: Any, batch_index: int
+    ) -> None:
         if trainer.global_step != self._job.warm_up_steps:
             return
         self._last_step = self._job.warm_up_steps + self._steps_to_measure(trainer)
@@ -49,7 +54,9 @@ class Stopwatch(Callback):
         self._before = self._sent_so_far(trainer)
         self._started = perf_counter()
 
-    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: Any, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, module: LightningModule, outputs: Any, *_: Any
+    ) -> None:
         self._losses.append(float(outputs["loss"]))
         if trainer.global_step == 1:
             # The first step takes another time than the rest.
@@ -79,7 +86,9 @@ class Stopwatch(Callback):
         )
 
     def _steps_to_measure(self, trainer: Trainer) -> int:
-        """As many as fit into the time there is, in whole rounds of exchanges; rank 0 decides for all."""
+        """As many as fit into the time there is, in whole rounds of exchanges; rank 0 decides for
+        all.
+        """
         if self._job.seconds is None or self._job.warm_up_steps < 2:
             return self._job.steps
         step_seconds = (perf_counter() - self._started) / (self._job.warm_up_steps - 1)
@@ -88,7 +97,9 @@ class Stopwatch(Callback):
         return trainer.strategy.broadcast(max(fitting // length, 1) * length)
 
     def _sent_so_far(self, trainer: Trainer) -> tuple[TrafficTotals, int, dict[str, float]]:
-        """The strategy's counts, the bytes that the interface has sent, less headers, and the model's counts."""
+        """The strategy's counts, the bytes that the interface has sent, less headers, and the
+        model's counts.
+        """
         frames, packets = sent_by_interface() if self._job.has_links else (0, 0)
         counted = getattr(trainer.lightning_module, "measured", dict)()
         return totals_of(trainer.strategy), frames - HEADER_BYTES * packets, counted

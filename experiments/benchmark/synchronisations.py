@@ -9,7 +9,8 @@ from hsdp import HSDPStrategy
 from lightning_dct import DCTFSDPStrategy, DCTStrategy
 from rivals.hooks import CountedDDPStrategy
 
-NOTHING, DDP = "no synchronisation", "DDP, fp32"
+NOTHING = "no synchronisation"
+DDP = "DDP, fp32"
 """The references."""
 
 # PowerSGD refuses to compress the first two steps.
@@ -31,7 +32,9 @@ def _powersgd(rank: int) -> Callable[[int], DDPStrategy]:
 
 
 def _gradients(density: float, value_format: str) -> Callable[[int], DDPStrategy]:
-    return lambda steps: DCTStrategy(compress="gradients", density=density, value_format=value_format)
+    return lambda steps: DCTStrategy(
+        compress="gradients", density=density, value_format=value_format
+    )
 
 
 def _updates(**settings: Any) -> Callable[[int], DDPStrategy]:
@@ -55,7 +58,9 @@ SYNCHRONISATIONS: dict[str, Callable[[int], Strategy]] = {
     "DCT, updates, 4 steps, 15%": _updates(local_steps=4, density=0.15),
     "DCT, updates, 1 step, 3%": _updates(local_steps=1, density=0.03),
     "DCT, updates, 64 steps, 10%": _updates(local_steps=64, density=0.1),
-    "DCT, updates, 64 steps, 10%, overlapped": _updates(local_steps=64, density=0.1, overlap_steps=64),
+    "DCT, updates, 64 steps, 10%, overlapped": _updates(
+        local_steps=64, density=0.1, overlap_steps=64
+    ),
     "HSDP, fp32": lambda steps: HSDPStrategy(),
     "dct_fsdp, updates": lambda steps: DCTFSDPStrategy(warmup_steps=0),
 }

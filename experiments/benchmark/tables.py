@@ -1,4 +1,6 @@
-"""The benchmarks' tables: figures over the rounds of runs as text, printed and written as Markdown."""
+"""The benchmarks' tables: figures over the rounds of runs as text, printed and written as
+Markdown.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from network.hosts import Link, give_to_invoking_user
 
 BUSY_LOAD = 0.5
 Take = Callable[[Run, Mapping[str, Run]], float | None]
-"""A figure of a run, given also all runs of its link and round by name; None if the run has no such figure."""
+"""A figure of a run, given also all runs of its link and round by name; None if the run has no such
+figure.
+"""
 
 
 @dataclass(frozen=True)
@@ -38,8 +42,11 @@ class Figure:
 
     def text(self, pattern: str, has_range: bool = False) -> str:
         """The median, and the range if it is wanted and there is one."""
-        low, high = pattern.format(self.low), pattern.format(self.high)
-        return pattern.format(self.median) + (f" ({low}-{high})" if has_range and low != high else "")
+        low = pattern.format(self.low)
+        high = pattern.format(self.high)
+        return pattern.format(self.median) + (
+            f" ({low}-{high})" if has_range and low != high else ""
+        )
 
 
 def figure_of(runs: Sequence[Run], name: str, link: Link, take: Take) -> Figure | None:
@@ -62,12 +69,16 @@ def step_ms(run: Run, others: Mapping[str, Run]) -> float:
 
 def times(reference: str) -> Take:
     """The step over that of another synchronisation."""
-    return lambda run, others: run.step_ms / others[reference].step_ms if reference in others else None
+    return lambda run, others: (
+        run.step_ms / others[reference].step_ms if reference in others else None
+    )
 
 
 def faster_than(reference: str) -> Take:
     """The step of another synchronisation over this one."""
-    return lambda run, others: others[reference].step_ms / run.step_ms if reference in others else None
+    return lambda run, others: (
+        others[reference].step_ms / run.step_ms if reference in others else None
+    )
 
 
 @dataclass(frozen=True)
@@ -82,19 +93,31 @@ class Column:
     scale: str = "linear"
 
 
-def columns_by_link(runs: Sequence[Run], *compared: tuple[str, Take, str], has_range: bool = True) -> list[Column]:
-    """For each link the milliseconds a step, and what is compared with others: its head, the figure and a pattern.
+def columns_by_link(
+    runs: Sequence[Run], *compared: tuple[str, Take, str], has_range: bool = True
+) -> list[Column]:
+    """For each link the milliseconds a step, and what is compared with others: its head, the figure
+    and a pattern.
 
     ``has_range`` is for these.
     """
-    columns, has_links = [], runs[0].interface_bytes is not None
+    columns = []
+    has_links = runs[0].interface_bytes is not None
     for link in links_in(runs):
-        columns.append(Column(f"ms a step, {link_name(link, has_links)}", step_ms, "{:.0f}", link, has_range=True))
-        columns += [Column(head, take, pattern, link, has_range) for head, take, pattern in compared]
+        columns.append(
+            Column(
+                f"ms a step, {link_name(link, has_links)}", step_ms, "{:.0f}", link, has_range=True
+            )
+        )
+        columns += [
+            Column(head, take, pattern, link, has_range) for head, take, pattern in compared
+        ]
     return columns
 
 
-def tabulate(head: str, runs: Sequence[Run], names: Sequence[str], columns: Sequence[Column]) -> list[list[str]]:
+def tabulate(
+    head: str, runs: Sequence[Run], names: Sequence[str], columns: Sequence[Column]
+) -> list[list[str]]:
     """The heads of the columns, ``head`` that of the names, and a row of cells for each name."""
     rows = [[head, *(column.head for column in columns)]]
     for name in names:
@@ -122,12 +145,20 @@ def link_name(link: Link, has_links: bool = True) -> str:
     if not has_links:
         return "loopback"
     rate, delay = link
-    name = "no limit" if rate is None else f"{rate / 1000:g} Gbit/s" if rate >= 1000 else f"{rate:g} Mbit/s"
+    name = (
+        "no limit"
+        if rate is None
+        else f"{rate / 1000:g} Gbit/s"
+        if rate >= 1000
+        else f"{rate:g} Mbit/s"
+    )
     return f"{name}, {delay:g} ms" if delay else name
 
 
 def describe_machine() -> dict[str, Any]:
-    """Processor, number of cores, versions, and how many processes have wanted a core in the last minute."""
+    """Processor, number of cores, versions, and how many processes have wanted a core in the last
+    minute.
+    """
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -149,19 +180,23 @@ def publish(
     machine: Mapping[str, Any],
     **measured: Any,
 ) -> None:
-    """Print a table with notes below it, and write it as Markdown, and everything that was measured as JSON beside it.
+    """Print a table with notes below it, and write it as Markdown, and everything that was measured
+    as JSON beside it.
 
     The first row holds the heads. Under sudo, the folder and its files become the user's own.
     """
     notes = list(notes)
     if (load := machine["load"]) >= BUSY_LOAD:
         notes.append(
-            f"The machine was busy when this began (load {load:.1f}): do not rely on times; bytes and losses hold."
+            f"The machine was busy when this began (load {load:.1f}): do not rely on times; bytes"
+            " and losses hold."
         )
     text = f"**{title}**\n\n{markdown(rows, notes)}"
     print(text, flush=True)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text)
-    file.with_suffix(".json").write_text(json.dumps({"machine": machine, "notes": notes, **measured}, indent=1) + "\n")
+    file.with_suffix(".json").write_text(
+        json.dumps({"machine": machine, "notes": notes, **measured}, indent=1) + "\n"
+    )
     for path in (file.parent, *file.parent.iterdir()):
         give_to_invoking_user(path)

@@ -12,8 +12,13 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 from lightning_dct.pipeline.mesh import StepResults
 
-FORWARD, BACKWARD, WAITING, SHARING = "forward", "backward", "waiting", "sharing the loss"
-"""The kinds of spans: a micro-batch, compression included; waits for sends and receives; sending the loss to all."""
+FORWARD = "forward"
+BACKWARD = "backward"
+WAITING = "waiting"
+SHARING = "sharing the loss"
+"""The kinds of spans: a micro-batch, compression included; waits for sends and receives; sending
+the loss to all.
+"""
 
 # None of them has a hook.
 _WATCHED: tuple[tuple[Any, str, str], ...] = (
@@ -41,9 +46,13 @@ class Timeline(Callback):
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         for owner, name, what in _WATCHED:
-            self._watching.enter_context(patch.object(owner, name, self._watched(getattr(owner, name), what)))
+            self._watching.enter_context(
+                patch.object(owner, name, self._watched(getattr(owner, name), what))
+            )
 
-    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_index: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Trainer, module: LightningModule, batch: Any, batch_index: int
+    ) -> None:
         self.steps.append([])
 
     def teardown(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
@@ -74,4 +83,7 @@ def typical_step(ranks: Sequence[Sequence[Sequence[Span]]]) -> list[list[Span]]:
     by_length = sorted(steps, key=lambda step: ends(step)[1] - ends(step)[0])
     step = by_length[len(steps) // 2]
     start = ends(step)[0]
-    return [[(what, number, began - start, ended - start) for what, number, began, ended in rank] for rank in step]
+    return [
+        [(what, number, began - start, ended - start) for what, number, began, ended in rank]
+        for rank in step
+    ]

@@ -1,4 +1,6 @@
-"""One rank of the benchmark, which torchrun starts: trains under each synchronisation, and writes the figures."""
+"""One rank of the benchmark, which torchrun starts: trains under each synchronisation, and writes
+the figures.
+"""
 
 import gc
 import os
@@ -7,7 +9,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # experiments/, where `benchmark` is
+# Experiments/, where `benchmark` is.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from lightning.pytorch import Trainer, seed_everything
@@ -26,23 +29,32 @@ def train(name: str, job: Job) -> Run:
     seed_everything(0, verbose=False)
     if name in SYNCHRONISATIONS:
         strategy = SYNCHRONISATIONS[name](job.steps if job.score else 0)
-        model, data = NextBytes(job.width), {"datamodule": next_bytes_data(job.batch_size)}
+        model = NextBytes(job.width)
+        data = {"datamodule": next_bytes_data(job.batch_size)}
     elif name in CROSSINGS:
         strategy, model, text = split_model(name, job)
         data = {"datamodule": text}
     else:
         make_strategy, make_tables, filling_steps = RECOMMENDERS[name]
         job = replace(job, warm_up_steps=job.warm_up_steps + filling_steps)
-        strategy, model = make_strategy(), ClickSteps(make_tables, job)
+        strategy = make_strategy()
+        model = ClickSteps(make_tables, job)
         batches = click_batches(
-            job, job.warm_up_steps + job.steps, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            job,
+            job.warm_up_steps + job.steps,
+            int(os.environ["RANK"]),
+            int(os.environ["WORLD_SIZE"]),
         )
         data = {"train_dataloaders": batches}
     if not job.score:
-        # The first exchange of updates, which selects thresholds, belongs to the warm-up. Whole rounds are measured.
+        # The first exchange of updates, which selects thresholds, belongs to the warm-up. Whole
+        # rounds are measured.
         length = local_steps_of(strategy)
-        job = replace(job, warm_up_steps=max(job.warm_up_steps, length), steps=max(job.steps, length))
-    stopwatch, timeline = Stopwatch(job), Timeline()
+        job = replace(
+            job, warm_up_steps=max(job.warm_up_steps, length), steps=max(job.steps, length)
+        )
+    stopwatch = Stopwatch(job)
+    timeline = Timeline()
     trainer = Trainer(
         strategy=strategy,
         accelerator="cpu",
@@ -62,7 +74,10 @@ def train(name: str, job: Job) -> Run:
     run = stopwatch.run(name, scores[0].get("loss"))
     if name not in CROSSINGS:
         return run
-    mine = {f"stage {stage}": run.sent_bytes * run.steps * (stage == trainer.global_rank) for stage in range(STAGES)}
+    mine = {
+        f"stage {stage}": run.sent_bytes * run.steps * (stage == trainer.global_rank)
+        for stage in range(STAGES)
+    }
     return replace(run, parts=mine, spans=timeline.steps[-run.steps :])
 
 
@@ -72,7 +87,8 @@ def train_all(job: dict[str, Any]) -> list[dict[str, Any]]:
     runs = []
     for name in job["synchronisations"]:
         runs.append(asdict(train(name, Job(**job))))
-        # DistributedDataParallel is in a reference cycle, and gloo may abort a process that ends with one alive.
+        # DistributedDataParallel is in a reference cycle, and gloo may abort a process that ends
+        # with one alive.
         gc.collect()
     return runs
 

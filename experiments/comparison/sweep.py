@@ -1,7 +1,9 @@
-"""Tries values of one or several settings for every strategy alike, and takes the best by validation.
+"""Tries values of one or several settings for every strategy alike, and takes the best by
+validation.
 
-Each combination of values is run with the first seed only. The validation after the last step decides, never the test
-part. A best value at the edge of the sweep may not be the best one, so a note names it.
+Each combination of values is run with the first seed only. The validation after the last step
+decides, never the test part. A best value at the edge of the sweep may not be the best one, so a
+note names it.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from comparison.table import higher_is_better, main_metric
 
 @dataclass(frozen=True)
 class Axis:
-    """A setting, an override for each value, and the values as numbers; None if they are not all numbers."""
+    """A setting, an override for each value, and the values as numbers; None if they are not all
+    numbers.
+    """
 
     setting: str
     overrides: tuple[str, ...]
@@ -27,7 +31,8 @@ class Axis:
 
     @classmethod
     def parse(cls, text: str) -> Axis:
-        """Read an override with several values, as for ``--multirun``; a ValueError if it is no such override.
+        """Read an override with several values, as for ``--multirun``; a ValueError if it is no
+        such override.
 
         Example:
             >>> Axis.parse("model.betas=[0.9,0.999],[0.0,0.999]").overrides
@@ -36,7 +41,9 @@ class Axis:
         try:
             override = OverridesParser.create().parse_override(text)
             if not override.is_discrete_sweep():
-                raise ValueError(f"--sweep {text}: give several values, as in model.learning_rate=0.003,0.01")
+                raise ValueError(
+                    f"--sweep {text}: give several values, as in model.learning_rate=0.003,0.01"
+                )
             written = list(dict.fromkeys(override.sweep_string_iterator()))
         except HydraException as error:
             raise ValueError(f"--sweep {text}: {error}") from error
@@ -59,18 +66,22 @@ def choose(
 
     Args:
         axes: The settings that were swept.
-        trials: For each combination the content of ``result.json``; None for a run that failed or is missing.
+        trials: For each combination the content of ``result.json``; None for a run that failed or
+            is missing.
         seed: That of all these runs.
 
     Returns:
-        The best overrides; the best values by setting, marked if they are at an edge; and the reason in words.
+        The best overrides; the best values by setting, marked if they are at an edge; and the
+        reason in words.
 
     Raises:
         ValueError: No run has a validation figure.
     """
     results = {swept: result for swept, result in trials.items() if result is not None}
     if not results:
-        raise ValueError("no value of the sweep has a result to go by, so the other seeds are left out")
+        raise ValueError(
+            "no value of the sweep has a result to go by, so the other seeds are left out"
+        )
     metric = main_metric(name for result in results.values() for name in result["metrics"])
     found: dict[tuple[str, ...], float] = {
         swept: quality
@@ -78,7 +89,9 @@ def choose(
         if (quality := result["metrics"].get(f"val/{metric}")) is not None
     }
     if not found:
-        raise ValueError(f"no value of the sweep has a finite val/{metric}, so the other seeds are left out")
+        raise ValueError(
+            f"no value of the sweep has a finite val/{metric}, so the other seeds are left out"
+        )
     best = (max if higher_is_better(metric) else min)(found, key=lambda swept: found[swept])
     figures = ", ".join(f"{quality:.4f} at {' '.join(swept)}" for swept, quality in found.items())
     note = f"val/{metric} of seed {seed} is {figures}"
@@ -89,8 +102,15 @@ def choose(
         values[axis.setting] = override.partition("=")[2]
         # Settings that are not numbers have no order, and so no edge.
         value = None if axis.values is None else axis.values[axis.overrides.index(override)]
-        if value is not None and len(axis.values) > 1 and value in (min(axis.values), max(axis.values)):
+        if (
+            value is not None
+            and len(axis.values) > 1
+            and value in (min(axis.values), max(axis.values))
+        ):
             values[axis.setting] += " (edge)"
             beyond = "below" if value == min(axis.values) else "above"
-            note += f"; the best lies at the edge of the sweep, for {axis.setting} {beyond} {value:g} was not tried"
+            note += (
+                f"; the best lies at the edge of the sweep, for {axis.setting} {beyond} {value:g}"
+                " was not tried"
+            )
     return best, values, note

@@ -1,9 +1,10 @@
-"""Criteo's Kaggle clicks: ``data=criteo data.path=train.txt``, converted once to rows that are memory-mapped.
+"""Criteo's Kaggle clicks: ``data=criteo data.path=train.txt``, converted once to rows that are
+memory-mapped.
 
-A line is a label, 13 integers and 26 hashes of 8 hexadecimal digits, separated by tabs; all but the label may be empty.
-Copies with stripped lines lack up to three empty fields at the end. The file has 7 days in the order of time without
-marks between them, so days are equal parts of it. All but the last are for training and vocabularies; the last is half
-for validation and half for test.
+A line is a label, 13 integers and 26 hashes of 8 hexadecimal digits, separated by tabs; all but the
+label may be empty. Copies with stripped lines lack up to three empty fields at the end. The file
+has 7 days in the order of time without marks between them, so days are equal parts of it. All but
+the last are for training and vocabularies; the last is half for validation and half for test.
 """
 
 import fcntl
@@ -25,10 +26,15 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from streams import Batch, Rows, ShuffledRows, check_at_least
 
-NUM_INTEGERS, NUM_CATEGORIES = 13, 26
+NUM_INTEGERS = 13
+NUM_CATEGORIES = 26
 NUM_FIELDS = 1 + NUM_INTEGERS + NUM_CATEGORIES
-ROW = np.dtype([("label", "<f4"), ("dense", "<f4", (NUM_INTEGERS,)), ("categorical", "<i4", (NUM_CATEGORIES,))])
-MISSING_ID, RARE_ID, NUM_RESERVED = 0, 1, 2
+ROW = np.dtype(
+    [("label", "<f4"), ("dense", "<f4", (NUM_INTEGERS,)), ("categorical", "<i4", (NUM_CATEGORIES,))]
+)
+MISSING_ID = 0
+RARE_ID = 1
+NUM_RESERVED = 2
 ON_ERROR = ("raise", "skip")
 # Bytes of text that are converted, and remembered as done, at a time.
 SHARD_BYTES = 2**24
@@ -37,13 +43,15 @@ _FORMAT = 2  # goes up when rows would come out differently
 
 
 def parse(lines: list[bytes]) -> tuple[npt.NDArray[np.uint32], list[int]]:
-    """Read lines as the reference does: integers become ``log(1 + x)``; missing or negative ones and missing hashes 0.
+    """Read lines as the reference does: integers become ``log(1 + x)``; missing or negative ones
+    and missing hashes 0.
 
     Returns:
-        uint32 ``[40, rows]``: the label and the integers as the bits of float32, then the hashes; and the indices of
-        the lines that are no rows.
+        uint32 ``[40, rows]``: the label and the integers as the bits of float32, then the hashes;
+        and the indices of the lines that are no rows.
     """
-    good, bad = [], []
+    good = []
+    bad = []
     for index, line in enumerate(lines):
         text = line.rstrip(b"\r\n")
         if _LINE.fullmatch(text):
@@ -53,43 +61,60 @@ def parse(lines: list[bytes]) -> tuple[npt.NDArray[np.uint32], list[int]]:
     columns = np.empty((NUM_FIELDS, len(good)), dtype=np.uint32)
     if good:
         fields = np.array(b"\t".join(good).split(b"\t"), dtype="S19").reshape(-1, NUM_FIELDS)
-        numbers, hashes = fields[:, : 1 + NUM_INTEGERS], fields[:, 1 + NUM_INTEGERS :].astype("S8")
-        numbers = np.where(numbers == b"", b"0", numbers).astype(np.int64).clip(min=0).astype(np.float32)
+        numbers = fields[:, : 1 + NUM_INTEGERS]
+        hashes = fields[:, 1 + NUM_INTEGERS :].astype("S8")
+        numbers = (
+            np.where(numbers == b"", b"0", numbers).astype(np.int64).clip(min=0).astype(np.float32)
+        )
         numbers[:, 1:] = np.log1p(numbers[:, 1:])
         hashes[hashes == b""] = b"0" * 8
         columns[: 1 + NUM_INTEGERS] = numbers.T.copy().view(np.uint32)
-        columns[1 + NUM_INTEGERS :] = np.frombuffer(bytes.fromhex(hashes.tobytes().decode()), ">u4").reshape(-1, 26).T
+        columns[1 + NUM_INTEGERS :] = (
+            np.frombuffer(bytes.fromhex(hashes.tobytes().decode()), ">u4").reshape(-1, 26).T
+        )
     return columns, bad
 
 
-def choose_values(values: npt.NDArray[np.uint32], min_count: int, max_rows: int | None) -> npt.NDArray[np.uint32]:
-    """The hashes that get a row of an embedding table, the most frequent first; the one at ``i`` gets the id ``i + 2``.
+def choose_values(
+    values: npt.NDArray[np.uint32], min_count: int, max_rows: int | None
+) -> npt.NDArray[np.uint32]:
+    """The hashes that get a row of an embedding table, the most frequent first; the one at ``i``
+    gets the id ``i + 2``.
 
     Example:
         >>> choose_values(np.uint32([7, 7, 7, 9, 5, 9, 5, 3, 0, 0]), min_count=2, max_rows=None).tolist()
         [7, 5, 9]
     """
     distinct, counts = np.unique(values[values != 0], return_counts=True)
-    distinct, counts = distinct[counts >= min_count], counts[counts >= min_count]
+    distinct = distinct[counts >= min_count]
+    counts = counts[counts >= min_count]
     order = np.argsort(-counts, kind="stable")
     return distinct[order if max_rows is None else order[: max_rows - NUM_RESERVED]]
 
 
 class Folder:
-    """A folder of converted rows, which an interrupted conversion continues; for the settings of :class:`Criteo`."""
+    """A folder of converted rows, which an interrupted conversion continues; for the settings of
+    :class:`Criteo`.
+    """
 
     def __init__(self, root: Path, path: Path, settings: dict[str, Any]) -> None:
-        self.root, self.path, self.settings = root, path, settings
+        self.root = root
+        self.path = path
+        self.settings = settings
 
     @property
     def notes(self) -> dict[str, Any]:
-        """The progress: the shards that are read, the first bad line, and in the end the tables' rows."""
+        """The progress: the shards that are read, the first bad line, and in the end the tables'
+        rows.
+        """
         file = self.root / "notes.json"
         return json.loads(file.read_text()) if file.exists() else {"shards": [], "bad": ""}
 
     @property
     def parts(self) -> dict[str, range]:
-        """Numbers of the rows of each part; rows that do not divide by the days go to the first days."""
+        """Numbers of the rows of each part; rows that do not divide by the days go to the first
+        days.
+        """
         rows = sum(shard["rows"] for shard in self.notes["shards"])
         first = rows - rows // self.settings["days"]
         second = (first + rows) // 2
@@ -99,7 +124,8 @@ class Folder:
         """Convert the text, or the rest of it; another process waits meanwhile.
 
         Raises:
-            ValueError: A line is no row (with ``on_error="raise"``), the gzip file is damaged, or rows are too few.
+            ValueError: A line is no row (with ``on_error="raise"``), the gzip file is damaged, or
+                rows are too few.
         """
         self.root.mkdir(parents=True, exist_ok=True)
         with (self.root / "lock").open("w") as lock:
@@ -107,12 +133,17 @@ class Folder:
             if "table_rows" in self.notes:
                 return
             self._read()
-            rows, days = self.parts["test"].stop, self.settings["days"]
+            rows = self.parts["test"].stop
+            days = self.settings["days"]
             if rows < 2 * days:
-                raise ValueError(f"data.path={self.path}: {rows} rows are too few for data.days={days}")
+                raise ValueError(
+                    f"data.path={self.path}: {rows} rows are too few for data.days={days}"
+                )
             kept = [self._vocabulary(category) for category in range(NUM_CATEGORIES)]
             self._encode(rows, kept)
-            self._note({**self.notes, "table_rows": [len(values) + NUM_RESERVED for values in kept]})
+            self._note(
+                {**self.notes, "table_rows": [len(values) + NUM_RESERVED for values in kept]}
+            )
             for file in [*self.root.glob("read-*.npy"), *self.root.glob("vocabulary-*.npy")]:
                 file.unlink()
 
@@ -128,9 +159,22 @@ class Folder:
                     number = 1 + bad[0] + sum(shard["lines"] for shard in shards)
                     notes["bad"] = f"{self.path}, line {number}: {lines[bad[0]][:60]!r} is no row"
                     if self.settings["on_error"] == "raise":
-                        raise ValueError(f"{notes['bad']}; data.on_error=skip leaves such lines out and counts them")
-                self._write(f"read-{len(shards):05d}.npy", lambda file, columns=columns: np.save(file, columns))
-                shards.append({"rows": columns.shape[1], "lines": len(lines), "bad": len(bad), "end": text.tell()})
+                        raise ValueError(
+                            f"{notes['bad']}; data.on_error=skip leaves such lines out and counts"
+                            " them"
+                        )
+                self._write(
+                    f"read-{len(shards):05d}.npy",
+                    lambda file, columns=columns: np.save(file, columns),
+                )
+                shards.append(
+                    {
+                        "rows": columns.shape[1],
+                        "lines": len(lines),
+                        "bad": len(bad),
+                        "end": text.tell(),
+                    }
+                )
                 self._note(notes)
 
     def _text(self) -> BinaryIO:
@@ -142,15 +186,24 @@ class Folder:
         try:
             return text.readlines(SHARD_BYTES)
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise ValueError(f"data.path={self.path}: the gzip file is damaged ({error}); get it again") from error
+            raise ValueError(
+                f"data.path={self.path}: the gzip file is damaged ({error}); get it again"
+            ) from error
 
     def _vocabulary(self, category: int) -> npt.NDArray[np.uint32]:
-        """The chosen values of a category, counted over the training days; takes 12 bytes for each row."""
+        """The chosen values of a category, counted over the training days; takes 12 bytes for each
+        row.
+        """
         name = f"vocabulary-{category}.npy"
         if not (self.root / name).exists():
-            values = [self._columns(shard)[1 + NUM_INTEGERS + category] for shard in range(len(self.notes["shards"]))]
+            values = [
+                self._columns(shard)[1 + NUM_INTEGERS + category]
+                for shard in range(len(self.notes["shards"]))
+            ]
             training = np.concatenate(values)[: self.parts["train"].stop]
-            kept = choose_values(training, self.settings["min_count"], self.settings["max_rows_per_table"])
+            kept = choose_values(
+                training, self.settings["min_count"], self.settings["max_rows_per_table"]
+            )
             self._write(name, lambda file: np.save(file, kept))
         return np.load(self.root / name)
 
@@ -164,14 +217,18 @@ class Folder:
         orders = [np.argsort(values, kind="stable") for values in kept]
         ends = [*accumulate((shard["rows"] for shard in self.notes["shards"]), initial=0)]
         for shard, (start, stop) in enumerate(pairwise(ends)):
-            columns, here = self._columns(shard), rows[start:stop]
+            columns = self._columns(shard)
+            here = rows[start:stop]
             here["label"] = columns[0].view(np.float32)
             here["dense"] = columns[1 : 1 + NUM_INTEGERS].view(np.float32).T
             for category, (values, order) in enumerate(zip(kept, orders, strict=True)):
-                hashes, ids = columns[1 + NUM_INTEGERS + category], here["categorical"][:, category]
+                hashes = columns[1 + NUM_INTEGERS + category]
+                ids = here["categorical"][:, category]
                 ids[:] = RARE_ID
                 if values.size:
-                    places = order[np.searchsorted(values, hashes, sorter=order).clip(max=values.size - 1)]
+                    places = order[
+                        np.searchsorted(values, hashes, sorter=order).clip(max=values.size - 1)
+                    ]
                     ids[:] = np.where(values[places] == hashes, places + NUM_RESERVED, RARE_ID)
                 ids[hashes == 0] = MISSING_ID
         rows.flush()
@@ -191,24 +248,27 @@ class Folder:
 class Criteo(ShuffledRows):
     """Criteo's Kaggle Display Advertising Challenge.
 
-    Batches are ``{"dense": float32 [n, 13], "categorical": int64 [n, 26], "label": float32 [n]}``. In every table, id 0
-    is a missing value, id 1 a value that is rare or was never seen in training, and the others follow from the most
-    frequent in training to the least.
+    Batches are ``{"dense": float32 [n, 13], "categorical": int64 [n, 26], "label": float32 [n]}``.
+    In every table, id 0 is a missing value, id 1 a value that is rare or was never seen in
+    training, and the others follow from the most frequent in training to the least.
 
-    One process a node converts the text, and the others wait, without a time limit. A row takes 160 bytes on the disk
-    (7.3 GB for the whole file), and twice that during the conversion.
+    One process a node converts the text, and the others wait, without a time limit. A row takes 160
+    bytes on the disk (7.3 GB for the whole file), and twice that during the conversion.
 
     Args:
         path: The training file, plain or gzip.
         days: Equal days that the file is cut into by position.
-        min_count: Values that come less often in training share id 1; 1 keeps every value, as the reference does.
-        max_rows_per_table: The most rows of a table, the 2 reserved ones included. None for no bound.
-        on_error: ``raise`` stops at a line that is no row; ``skip`` leaves such lines out and counts them.
+        min_count: Values that come less often in training share id 1; 1 keeps every value, as the
+            reference does.
+        max_rows_per_table: The most rows of a table, the 2 reserved ones included. None for no
+            bound.
+        on_error: ``raise`` stops at a line that is no row; ``skip`` leaves such lines out and
+            counts them.
         batch_size: Training rows a rank.
         eval_batch_size: Validation rows a rank, at most.
         seed: Chooses the order of training.
-        cache_dir: Holds the folders of converted rows, ``criteo-*``, one for each input and settings; they may be
-            deleted.
+        cache_dir: Holds the folders of converted rows, ``criteo-*``, one for each input and
+            settings; they may be deleted.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -237,19 +297,25 @@ class Criteo(ShuffledRows):
         if on_error not in ON_ERROR:
             raise ValueError(f"data.on_error={on_error!r}: choose one of {', '.join(ON_ERROR)}")
         if path is None:
-            raise ValueError("data.path=null: give train.txt of Criteo's Kaggle challenge, data.path=train.txt")
+            raise ValueError(
+                "data.path=null: give train.txt of Criteo's Kaggle challenge, data.path=train.txt"
+            )
         text = Path(path)
         if not text.is_file():
             raise FileNotFoundError(
-                f"data.path={path}: there is no such file (looked for {text.resolve()}); give train.txt of Criteo's"
-                " Kaggle Display Advertising Challenge"
+                f"data.path={path}: there is no such file (looked for {text.resolve()}); give"
+                " train.txt of Criteo's Kaggle Display Advertising Challenge"
             )
         settings = {"days": days, "min_count": min_count, "max_rows_per_table": max_rows_per_table}
         settings["on_error"] = on_error
         status = text.stat()
-        key = json.dumps([_FORMAT, str(text.resolve()), status.st_size, status.st_mtime_ns, settings])
+        key = json.dumps(
+            [_FORMAT, str(text.resolve()), status.st_size, status.st_mtime_ns, settings]
+        )
         digest = hashlib.sha256(key.encode()).hexdigest()[:12]
-        self.folder = Folder(Path(cache_dir) / f"criteo-{text.name.split('.')[0]}-{digest}", text, settings)
+        self.folder = Folder(
+            Path(cache_dir) / f"criteo-{text.name.split('.')[0]}-{digest}", text, settings
+        )
         self.table_rows: list[int] = []
 
     def prepare_data(self) -> None:
@@ -262,9 +328,12 @@ class Criteo(ShuffledRows):
             return
         notes = self.folder.notes
         if "table_rows" not in notes:
-            raise RuntimeError(f"the rows in {self.folder.root} are not there; call Criteo.prepare_data() first")
+            raise RuntimeError(
+                f"the rows in {self.folder.root} are not there; call Criteo.prepare_data() first"
+            )
         self._rows = np.load(self.folder.root / "rows.npy", mmap_mode="r")
-        self.table_rows, self.parts = notes["table_rows"], self.folder.parts
+        self.table_rows = notes["table_rows"]
+        self.parts = self.folder.parts
         if bad := sum(shard["bad"] for shard in notes["shards"]):
             rank_zero_warn(f"{bad} lines of the text are left out, the first is {notes['bad']}")
 

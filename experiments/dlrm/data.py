@@ -1,8 +1,10 @@
-"""Click logs like Criteo's, made up as they are read, with a teacher whose own score is the best there is.
+"""Click logs like Criteo's, made up as they are read, with a teacher whose own score is the best
+there is.
 
-Row ``i`` is a pure function of ``(seed, i)``: 13 counts with log-normal tails and 26 categories with Zipf ids, some
-of each missing, and a click drawn from the teacher's probability. The teacher knows nothing but what the row shows,
-so a perfect model would reach the area under the ROC curve of its probabilities.
+Row ``i`` is a pure function of ``(seed, i)``: 13 counts with log-normal tails and 26 categories
+with Zipf ids, some of each missing, and a click drawn from the teacher's probability. The teacher
+knows nothing but what the row shows, so a perfect model would reach the area under the ROC curve of
+its probabilities.
 """
 
 from collections.abc import Sequence
@@ -31,15 +33,18 @@ _CALIBRATION_ROWS = 16384
 class ClickTeacher:
     """Generates rows and their true click probabilities.
 
-    The logit is a sum of a weighted sum of the dense features, a weight for each category value, and the dot
-    products of all pairs of the values' factor vectors (4 entries each). Weights and factors are hashed from
-    ``(seed, table, id)``, so even Criteo's 33 million values would take no memory.
+    The logit is a sum of a weighted sum of the dense features, a weight for each category value,
+    and the dot products of all pairs of the values' factor vectors (4 entries each). Weights and
+    factors are hashed from ``(seed, table, id)``, so even Criteo's 33 million values would take no
+    memory.
 
     Args:
         table_rows: Ids a table, the missing one included; at least 2 each.
         seed: Chooses the teacher and the rows.
-        zipf_exponent: The ``k``-th most frequent id comes with probability about ``k ** -zipf_exponent``.
-        missing_rate: Mean fraction of missing values; each column has a rate of its own between 0 and twice that.
+        zipf_exponent: The ``k``-th most frequent id comes with probability about ``k **
+            -zipf_exponent``.
+        missing_rate: Mean fraction of missing values; each column has a rate of its own between 0
+            and twice that.
         click_rate: Mean click probability.
         dense_scale: Standard deviation that the dense features add to the logit.
         category_scale: The same of the category weights.
@@ -59,7 +64,8 @@ class ClickTeacher:
     ) -> None:
         if not table_rows or min(table_rows) < 2:
             raise ValueError(
-                f"data.table_rows={list(table_rows)}: every table needs 2 rows or more (one is for missing values)"
+                f"data.table_rows={list(table_rows)}: every table needs 2 rows or more (one is for"
+                " missing values)"
             )
         if not 0 <= missing_rate <= 0.5:
             raise ValueError(f"data.missing_rate={missing_rate}: must lie between 0 and 0.5")
@@ -70,25 +76,36 @@ class ClickTeacher:
         self.table_rows = np.asarray(table_rows, dtype=np.int64)
         self.seed = seed
         self.zipf_exponent = zipf_exponent
-        self.dense_scale, self.category_scale, self.pair_scale = dense_scale, category_scale, pair_scale
+        self.dense_scale = dense_scale
+        self.category_scale = category_scale
+        self.pair_scale = pair_scale
 
         num_tables = len(table_rows)
         columns = np.arange(max(NUM_DENSE, num_tables))
-        self._dense_rates = 2 * missing_rate * uniform(hash_counters(seed, _RATES, 0, columns[:NUM_DENSE]))
-        self._table_rates = 2 * missing_rate * uniform(hash_counters(seed, _RATES, 1, columns[:num_tables]))
+        self._dense_rates = (
+            2 * missing_rate * uniform(hash_counters(seed, _RATES, 0, columns[:NUM_DENSE]))
+        )
+        self._table_rates = (
+            2 * missing_rate * uniform(hash_counters(seed, _RATES, 1, columns[:num_tables]))
+        )
         # Counts from a handful to thousands, as in Criteo's thirteen columns.
         self._log_mean = 0.5 + 3.0 * uniform(hash_counters(seed, _RATES, 2, columns[:NUM_DENSE]))
-        self._log_deviation = 0.8 + 0.8 * uniform(hash_counters(seed, _RATES, 3, columns[:NUM_DENSE]))
+        self._log_deviation = 0.8 + 0.8 * uniform(
+            hash_counters(seed, _RATES, 3, columns[:NUM_DENSE])
+        )
         self._dense_weights = normal(hash_counters(seed, _DENSE_WEIGHT, columns[:NUM_DENSE]))
         self._dense_weights /= np.linalg.norm(self._dense_weights)
         self._bias = 0.0
         self._bias = self._find_bias(click_rate)
 
     def _find_bias(self, click_rate: float) -> float:
-        """Bisect for the bias at which the mean probability over some unused rows is ``click_rate``."""
+        """Bisect for the bias at which the mean probability over some unused rows is
+        ``click_rate``.
+        """
         rows = np.arange(_CALIBRATION_ROWS, dtype=np.int64) + FIRST_ROW["calibration"]
         logits = self.logits(*self.features(rows))
-        low, high = -30.0, 30.0
+        low = -30.0
+        high = 30.0
         for _ in range(50):
             middle = (low + high) / 2
             if _sigmoid(logits + middle).mean() < click_rate:
@@ -97,14 +114,20 @@ class ClickTeacher:
                 high = middle
         return low
 
-    def features(self, rows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
-        """The dense features ``[n, 13]`` of rows ``[n]``, and their category ids ``[n, tables]``, missing ones 0.
+    def features(
+        self, rows: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+        """The dense features ``[n, 13]`` of rows ``[n]``, and their category ids ``[n, tables]``,
+        missing ones 0.
 
-        A dense feature is ``log(1 + count)``, 0 for a missing count, as the reference prepares Criteo.
+        A dense feature is ``log(1 + count)``, 0 for a missing count, as the reference prepares
+        Criteo.
         """
         return self._dense(rows[:, None]), self._categories(rows[:, None])
 
-    def _bits(self, use: int, rows: npt.NDArray[np.int64], columns: npt.NDArray[np.int64]) -> UInt64Array:
+    def _bits(
+        self, use: int, rows: npt.NDArray[np.int64], columns: npt.NDArray[np.int64]
+    ) -> UInt64Array:
         return hash_counters(self.seed, use, rows, columns)
 
     def _dense(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
@@ -115,8 +138,11 @@ class ClickTeacher:
         return np.log1p(counts)
 
     def _categories(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        position, missing = uniform_pair(self._bits(_CATEGORY, rows, np.arange(len(self.table_rows))))
-        # The inverse of the cumulative distribution of x ** -exponent on [1, values + 1): no table of frequencies.
+        position, missing = uniform_pair(
+            self._bits(_CATEGORY, rows, np.arange(len(self.table_rows)))
+        )
+        # The inverse of the cumulative distribution of x ** -exponent on [1, values + 1): no table
+        # of frequencies.
         values = self.table_rows - 1
         power = 1 - self.zipf_exponent
         if abs(power) < 1e-9:
@@ -127,17 +153,22 @@ class ClickTeacher:
         ids[missing < self._table_rates] = MISSING_ID
         return ids
 
-    def logits(self, dense: npt.NDArray[np.float64], categories: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    def logits(
+        self, dense: npt.NDArray[np.float64], categories: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.float64]:
         """Give the true logits ``[n]`` of features as :meth:`features` makes them."""
         tables = np.arange(len(self.table_rows))
         from_dense = ((dense - self._log_mean) / self._log_deviation) @ self._dense_weights
 
         # Uniform on [-sqrt(3), sqrt(3)): zero mean, unit variance.
-        weights = (2 * uniform(hash_counters(self.seed, _WEIGHT, tables, categories)) - 1) * np.sqrt(3)
+        weights = (
+            2 * uniform(hash_counters(self.seed, _WEIGHT, tables, categories)) - 1
+        ) * np.sqrt(3)
         from_categories = weights.sum(axis=1) / np.sqrt(len(tables))
 
         bits = hash_counters(self.seed, _FACTORS, tables, categories)
-        total, squares = 0.0, 0.0
+        total = 0.0
+        squares = 0.0
         for piece in range(_FACTOR_DIM):
             sixteen = (bits >> np.uint64(16 * piece)) & np.uint64(0xFFFF)
             factor = (sixteen.astype(np.float64) * 2.0**-15 - 1) * np.sqrt(3)
@@ -177,7 +208,8 @@ def _sigmoid(logits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 class SyntheticClicks(RowData):
     """An endless click log: fresh rows in every epoch, the same rows for any number of ranks.
 
-    Batches are those of :meth:`ClickTeacher.batch`. Training, validation and test are disjoint ranges of rows.
+    Batches are those of :meth:`ClickTeacher.batch`. Training, validation and test are disjoint
+    ranges of rows.
 
     Args:
         table_rows: Rows of each embedding table.

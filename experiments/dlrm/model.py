@@ -1,7 +1,8 @@
-"""DLRM: dense features through a network, categories through embedding tables, all pairs of dot products on top.
+"""DLRM: dense features through a network, categories through embedding tables, all pairs of dot
+products on top.
 
-The architecture and the initialisation of Naumov et al., *Deep Learning Recommendation Model for Personalization
-and Recommendation Systems* (2019)::
+The architecture and the initialisation of Naumov et al., *Deep Learning Recommendation Model for
+Personalization and Recommendation Systems* (2019)::
 
     dense [B, D] --> bottom network --> [B, d] --+-------------------------------+
                                                  +--> dot products of all pairs --+--> top network --> logit [B]
@@ -21,7 +22,11 @@ from torch import Tensor, nn
 from dlrm.other_tables import QuantisedTables, ThresholdedTables
 from lightning_dct import GrowingEmbeddingBags, ShardedEmbeddingBags
 
-FIXED_TABLES = {"sharded": ShardedEmbeddingBags, "thresholded": ThresholdedTables, "quantised": QuantisedTables}
+FIXED_TABLES = {
+    "sharded": ShardedEmbeddingBags,
+    "thresholded": ThresholdedTables,
+    "quantised": QuantisedTables,
+}
 """Tables of a fixed number of rows that are spread over the ranks, by kind."""
 
 
@@ -45,9 +50,11 @@ class DLRM(nn.Module):
         embedding_dim: Size of an embedding, and of the bottom network's output.
         bottom_sizes: Hidden widths of the bottom network.
         top_sizes: Hidden widths of the top network.
-        exchange: Settings of the tables' class to spread them over the ranks; None keeps whole tables on every rank.
-        kind: That class: ``"sharded"`` for ``ShardedEmbeddingBags``, ``"growing"`` for ``GrowingEmbeddingBags``, or
-            one of ``"thresholded"`` and ``"quantised"`` for a class of :mod:`dlrm.other_tables`.
+        exchange: Settings of the tables' class to spread them over the ranks; None keeps whole
+            tables on every rank.
+        kind: That class: ``"sharded"`` for ``ShardedEmbeddingBags``, ``"growing"`` for
+            ``GrowingEmbeddingBags``, or one of ``"thresholded"`` and ``"quantised"`` for a class of
+            :mod:`dlrm.other_tables`.
     """
 
     def __init__(
@@ -68,7 +75,9 @@ class DLRM(nn.Module):
         elif exchange is not None:
             self.tables = FIXED_TABLES[kind](table_rows, embedding_dim, **exchange)
         else:
-            self.tables = nn.ModuleList(nn.EmbeddingBag(rows, embedding_dim, mode="sum") for rows in table_rows)
+            self.tables = nn.ModuleList(
+                nn.EmbeddingBag(rows, embedding_dim, mode="sum") for rows in table_rows
+            )
             for table in self.tables:
                 bound = 1 / math.sqrt(table.num_embeddings)
                 nn.init.uniform_(table.weight, -bound, bound)
@@ -77,7 +86,9 @@ class DLRM(nn.Module):
         self.top = fully_connected([embedding_dim + num_pairs, *top_sizes, 1], activate_last=False)
 
     def interact(self, vectors: Tensor) -> Tensor:
-        """Dot products of all pairs among ``[batch, vectors, embedding_dim]``: ``[batch, pairs]``."""
+        """Dot products of all pairs among ``[batch, vectors, embedding_dim]``: ``[batch,
+        pairs]``.
+        """
         products = vectors @ vectors.transpose(1, 2)
         # Each pair once, and no vector with itself: the lower triangle. Not kept as buffers, which
         # DistributedDataParallel would send to every rank before every forward.
@@ -86,7 +97,9 @@ class DLRM(nn.Module):
         return products[:, rows, columns]
 
     def forward(self, dense: Tensor, categorical: Tensor) -> Tensor:
-        """The logit of a click ``[batch]``; ``categorical`` has one row number a table, ``[batch, tables]``."""
+        """The logit of a click ``[batch]``; ``categorical`` has one row number a table, ``[batch,
+        tables]``.
+        """
         if hasattr(self.tables, "request"):
             # Rows travel while the bottom network computes.
             lookup = self.tables.request(categorical)
@@ -94,7 +107,9 @@ class DLRM(nn.Module):
             pooled = lookup.pooled()
         else:
             bottom = self.bottom(dense)
-            bags = [table(categorical[:, index : index + 1]) for index, table in enumerate(self.tables)]
+            bags = [
+                table(categorical[:, index : index + 1]) for index, table in enumerate(self.tables)
+            ]
             pooled = torch.stack(bags, dim=1)
         pairs = self.interact(torch.cat([bottom.unsqueeze(1), pooled], dim=1))
         return self.top(torch.cat([bottom, pairs], dim=1)).squeeze(1)

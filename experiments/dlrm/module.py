@@ -1,4 +1,6 @@
-"""Trains DLRM on clicks: binary cross-entropy, and the area under the ROC curve as the figure of merit."""
+"""Trains DLRM on clicks: binary cross-entropy, and the area under the ROC curve as the figure of
+merit.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,19 +28,20 @@ TABLES = ("auto", "replicated", "growing", *FIXED_TABLES)
 class ClickModule(ScoredModule):
     """DLRM as Lightning trains it.
 
-    Logs ``train/loss``, and for validation and test ``loss`` (nats), ``auc``, ``accuracy`` under ``val/`` and
-    ``test/``. If the data has the true click probability, ``test/best_auc`` is the score of that probability on the
-    same rows: the best that a model can reach.
+    Logs ``train/loss``, and for validation and test ``loss`` (nats), ``auc``, ``accuracy`` under
+    ``val/`` and ``test/``. If the data has the true click probability, ``test/best_auc`` is the
+    score of that probability on the same rows: the best that a model can reach.
 
     Args:
         embedding_dim: As ``bottom_sizes`` and ``top_sizes`` those of :class:`dlrm.model.DLRM`.
         optimizer: ``sgd``, ``adagrad`` or ``adam``.
-        tables: ``replicated`` (whole tables on every rank, their gradients synchronised), ``sharded`` (hybrid
-            parallel: every row on one rank, exchanged as ``exchange`` says), ``growing`` (sharded, a row is made when
-            its id comes), ``thresholded`` (sharded and masked, as in the paper), ``quantised`` (sharded and rounded, as
-            by TorchRec) or ``auto``: sharded under ``DCTStrategy``.
-        exchange: Settings of ``lightning_dct.ShardedEmbeddingBags``, of ``lightning_dct.GrowingEmbeddingBags``, or of
-            a class of :mod:`dlrm.other_tables`.
+        tables: ``replicated`` (whole tables on every rank, their gradients synchronised),
+            ``sharded`` (hybrid parallel: every row on one rank, exchanged as ``exchange`` says),
+            ``growing`` (sharded, a row is made when its id comes), ``thresholded`` (sharded and
+            masked, as in the paper), ``quantised`` (sharded and rounded, as by TorchRec) or
+            ``auto``: sharded under ``DCTStrategy``.
+        exchange: Settings of ``lightning_dct.ShardedEmbeddingBags``, of
+            ``lightning_dct.GrowingEmbeddingBags``, or of a class of :mod:`dlrm.other_tables`.
         num_dense: As ``table_rows`` read from the data module when None.
     """
 
@@ -56,7 +59,9 @@ class ClickModule(ScoredModule):
     ) -> None:
         super().__init__()
         if optimizer not in OPTIMIZERS:
-            raise ValueError(f"model.optimizer={optimizer!r}: choose one of {', '.join(OPTIMIZERS)}")
+            raise ValueError(
+                f"model.optimizer={optimizer!r}: choose one of {', '.join(OPTIMIZERS)}"
+            )
         if tables not in TABLES:
             raise ValueError(f"model.tables={tables!r}: choose one of {', '.join(TABLES)}")
         self.save_hyperparameters()
@@ -82,10 +87,14 @@ class ClickModule(ScoredModule):
         )
 
     def configure_model(self) -> None:
-        """Build the network with the data's sizes, once; the sizes then travel in the checkpoint."""
+        """Build the network with the data's sizes, once; the sizes then travel in the
+        checkpoint.
+        """
         if self.network is None:
             if self.hparams.tables == "auto":
-                self.hparams.tables = "sharded" if isinstance(self.trainer.strategy, DCTStrategy) else "replicated"
+                self.hparams.tables = (
+                    "sharded" if isinstance(self.trainer.strategy, DCTStrategy) else "replicated"
+                )
             self.hparams.num_dense = self.trainer.datamodule.num_dense
             self.hparams.table_rows = list(self.trainer.datamodule.table_rows)
             self._build()
@@ -95,7 +104,9 @@ class ClickModule(ScoredModule):
 
     def figures(self, batch: dict[str, Tensor]) -> tuple[dict[str, Tensor], int]:
         logits = self(batch["dense"], batch["categorical"])
-        return {"loss": functional.binary_cross_entropy_with_logits(logits, batch["label"])}, len(logits)
+        return {"loss": functional.binary_cross_entropy_with_logits(logits, batch["label"])}, len(
+            logits
+        )
 
     def test_step(self, batch: dict[str, Tensor], batch_index: int) -> None:
         self.score("test", batch)

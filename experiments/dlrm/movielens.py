@@ -1,8 +1,8 @@
 """MovieLens 100K as clicks: would this user rate this film 4 or more?
 
-Reads both forms of the set: GroupLens' own (``u.data``, ``u.user``, ``u.item``) and RecBole's atomic files
-(``ml-100k.inter``, ``.user``, ``.item``). They give nine categories and seven dense features. Counts, such as the
-ratings of a film, are counted over the training part alone.
+Reads both forms of the set: GroupLens' own (``u.data``, ``u.user``, ``u.item``) and RecBole's
+atomic files (``ml-100k.inter``, ``.user``, ``.item``). They give nine categories and seven dense
+features. Counts, such as the ratings of a film, are counted over the training part alone.
 """
 
 from pathlib import Path
@@ -13,7 +13,16 @@ import numpy.typing as npt
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 
-from dlrm.movielens_files import Film, Rating, User, download, find_form, read_films, read_ratings, read_users
+from dlrm.movielens_files import (
+    Film,
+    Rating,
+    User,
+    download,
+    find_form,
+    read_films,
+    read_ratings,
+    read_users,
+)
 from streams import Batch, Rows, ShuffledRows
 
 POSITIVE_FROM = 4
@@ -24,13 +33,18 @@ _SECONDS_PER_YEAR = 365.25 * _SECONDS_PER_DAY
 
 
 def _number_values(values: list[Any]) -> tuple[npt.NDArray[np.int64], int]:
-    """Replace values by their place among the sorted distinct ones; return the number of these, too."""
+    """Replace values by their place among the sorted distinct ones; return the number of these,
+    too.
+    """
     distinct, numbers = np.unique(np.asarray(values), return_inverse=True)
     return numbers.astype(np.int64), len(distinct)
 
 
 def make_features(
-    ratings: list[Rating], users: dict[int, User], films: dict[int, Film], training: npt.NDArray[np.int64]
+    ratings: list[Rating],
+    users: dict[int, User],
+    films: dict[int, Film],
+    training: npt.NDArray[np.int64],
 ) -> tuple[Batch, list[int]]:
     """Turn ratings into rows for DLRM; counts and scales come from the ``training`` ratings alone.
 
@@ -64,7 +78,9 @@ def make_features(
     np.minimum.at(first_seen, user_column[training], time[training])
     known = np.isfinite(first_seen[user_column])
     days_since_first = np.where(
-        known, np.maximum(0, time - np.where(known, first_seen[user_column], 0)) / _SECONDS_PER_DAY, 0
+        known,
+        np.maximum(0, time - np.where(known, first_seen[user_column], 0)) / _SECONDS_PER_DAY,
+        0,
     )
     film_age = [
         1970 + rating.timestamp / _SECONDS_PER_YEAR - film.year if film.year is not None else 0.0
@@ -82,11 +98,18 @@ def make_features(
         ],
         axis=1,
     )
-    mean, deviation = dense[training].mean(axis=0), dense[training].std(axis=0)
+    mean = dense[training].mean(axis=0)
+    deviation = dense[training].std(axis=0)
     dense = (dense - mean) / np.where(deviation > 0, deviation, 1)
     label = np.array([rating.stars >= POSITIVE_FROM for rating in ratings])
-    arrays = {"dense": dense.astype(np.float32), "categorical": categorical, "label": label.astype(np.float32)}
-    return {name: torch.from_numpy(values) for name, values in arrays.items()}, [size for _, size in numbered]
+    arrays = {
+        "dense": dense.astype(np.float32),
+        "categorical": categorical,
+        "label": label.astype(np.float32),
+    }
+    return {name: torch.from_numpy(values) for name, values in arrays.items()}, [
+        size for _, size in numbered
+    ]
 
 
 class MovieLens(ShuffledRows):
@@ -99,7 +122,9 @@ class MovieLens(ShuffledRows):
 
     num_dense = 7
 
-    def __init__(self, root: str, batch_size: int = 128, eval_batch_size: int = 1024, seed: int = 0) -> None:
+    def __init__(
+        self, root: str, batch_size: int = 128, eval_batch_size: int = 1024, seed: int = 0
+    ) -> None:
         super().__init__(batch_size, eval_batch_size, seed)
         self.root = Path(root)
         self.table_rows: list[int] = []
@@ -112,7 +137,8 @@ class MovieLens(ShuffledRows):
     def setup(self, stage: str | None = None) -> None:
         if self.parts:
             return
-        users, films = read_users(self.root), read_films(self.root)
+        users = read_users(self.root)
+        films = read_films(self.root)
         ratings = read_ratings(self.root, users, films)
         without_year = sum(film.year is None for film in films.values())
         rank_zero_info(
@@ -120,7 +146,8 @@ class MovieLens(ShuffledRows):
             f"({without_year} without a release year, which becomes a year of its own)"
         )
         order = np.random.default_rng(self.seed).permutation(len(ratings))
-        first, second = int(0.8 * len(order)), int(0.9 * len(order))
+        first = int(0.8 * len(order))
+        second = int(0.9 * len(order))
         self.parts = {"train": order[:first], "val": order[first:second], "test": order[second:]}
         self._clicks, self.table_rows = make_features(ratings, users, films, self.parts["train"])
 

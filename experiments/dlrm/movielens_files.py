@@ -1,4 +1,6 @@
-"""The files of MovieLens 100K: finds, downloads and parses them, and names file and line where one is bad."""
+"""The files of MovieLens 100K: finds, downloads and parses them, and names file and line where one
+is bad.
+"""
 
 import hashlib
 import io
@@ -78,7 +80,8 @@ class Line(NamedTuple):
 
 
 def find_form(root: Path) -> str | None:
-    """The form of the set that ``root`` holds: ``grouplens``, ``recbole``, or None when it holds neither.
+    """The form of the set that ``root`` holds: ``grouplens``, ``recbole``, or None when it holds
+    neither.
 
     Raises:
         FileNotFoundError: Some files of a form are there and others are not.
@@ -88,7 +91,9 @@ def find_form(root: Path) -> str | None:
         if not missing:
             return form
         if len(missing) < len(names):
-            raise FileNotFoundError(f"data.root={root}: {', '.join(missing)} is missing beside the others")
+            raise FileNotFoundError(
+                f"data.root={root}: {', '.join(missing)} is missing beside the others"
+            )
     return None
 
 
@@ -104,15 +109,16 @@ def download(root: Path) -> None:
             content = response.read()
     except (urllib.error.URLError, OSError) as error:
         raise ConnectionError(
-            f"data.root={root} has no MovieLens 100K, and {URL} cannot be reached ({error}). "
-            f"Put {', '.join(GROUPLENS_FILES)} (from that archive) or {', '.join(RECBOLE_FILES)} (RecBole's atomic "
-            f"files) into {root.resolve()}, or give a folder that has them as data.root=..."
+            f"data.root={root} has no MovieLens 100K, and {URL} cannot be reached ({error}). Put"
+            f" {', '.join(GROUPLENS_FILES)} (from that archive) or {', '.join(RECBOLE_FILES)}"
+            f" (RecBole's atomic files) into {root.resolve()}, or give a folder that has them as"
+            " data.root=..."
         ) from error
     digest = hashlib.md5(content, usedforsecurity=False).hexdigest()
     if digest != MD5:
         raise ValueError(
-            f"{URL}: the MD5 sum is {digest}, not {MD5}; nothing was kept. Fetch the archive by other means and put "
-            f"{', '.join(GROUPLENS_FILES)} into {root.resolve()}"
+            f"{URL}: the MD5 sum is {digest}, not {MD5}; nothing was kept. Fetch the archive by"
+            f" other means and put {', '.join(GROUPLENS_FILES)} into {root.resolve()}"
         )
     root.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
@@ -132,11 +138,15 @@ def _recbole(file: Path, *wanted: str) -> Iterator[Line]:
     header = next(lines, Line(file, 1, [""]))
     names = [column.split(":")[0] for column in header.fields]
     if missing := [name for name in wanted if name not in names]:
-        raise header.bad(f"the header has no column {', '.join(missing)} (it has {', '.join(names)})")
+        raise header.bad(
+            f"the header has no column {', '.join(missing)} (it has {', '.join(names)})"
+        )
     places = [names.index(name) for name in wanted]
     for line in lines:
         if len(line.fields) != len(names):
-            raise line.bad(f"{len(line.fields)} fields where the header has {len(names)}, tab separated")
+            raise line.bad(
+                f"{len(line.fields)} fields where the header has {len(names)}, tab separated"
+            )
         yield Line(file, line.number, [line.fields[place] for place in places])
 
 
@@ -144,17 +154,24 @@ def _grouplens(file: Path, separator: str, num_fields: int) -> Iterator[Line]:
     """The lines of one of GroupLens' files, which have no header."""
     for line in _lines(file, separator, "latin-1"):
         if len(line.fields) != num_fields:
-            raise line.bad(f"{len(line.fields)} fields in place of {num_fields}, separated by {separator!r}")
+            raise line.bad(
+                f"{len(line.fields)} fields in place of {num_fields}, separated by {separator!r}"
+            )
         yield line
 
 
 def read_users(root: Path) -> dict[int, User]:
     """Read all users of ``root``, by id."""
     if find_form(root) == "recbole":
-        lines = _recbole(root / "ml-100k.user", "user_id", "age", "gender", "occupation", "zip_code")
+        lines = _recbole(
+            root / "ml-100k.user", "user_id", "age", "gender", "occupation", "zip_code"
+        )
     else:
         lines = _grouplens(root / "u.user", "|", 5)
-    return {line.integer(0, "the user id"): User(line.integer(1, "the age"), *line.fields[2:]) for line in lines}
+    return {
+        line.integer(0, "the user id"): User(line.integer(1, "the age"), *line.fields[2:])
+        for line in lines
+    }
 
 
 def read_films(root: Path) -> dict[int, Film]:
@@ -163,7 +180,9 @@ def read_films(root: Path) -> dict[int, Film]:
     if find_form(root) == "recbole":
         lines = _recbole(root / "ml-100k.item", "item_id", "release_year", "class")
     else:
-        lines = map(_with_year_and_genres, _grouplens(root / "u.item", "|", _FIRST_FLAG + len(_GENRES)))
+        lines = map(
+            _with_year_and_genres, _grouplens(root / "u.item", "|", _FIRST_FLAG + len(_GENRES))
+        )
     for line in lines:
         year = None if line.fields[1] in _NO_YEAR else line.integer(1, "the release year")
         films[line.integer(0, "the film id")] = Film(year, tuple(line.fields[2].split()))

@@ -1,8 +1,9 @@
-"""What others send of pooled embeddings and their gradients, emulated to compare changes of rows with.
+"""What others send of pooled embeddings and their gradients, emulated to compare changes of rows
+with.
 
-Rows cross as they are, and the rank that uses them masks or rounds what it has pooled. The model is the same as if that
-had crossed, but a threshold or a scale sees the batch of one rank. The counter has the bytes that would cross of all
-tables.
+Rows cross as they are, and the rank that uses them masks or rounds what it has pooled. The model is
+the same as if that had crossed, but a threshold or a scale sees the batch of one rank. The counter
+has the bytes that would cross of all tables.
 """
 
 from __future__ import annotations
@@ -24,11 +25,17 @@ FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 class WholeRows(nn.Module):
-    """Sharded tables whose rows cross whole; :meth:`crossed` does with pooled embeddings what a subclass emulates."""
+    """Sharded tables whose rows cross whole; :meth:`crossed` does with pooled embeddings what a
+    subclass emulates.
+    """
 
-    def __init__(self, table_rows: Sequence[int], embedding_dim: int, settings: dict[str, Any]) -> None:
+    def __init__(
+        self, table_rows: Sequence[int], embedding_dim: int, settings: dict[str, Any]
+    ) -> None:
         super().__init__()
-        self.rows = ShardedEmbeddingBags(table_rows, embedding_dim, density=1.0, value_format="fp32", **settings)
+        self.rows = ShardedEmbeddingBags(
+            table_rows, embedding_dim, density=1.0, value_format="fp32", **settings
+        )
         self._not_reported = Traffic()
 
     def request(self, ids: Tensor) -> WholeRows:
@@ -48,11 +55,12 @@ class WholeRows(nn.Module):
 class ThresholdedTables(WholeRows):
     """The paper's exchange (Gupta et al., KDD 2021, section 3.2).
 
-    Only the largest entries of a batch's pooled embeddings cross, and the others are zero for the model; gradients come
-    back under the same mask. Ids are not counted.
+    Only the largest entries of a batch's pooled embeddings cross, and the others are zero for the
+    model; gradients come back under the same mask. Ids are not counted.
 
-    ``density`` is the share of a table's pooled entries that crosses, and ``value_format`` that of pooled embeddings
-    and of their gradients. Other settings are those of :class:`lightning_dct.ShardedEmbeddingBags`.
+    ``density`` is the share of a table's pooled entries that crosses, and ``value_format`` that of
+    pooled embeddings and of their gradients. Other settings are those of
+    :class:`lightning_dct.ShardedEmbeddingBags`.
     """
 
     def __init__(
@@ -67,20 +75,25 @@ class ThresholdedTables(WholeRows):
         super().__init__(table_rows, embedding_dim, settings)
         formats = {"forward_format": value_format, "backward_format": value_format}
         self.masks = nn.ModuleList(
-            SplitPoint(density, refresh_every=refresh_every, **formats, seed=table) for table in range(len(table_rows))
+            SplitPoint(density, refresh_every=refresh_every, **formats, seed=table)
+            for table in range(len(table_rows))
         )
 
     def crossed(self, pooled: Tensor) -> Tensor:
         parts = pooled.unbind(1)
-        return torch.stack([mask(part) for mask, part in zip(self.masks, parts, strict=True)], dim=1)
+        return torch.stack(
+            [mask(part) for mask, part in zip(self.masks, parts, strict=True)], dim=1
+        )
 
 
 class QuantisedTables(WholeRows):
-    """All pooled embeddings and gradients in few bits, without a residual, as the codecs of TorchRec send them.
+    """All pooled embeddings and gradients in few bits, without a residual, as the codecs of
+    TorchRec send them.
 
-    ``value_format`` is ``"fp16"``, ``"int8"`` (32 entries share a scale and an offset in fp32) or ``"mx4"`` (32 share a
-    power of two). Ids are counted. Other settings are those of :class:`lightning_dct.ShardedEmbeddingBags`; ``density``
-    and ``refresh_every`` have no meaning here.
+    ``value_format`` is ``"fp16"``, ``"int8"`` (32 entries share a scale and an offset in fp32) or
+    ``"mx4"`` (32 share a power of two). Ids are counted. Other settings are those of
+    :class:`lightning_dct.ShardedEmbeddingBags`; ``density`` and ``refresh_every`` have no meaning
+    here.
     """
 
     def __init__(
@@ -105,16 +118,22 @@ class Quantised(CompressedModule):
     def __init__(self, value_format: str) -> None:
         super().__init__(refresh_every=1)
         if value_format not in FORMATS:
-            raise ValueError(f"model.exchange.value_format={value_format!r}: choose one of {', '.join(FORMATS)}")
+            raise ValueError(
+                f"model.exchange.value_format={value_format!r}: choose one of {', '.join(FORMATS)}"
+            )
         self.rounded, self.group_bytes = FORMATS[value_format]
 
     def forward(self, pooled: Tensor) -> Tensor:
         """Pooled embeddings ``[batch, tables, dim]``, rounded."""
         if self.training:
             ids = ID_BYTES * pooled[..., 0].numel()
-            groups, entries = -(-pooled.numel() // GROUP), pooled.numel()
-            sent, dense = ids + 2 * groups * self.group_bytes, ids + 2 * FP32_BYTES * entries
-            self.traffic.add(bytes_sent=sent, bytes_dense=dense, entries_sent=2 * entries, entries=2 * entries)
+            groups = -(-pooled.numel() // GROUP)
+            entries = pooled.numel()
+            sent = ids + 2 * groups * self.group_bytes
+            dense = ids + 2 * FP32_BYTES * entries
+            self.traffic.add(
+                bytes_sent=sent, bytes_dense=dense, entries_sent=2 * entries, entries=2 * entries
+            )
         return _RoundBoth.apply(pooled, self.rounded)
 
 
@@ -151,7 +170,9 @@ def round_to_int8(groups: Tensor) -> Tensor:
 
 
 def round_to_mx4(groups: Tensor) -> Tensor:
-    """To E2M1 times a power of two for each row; the largest entry lies in (2, 4] times that power."""
+    """To E2M1 times a power of two for each row; the largest entry lies in (2, 4] times that
+    power.
+    """
     largest = groups.abs().amax(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
     scale = torch.exp2(largest.log2().ceil() - 2)
     levels = FP4.to(groups.device)

@@ -1,4 +1,6 @@
-"""Makes hosts out of network namespaces, each with one Ethernet interface on a common bridge (Linux, as root)."""
+"""Makes hosts out of network namespaces, each with one Ethernet interface on a common bridge
+(Linux, as root).
+"""
 
 import argparse
 import ctypes
@@ -35,7 +37,9 @@ _CLONE_NEWNET = 0x40000000
 
 
 class Link(NamedTuple):
-    """The link of a host: its rate in Mbit/s, None for no limit, and the milliseconds a frame takes each way."""
+    """The link of a host: its rate in Mbit/s, None for no limit, and the milliseconds a frame takes
+    each way.
+    """
 
     megabits: float | None = None
     delay_ms: float = 0.0
@@ -79,25 +83,37 @@ class Host:
             command = ["ip", "netns", "exec", self.namespace, *_as_invoking_user(), *command]
             environment = {"GLOO_SOCKET_IFNAME": INTERFACE, **environment}
         return subprocess.Popen(
-            command, env={**os.environ, **environment}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command,
+            env={**os.environ, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
 
     def enter(self) -> None:
-        """Put this process on this host; call it before the process has started a thread or made a socket."""
+        """Put this process on this host; call it before the process has started a thread or made a
+        socket.
+        """
         if self.namespace is None:
             return
         os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
         with open(f"/run/netns/{self.namespace}") as file:
             if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
-                raise OSError(ctypes.get_errno(), f"Cannot enter the network namespace {self.namespace}")
+                raise OSError(
+                    ctypes.get_errno(), f"Cannot enter the network namespace {self.namespace}"
+                )
 
     def plug(self, plugged: bool) -> None:
-        """Put the cable of this host into the bridge, or pull it out there; its interface does not see that."""
+        """Put the cable of this host into the bridge, or pull it out there; its interface does not
+        see that.
+        """
         where = ("master", self.outside.rpartition("p")[0]) if plugged else ("nomaster",)
         _ip("link", "set", self.outside, *where)
 
     def end(self, process: subprocess.Popen[str]) -> None:
-        """End what :meth:`start` has started; in a namespace kill all processes, whatever their session."""
+        """End what :meth:`start` has started; in a namespace kill all processes, whatever their
+        session.
+        """
         if self.namespace is None:
             process.terminate()
             try:
@@ -106,7 +122,9 @@ class Host:
                 process.kill()
         else:
             command = ["ip", "netns", "pids", self.namespace]
-            for found in subprocess.run(command, check=False, capture_output=True, text=True).stdout.split():
+            for found in subprocess.run(
+                command, check=False, capture_output=True, text=True
+            ).stdout.split():
                 with suppress(ProcessLookupError):
                     os.kill(int(found), signal.SIGKILL)
 
@@ -139,13 +157,16 @@ def why_not() -> str | None:
 
 
 @contextmanager
-def make_hosts(count: int, megabits: float | None = None, delay: float = 0.0) -> Iterator[list[Host]]:
+def make_hosts(
+    count: int, megabits: float | None = None, delay: float = 0.0
+) -> Iterator[list[Host]]:
     """Make hosts that reach one another, and remove them afterwards.
 
     Args:
         count: How many, from 2 to 200.
-        megabits: Rate of each host's link, in either direction, in 10^6 bits a second, headers included; None for no
-            limit. With a delay it limits what a host sends, not what it receives.
+        megabits: Rate of each host's link, in either direction, in 10^6 bits a second, headers
+            included; None for no limit. With a delay it limits what a host sends, not what it
+            receives.
         delay: Seconds that a frame travels.
 
     Raises:
@@ -165,7 +186,18 @@ def make_hosts(count: int, megabits: float | None = None, delay: float = 0.0) ->
         for outside, host in zip(outsides, hosts, strict=True):
             _ip("netns", "add", host.namespace)
             if wire is None:
-                _ip("link", "add", outside, "type", "veth", "peer", "name", INTERFACE, "netns", host.namespace)
+                _ip(
+                    "link",
+                    "add",
+                    outside,
+                    "type",
+                    "veth",
+                    "peer",
+                    "name",
+                    INTERFACE,
+                    "netns",
+                    host.namespace,
+                )
                 _ip("link", "set", outside, "master", bridge, "up")
             else:
                 _ip("link", "set", outside, "netns", host.namespace, "name", INTERFACE)
@@ -182,23 +214,46 @@ def make_hosts(count: int, megabits: float | None = None, delay: float = 0.0) ->
         if wire is not None:
             wire.close()
         for host in hosts:
-            subprocess.run(["ip", "netns", "delete", host.namespace], check=False, capture_output=True)
+            subprocess.run(
+                ["ip", "netns", "delete", host.namespace], check=False, capture_output=True
+            )
         subprocess.run(["ip", "link", "delete", bridge], check=False, capture_output=True)
 
 
 def limit_rate(namespace: list[str], interface: str, megabits: float) -> None:
-    """Let an interface send no faster than this, by a token bucket; ``["-netns", name]`` is another's namespace."""
+    """Let an interface send no faster than this, by a token bucket; ``["-netns", name]`` is
+    another's namespace.
+    """
     burst = max(int(megabits * 1e6 / 8 * _BURST_SECONDS), _SMALLEST_BURST)
-    # A packet larger than the bucket would be cut up here, one frame after the other, at a cost of its own.
+    # A packet larger than the bucket would be cut up here, one frame after the other, at a cost of
+    # its own.
     largest = min(burst, _LARGEST_PACKET)
-    _ip(*namespace, "link", "set", interface, "gso_max_size", str(largest), "gso_max_segs", str(largest // 1500))
-    shaper = ["tbf", "rate", f"{megabits}mbit", "burst", str(burst), "latency", f"{1e3 * _QUEUE_SECONDS:.0f}ms"]
+    _ip(
+        *namespace,
+        "link",
+        "set",
+        interface,
+        "gso_max_size",
+        str(largest),
+        "gso_max_segs",
+        str(largest // 1500),
+    )
+    shaper = [
+        "tbf",
+        "rate",
+        f"{megabits}mbit",
+        "burst",
+        str(burst),
+        "latency",
+        f"{1e3 * _QUEUE_SECONDS:.0f}ms",
+    ]
     _run("tc", *namespace, "qdisc", "replace", "dev", interface, "root", *shaper)
 
 
 def give_to_invoking_user(path: Path) -> None:
     """Under sudo, make a file or folder the user's own."""
-    user, group = os.environ.get("SUDO_UID"), os.environ.get("SUDO_GID")
+    user = os.environ.get("SUDO_UID")
+    group = os.environ.get("SUDO_GID")
     if user is not None and group is not None:
         os.chown(path, int(user), int(group))
 
@@ -214,8 +269,11 @@ def sent_by_interface() -> tuple[int, int]:
 
 
 def _as_invoking_user() -> list[str]:
-    """A prefix of commands that drops root's rights under sudo, so that their files are the user's own."""
-    user, group = os.environ.get("SUDO_UID"), os.environ.get("SUDO_GID")
+    """A prefix of commands that drops root's rights under sudo, so that their files are the user's
+    own.
+    """
+    user = os.environ.get("SUDO_UID")
+    group = os.environ.get("SUDO_GID")
     if user is None or group is None or shutil.which("setpriv") is None:
         return []
     home = f"HOME={pwd.getpwuid(int(user)).pw_dir}"

@@ -1,4 +1,6 @@
-"""Records, for each part of a run, what the strategy counted and what this host's interface sent."""
+"""Records, for each part of a run, what the strategy counted and what this host's interface
+sent.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,17 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_dct import ShardedEmbeddingBags
 from network.hosts import HEADER_BYTES, sent_by_interface
 
-SET_UP, STEPS, OTHER = "set-up", "steps", "other"
+SET_UP = "set-up"
+STEPS = "steps"
+OTHER = "other"
 
 
 @dataclass(frozen=True)
 class Sent:
     """Bytes that one rank has sent.
 
-    ``gradients``, ``inside`` (the model) and ``evaluation`` (rows of sharded tables read outside training) are counted
-    bytes. ``frames`` are bytes at the interface with all headers.
+    ``gradients``, ``inside`` (the model) and ``evaluation`` (rows of sharded tables read outside
+    training) are counted bytes. ``frames`` are bytes at the interface with all headers.
     """
 
     steps: int = 0
@@ -31,10 +35,14 @@ class Sent:
     packets: int = 0
 
     def __add__(self, other: Sent) -> Sent:
-        return Sent(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
+        return Sent(
+            *(getattr(self, field.name) + getattr(other, field.name) for field in fields(self))
+        )
 
     def __sub__(self, earlier: Sent) -> Sent:
-        return Sent(*(getattr(self, field.name) - getattr(earlier, field.name) for field in fields(self)))
+        return Sent(
+            *(getattr(self, field.name) - getattr(earlier, field.name) for field in fields(self))
+        )
 
     @property
     def counted(self) -> int:
@@ -42,10 +50,12 @@ class Sent:
 
 
 class Ledger(Callback):
-    """Divides a run into three parts, and writes what each of them sent to ``<folder>/rank<r>.json``.
+    """Divides a run into three parts, and writes what each of them sent to
+    ``<folder>/rank<r>.json``.
 
-    *set-up* lasts until the first ``skip`` steps are done. *steps* are the training steps after that. *other* is the
-    rest: validation, checkpoints, means over the ranks at the end of an epoch, the scoring after training.
+    *set-up* lasts until the first ``skip`` steps are done. *steps* are the training steps after
+    that. *other* is the rest: validation, checkpoints, means over the ranks at the end of an epoch,
+    the scoring after training.
     """
 
     reads_weights = False
@@ -57,7 +67,9 @@ class Ledger(Callback):
         self._part = SET_UP
         self._before = Sent()
 
-    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_index: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Trainer, module: LightningModule, batch: Any, batch_index: int
+    ) -> None:
         if trainer.global_step >= self._skip:
             self._enter(STEPS, trainer)
 
@@ -75,7 +87,9 @@ class Ledger(Callback):
 
     @property
     def bytes_per_step(self) -> float | None:
-        """Bytes that the interface has sent in a training step, without headers; None before there is one."""
+        """Bytes that the interface has sent in a training step, without headers; None before there
+        is one.
+        """
         sent = self._parts[STEPS]
         return without_headers(sent) / sent.steps if sent.steps else None
 
@@ -87,7 +101,8 @@ class Ledger(Callback):
         trainer.strategy.barrier()
         now = _sent_so_far(trainer)
         self._parts[self._part] += now - self._before
-        self._before, self._part = now, part
+        self._before = now
+        self._part = part
 
 
 def without_headers(sent: Sent) -> int:
@@ -96,8 +111,14 @@ def without_headers(sent: Sent) -> int:
 
 
 def _sent_so_far(trainer: Trainer) -> Sent:
-    traffic, inside = (getattr(trainer.strategy, name, None) for name in ("traffic", "split_traffic"))
-    tables = [module for module in trainer.lightning_module.modules() if isinstance(module, ShardedEmbeddingBags)]
+    traffic, inside = (
+        getattr(trainer.strategy, name, None) for name in ("traffic", "split_traffic")
+    )
+    tables = [
+        module
+        for module in trainer.lightning_module.modules()
+        if isinstance(module, ShardedEmbeddingBags)
+    ]
     frames, packets = sent_by_interface()
     return Sent(
         trainer.global_step,
@@ -110,6 +131,11 @@ def _sent_so_far(trainer: Trainer) -> Sent:
 
 
 def read_ledgers(folder: Path, count: int) -> list[dict[str, Sent]]:
-    """The ledgers by rank, then by part of the run; a FileNotFoundError if a rank has written none."""
+    """The ledgers by rank, then by part of the run; a FileNotFoundError if a rank has written
+    none.
+    """
     files = [folder / f"rank{rank}.json" for rank in range(count)]
-    return [{name: Sent(**sent) for name, sent in json.loads(file.read_text()).items()} for file in files]
+    return [
+        {name: Sent(**sent) for name, sent in json.loads(file.read_text()).items()}
+        for file in files
+    ]

@@ -1,4 +1,6 @@
-"""Runs a script under torchrun, or any command, on every host until all have ended or one has failed."""
+"""Runs a script under torchrun, or any command, on every host until all have ended or one has
+failed.
+"""
 
 import random
 import subprocess
@@ -34,7 +36,9 @@ def run_ranks(
 
 
 def free_port() -> int:
-    """A TCP port that no process listens on, below those that kernels assign: torchrun takes seconds to bind it."""
+    """A TCP port that no process listens on, below those that kernels assign: torchrun takes
+    seconds to bind it.
+    """
     while True:
         port = random.SystemRandom().randrange(10_000, 15_000)
         with socket() as probe, suppress(OSError):
@@ -52,7 +56,8 @@ class _Output(threading.Thread):
     def __init__(self, stream: IO[str], show: Callable[[str], object] | None) -> None:
         super().__init__(daemon=True)
         self.last: deque[str] = deque(maxlen=LINES_KEPT)
-        self._stream, self._show = stream, show
+        self._stream = stream
+        self._show = show
         self.start()
 
     def run(self) -> None:
@@ -68,7 +73,8 @@ def run_on(
     environment: dict[str, str],
     show: Callable[[str], object] | None = None,
 ) -> None:
-    """Run a command on each host, at the same time, and call ``show`` with each line that the first host prints.
+    """Run a command on each host, at the same time, and call ``show`` with each line that the first
+    host prints.
 
     No process is left when this returns or raises.
 
@@ -83,7 +89,8 @@ def run_on(
             outputs.append(_Output(running[-1].stdout, None if outputs else show))
         failed = _wait_for(running)
     finally:
-        # A rank whose peer is gone may wait for it forever, in a session of its own: torchrun's signals come late.
+        # A rank whose peer is gone may wait for it forever, in a session of its own: torchrun's
+        # signals come late.
         for host, process in zip(hosts, running, strict=False):
             host.end(process)
             process.wait()
@@ -92,8 +99,9 @@ def run_on(
     if failed is not None:
         lines = "".join(outputs[failed].last)
         raise HostFailedError(
-            f"Host {failed} ({hosts[failed].address}) ended with exit status {running[failed].returncode}, and the"
-            f" other hosts were stopped. Its last lines:\n{lines}"
+            f"Host {failed} ({hosts[failed].address}) ended with exit status"
+            f" {running[failed].returncode}, and the other hosts were stopped. Its last"
+            f" lines:\n{lines}"
         )
 
 

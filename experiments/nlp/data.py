@@ -1,7 +1,7 @@
 """Text as token windows: random crops to train on, every window once to validate on.
 
-The text is cut into three contiguous blocks (90% training, 5% validation, 5% test), so that the parts share no text. A
-tokenizer learns from the training block only.
+The text is cut into three contiguous blocks (90% training, 5% validation, 5% test), so that the
+parts share no text. A tokenizer learns from the training block only.
 """
 
 import hashlib
@@ -33,9 +33,11 @@ def documentation() -> bytes:
 
 @cache
 def sources() -> bytes:
-    """The first 10 MB of the Python sources of SymPy, which torch needs, without its tests and benchmarks.
+    """The first 10 MB of the Python sources of SymPy, which torch needs, without its tests and
+    benchmarks.
 
-    Files come in the order of the SHA-256 of their path, so that the held-out end is of the same kind as the rest.
+    Files come in the order of the SHA-256 of their path, so that the held-out end is of the same
+    kind as the rest.
     """
     spec = importlib.util.find_spec("sympy")
     assert spec is not None
@@ -46,7 +48,9 @@ def sources() -> bytes:
     names.sort(key=lambda name: hashlib.sha256(name.encode()).digest())
     text = b"\n".join((root / name).read_bytes() for name in names)[:SOURCES_BYTES]
     digest = hashlib.sha256(text).hexdigest()
-    rank_zero_info(f"Text: sources of SymPy {version('sympy')}, {len(text):,} bytes, SHA-256 {digest}")
+    rank_zero_info(
+        f"Text: sources of SymPy {version('sympy')}, {len(text):,} bytes, SHA-256 {digest}"
+    )
     return text
 
 
@@ -54,7 +58,9 @@ CORPORA = {"sources": sources, "documentation": documentation}
 
 
 def check_text(path: str | Path | None) -> None:
-    """See that there is a text to read, without reading it; a FileNotFoundError or, of an empty file, a ValueError."""
+    """See that there is a text to read, without reading it; a FileNotFoundError or, of an empty
+    file, a ValueError.
+    """
     if path is None:
         return
     path = Path(path)
@@ -68,7 +74,9 @@ def check_text(path: str | Path | None) -> None:
 
 
 def split_text(text: bytes, held_out_fraction: float) -> dict[str, bytes]:
-    """Cut text into contiguous blocks, validation and test at the end, between characters of UTF-8."""
+    """Cut text into contiguous blocks, validation and test at the end, between characters of
+    UTF-8.
+    """
 
     def character_start(position: int) -> int:
         # Bytes 10xxxxxx continue a character.
@@ -84,13 +92,15 @@ def split_text(text: bytes, held_out_fraction: float) -> dict[str, bytes]:
 class TextData(TokenRows):
     """Windows of a text for a language model.
 
-    A batch is ``{"inputs": int64 [rows, context_length], "targets": int64 [rows, context_length]}``, targets one
-    token ahead. Training window ``i`` is a pure function of ``(seed, i)``, and a global batch holds the same windows
-    whatever the number of ranks (see ``streams``).
+    A batch is ``{"inputs": int64 [rows, context_length], "targets": int64 [rows,
+    context_length]}``, targets one token ahead. Training window ``i`` is a pure function of
+    ``(seed, i)``, and a global batch holds the same windows whatever the number of ranks (see
+    ``streams``).
 
     Args:
         path: A text file in UTF-8; None for a text that is installed.
-        corpus: Which one: ``sources``, 10 MB of SymPy, or ``documentation``, 465 KB that come with Python.
+        corpus: Which one: ``sources``, 10 MB of SymPy, or ``documentation``, 465 KB that come with
+            Python.
         tokenizer: ``byte`` or ``bpe``.
         vocabulary_size: Tokens that BPE may learn; bytes need no setting.
         context_length: Tokens a window.
@@ -101,7 +111,8 @@ class TextData(TokenRows):
         cache_dir: Where trained tokenizers are kept, by the hash of their training text.
 
     Raises:
-        ValueError: A setting is out of range, the file is empty, or (in ``setup``) a part is too short for a window.
+        ValueError: A setting is out of range, the file is empty, or (in ``setup``) a part is too
+            short for a window.
         FileNotFoundError: ``path`` is missing.
     """
 
@@ -118,13 +129,22 @@ class TextData(TokenRows):
         seed: int = 0,
         cache_dir: str = "outputs/cache",
     ) -> None:
-        super().__init__(tokenizer, vocabulary_size, batch_size, eval_batch_size, held_out_fraction, seed, cache_dir)
+        super().__init__(
+            tokenizer,
+            vocabulary_size,
+            batch_size,
+            eval_batch_size,
+            held_out_fraction,
+            seed,
+            cache_dir,
+        )
         check_at_least(1, context_length=context_length)
         if corpus not in CORPORA:
             raise ValueError(f"data.corpus={corpus!r}: choose one of {', '.join(CORPORA)}")
         # Check before other processes are started, which would wait for this one.
         check_text(path)
-        self.path, self.corpus = path, corpus
+        self.path = path
+        self.corpus = corpus
         self.context_length = context_length
         self.tokens: dict[str, npt.NDArray[np.int64]] = {}
         self.bytes_per_token: dict[str, float] = {}
@@ -136,7 +156,9 @@ class TextData(TokenRows):
         return self._parts()["train"]
 
     def num_rows(self, stage: str) -> int:
-        """Windows of a part, side by side: each predicts ``context_length`` tokens, the very first is no target."""
+        """Windows of a part, side by side: each predicts ``context_length`` tokens, the very first
+        is no target.
+        """
         return -(-(len(self.tokens[stage]) - 1) // self.context_length)
 
     def setup(self, stage: str | None = None) -> None:
@@ -150,15 +172,16 @@ class TextData(TokenRows):
             invalid += invalid_here
             if len(tokens) <= self.context_length:
                 raise ValueError(
-                    f"data.path={self.path}: the text is too short, its {name} part has {len(tokens)} tokens and one "
-                    f"window takes {self.context_length + 1}; give a longer text or lower data.context_length"
+                    f"data.path={self.path}: the text is too short, its {name} part has"
+                    f" {len(tokens)} tokens and one window takes {self.context_length + 1}; give a"
+                    " longer text or lower data.context_length"
                 )
             self.tokens[name] = tokens
             self.bytes_per_token[name] = len(part) / len(tokens)
         if invalid:
             warnings.warn(
-                f"data.path={self.path}: {invalid} bytes are not UTF-8 and became replacement characters; "
-                "data.tokenizer=byte reads any bytes",
+                f"data.path={self.path}: {invalid} bytes are not UTF-8 and became replacement"
+                " characters; data.tokenizer=byte reads any bytes",
                 stacklevel=2,
             )
 
@@ -166,15 +189,23 @@ class TextData(TokenRows):
         tokens = self.tokens["train"]
         starts = hash_counters(self.seed, rows) % np.uint64(len(tokens) - self.context_length)
         window = tokens[starts.astype(np.int64)[:, None] + np.arange(self.context_length + 1)]
-        return {"inputs": torch.from_numpy(window[:, :-1]), "targets": torch.from_numpy(window[:, 1:])}
+        return {
+            "inputs": torch.from_numpy(window[:, :-1]),
+            "targets": torch.from_numpy(window[:, 1:]),
+        }
 
     def evaluation_rows(self, stage: str, rows: Rows) -> Batch:
-        """Cut the ``rows``-th windows, side by side, of a part; the last is filled up with ignored targets."""
+        """Cut the ``rows``-th windows, side by side, of a part; the last is filled up with ignored
+        targets.
+        """
         tokens = self.tokens[stage]
         positions = rows[:, None] * self.context_length + np.arange(self.context_length + 1)
         window = tokens[np.minimum(positions, len(tokens) - 1)]
         targets = np.where(positions[:, 1:] < len(tokens), window[:, 1:], IGNORED)
-        return {"inputs": torch.from_numpy(window[:, :-1].copy()), "targets": torch.from_numpy(targets)}
+        return {
+            "inputs": torch.from_numpy(window[:, :-1].copy()),
+            "targets": torch.from_numpy(targets),
+        }
 
     def _parts(self) -> dict[str, bytes]:
         return split_text(self.read(), self.held_out_fraction)

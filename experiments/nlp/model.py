@@ -14,7 +14,8 @@ from nlp.splits import make_split
 class Block(nn.Module):
     """Attention, then a two-layer network, each on a normalised input and added to its input.
 
-    ``num_heads`` must divide ``width``. In a causal block, position ``t`` sees positions up to ``t`` only.
+    ``num_heads`` must divide ``width``. In a causal block, position ``t`` sees positions up to
+    ``t`` only.
     """
 
     def __init__(self, width: int, num_heads: int, dropout: float, causal: bool = True) -> None:
@@ -34,7 +35,8 @@ class Block(nn.Module):
     def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map ``[batch, time, width]`` to the same shape.
 
-        ``mask``, for blocks that are not causal, is bool ``[batch, 1, 1, time]``, True where a position may be seen.
+        ``mask``, for blocks that are not causal, is bool ``[batch, 1, 1, time]``, True where a
+        position may be seen.
         """
         hidden = hidden + self._drop(self.attend(self.attention_norm(hidden), mask))
         return self.feed_forward(hidden)
@@ -42,10 +44,17 @@ class Block(nn.Module):
     def attend(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
         """Multi-head self-attention over ``[batch, time, width]``."""
         batch, time, width = hidden.shape
-        split = self.query_key_value(hidden).view(batch, time, 3, self.num_heads, width // self.num_heads)
+        split = self.query_key_value(hidden).view(
+            batch, time, 3, self.num_heads, width // self.num_heads
+        )
         query, key, value = split.permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(
-            query, key, value, mask, dropout_p=self.dropout if self.training else 0.0, is_causal=self.causal
+            query,
+            key,
+            value,
+            mask,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=self.causal,
         )
         return self.attention_output(mixed.transpose(1, 2).reshape(batch, time, width))
 
@@ -61,20 +70,27 @@ class Block(nn.Module):
 class TokenEmbedding(nn.Module):
     """The embedding of a token plus that of its position, times ``gain``."""
 
-    def __init__(self, vocabulary_size: int, context_length: int, width: int, gain: float = 1.0) -> None:
+    def __init__(
+        self, vocabulary_size: int, context_length: int, width: int, gain: float = 1.0
+    ) -> None:
         super().__init__()
         self.gain = gain
         self.tokens = nn.Embedding(vocabulary_size, width)
         self.positions = nn.Embedding(context_length, width)
 
     def initialise(self) -> None:
-        """Draw small values: the linear layers keep PyTorch's, for which embeddings of unit variance are too large."""
+        """Draw small values: the linear layers keep PyTorch's, for which embeddings of unit
+        variance are too large.
+        """
         for embedding in (self.tokens, self.positions):
             nn.init.normal_(embedding.weight, std=embedding.embedding_dim**-0.5 / self.gain)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map int64 ``[batch, time]`` to ``[batch, time, width]``."""
-        return self.gain * (self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device)))
+        return self.gain * (
+            self.tokens(tokens)
+            + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        )
 
 
 class Head(nn.Module):
@@ -91,18 +107,21 @@ class Head(nn.Module):
 
 
 class TransformerLanguageModel(SplitSequential):
-    """Predicts the next token at every position: maps int64 ``[batch, time]`` to ``[batch, time, vocabulary_size]``.
+    """Predicts the next token at every position: maps int64 ``[batch, time]`` to ``[batch, time,
+    vocabulary_size]``.
 
-    Its children are ``embedding``, ``block_0``, ``block_1``, ..., ``head``, and between two pieces ``split_0``, ...,
-    which compress the activations there. A single process runs them one after the other; ``DCTPipelineStrategy`` runs
-    pieces on ranks. If its splits know the tokens (:func:`~nlp.splits.reads_tokens`), call it with ``tokens=``.
+    Its children are ``embedding``, ``block_0``, ``block_1``, ..., ``head``, and between two pieces
+    ``split_0``, ..., which compress the activations there. A single process runs them one after the
+    other; ``DCTPipelineStrategy`` runs pieces on ranks. If its splits know the tokens
+    (:func:`~nlp.splits.reads_tokens`), call it with ``tokens=``.
 
     Args:
         context_length: Longest sequence, in tokens.
         tie_weights: Use the token embedding as the output matrix.
         pieces: Parts that can run on different ranks; 1 for a model without split points.
         split: The settings of :func:`~nlp.splits.make_split`, of each split point.
-        embedding_gain: Under Adam the embedding moves so many times as far in a step; see :class:`TokenEmbedding`.
+        embedding_gain: Under Adam the embedding moves so many times as far in a step; see
+            :class:`TokenEmbedding`.
     """
 
     def __init__(
@@ -134,15 +153,16 @@ class TransformerLanguageModel(SplitSequential):
 
 
 def cut_after(num_layers: int, pieces: int) -> list[int]:
-    """The blocks after which a model is cut into pieces of about as many blocks each; -1 stands for the embedding.
+    """The blocks after which a model is cut into pieces of about as many blocks each; -1 stands for
+    the embedding.
 
     Raises:
         ValueError: There are fewer modules than pieces.
     """
     if not 1 <= pieces <= num_layers + 2:
         raise ValueError(
-            f"model.split.pieces={pieces}: a model of model.num_layers={num_layers} blocks can be cut into 1 to"
-            f" {num_layers + 2} pieces"
+            f"model.split.pieces={pieces}: a model of model.num_layers={num_layers} blocks can be"
+            f" cut into 1 to {num_layers + 2} pieces"
         )
     if pieces <= num_layers:
         return [-(-piece * num_layers // pieces) - 1 for piece in range(1, pieces)]

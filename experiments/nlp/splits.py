@@ -1,7 +1,8 @@
 """The split points between two pieces of a transformer, by name: ``model.split.kind``.
 
-Beside the subspace, the four families of Bian et al., *Does Compressing Activations Help Model Parallel Training?*,
-MLSys 2024: ``top_k``, ``random``, ``quantised``, and a learned code, ``autoencoder``.
+Beside the subspace, the four families of Bian et al., *Does Compressing Activations Help Model
+Parallel Training?*, MLSys 2024: ``top_k``, ``random``, ``quantised``, and a learned code,
+``autoencoder``.
 """
 
 from typing import Any
@@ -16,7 +17,10 @@ from lightning_dct.compress.threshold import entries_at
 
 
 class RandomSplit(SplitPoint):
-    """Sends random entries, others in each step. They are not scaled up, as in Bian et al. Positions are sent, too."""
+    """Sends random entries, others in each step.
+
+    They are not scaled up, as in Bian et al. Positions are sent, too.
+    """
 
     def select(self, layout: ActivationLayout, activations: Tensor) -> Tensor | None:
         """Random positions of this step, ascending, int64; None for all."""
@@ -37,15 +41,19 @@ KINDS: dict[str, Any] = {
 CODES = ("subspace", "bottleneck", "autoencoder")
 
 
-def make_split(width: int, num_tokens: int, kind: str = "subspace", **settings: Any) -> dict[str, nn.Module]:
+def make_split(
+    width: int, num_tokens: int, kind: str = "subspace", **settings: Any
+) -> dict[str, nn.Module]:
     """Make the split point between two pieces.
 
     Args:
         width: Size of the hidden state, the last dimension of the activations.
         num_tokens: Size of the vocabulary.
-        kind: A key of ``KINDS`` or one of ``CODES``: ``"subspace"`` is :func:`lightning_dct.subspace`, ``"bottleneck"``
-            the same without anchors of the tokens, and ``"autoencoder"`` a bottleneck whose matrices are trained.
-        **settings: Those of ``lightning_dct.SplitPoint``. For codes ``density`` is their width over that of the model.
+        kind: A key of ``KINDS`` or one of ``CODES``: ``"subspace"`` is
+            :func:`lightning_dct.subspace`, ``"bottleneck"`` the same without anchors of the tokens,
+            and ``"autoencoder"`` a bottleneck whose matrices are trained.
+        **settings: Those of ``lightning_dct.SplitPoint``. For codes ``density`` is their width over
+            that of the model.
 
     Returns:
         One module, under the name ``""``; for codes three, in their order.
@@ -57,7 +65,9 @@ def make_split(width: int, num_tokens: int, kind: str = "subspace", **settings: 
     # Codes have no thresholds to refresh.
     settings.pop("refresh_every", None)
     rank = entries_at(settings.pop("density"), width)
-    encoder, point, decoder = subspace(width, rank, num_tokens if kind == "subspace" else None, **settings)
+    encoder, point, decoder = subspace(
+        width, rank, num_tokens if kind == "subspace" else None, **settings
+    )
     if kind == "autoencoder":
         encoder.requires_grad_()
         decoder.requires_grad_()

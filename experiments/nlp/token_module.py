@@ -12,9 +12,11 @@ from scored import ScoredModule
 
 
 def token_figures(logits: Tensor, targets: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """The mean cross-entropy in nats over the tokens that count (0 without any), and their number, int64.
+    """The mean cross-entropy in nats over the tokens that count (0 without any), and their number,
+    int64.
 
-    Logits are ``[batch, time, vocabulary]``. Targets ``[batch, time]`` equal to ``IGNORED`` do not count.
+    Logits are ``[batch, time, vocabulary]``. Targets ``[batch, time]`` equal to ``IGNORED`` do not
+    count.
     """
     total = functional.cross_entropy(
         logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum"
@@ -26,8 +28,9 @@ def token_figures(logits: Tensor, targets: Tensor) -> tuple[dict[str, Tensor], T
 class TokenModule(ScoredModule):
     """A network that predicts tokens, judged by its loss in nats a token.
 
-    Subclasses save their hyperparameters (those that ``optimizer_with_cosine`` names, the sizes, and ``split``:
-    ``pieces`` and the settings of a ``SplitPoint``) and then call :meth:`build_when_sized`.
+    Subclasses save their hyperparameters (those that ``optimizer_with_cosine`` names, the sizes,
+    and ``split``: ``pieces`` and the settings of a ``SplitPoint``) and then call
+    :meth:`build_when_sized`.
     """
 
     size_names: tuple[str, ...]
@@ -39,7 +42,9 @@ class TokenModule(ScoredModule):
 
     @abstractmethod
     def make_network(self, pieces: int, split: dict[str, Any]) -> nn.Module:
-        """Make the network, all sizes known, in so many pieces with split points of these settings between them."""
+        """Make the network, all sizes known, in so many pieces with split points of these settings
+        between them.
+        """
 
     def build_when_sized(self) -> None:
         if all(self.hparams[name] is not None for name in self.size_names):
@@ -48,7 +53,9 @@ class TokenModule(ScoredModule):
             self.network = self.make_network(pieces, split)
 
     def configure_model(self) -> None:
-        """Build the network with the data's sizes, once; the sizes then travel in the checkpoint."""
+        """Build the network with the data's sizes, once; the sizes then travel in the
+        checkpoint.
+        """
         if self.network is None:
             for name in self.size_names:
                 self.hparams[name] = getattr(self.trainer.datamodule, name)

@@ -1,4 +1,6 @@
-"""The common part of data modules of tokens: settings, and one tokenizer learnt from the training part."""
+"""The common part of data modules of tokens: settings, and one tokenizer learnt from the training
+part.
+"""
 
 from abc import abstractmethod
 from pathlib import Path
@@ -13,10 +15,13 @@ STAGES = ("train", "val", "test")
 
 
 class TokenRows(RowData):
-    """Rows of tokens to train on, drawn at random, and to score, each once. Subclasses define a row.
+    """Rows of tokens to train on, drawn at random, and to score, each once.
 
-    A training row is a pure function of the seed and its number, and a global batch holds the same rows whatever the
-    number of ranks (see ``streams``). The arguments are those of :class:`~nlp.data.TextData`.
+    Subclasses define a row.
+
+    A training row is a pure function of the seed and its number, and a global batch holds the same
+    rows whatever the number of ranks (see ``streams``). The arguments are those of
+    :class:`~nlp.data.TextData`.
     """
 
     tokenizer: ByteTokenizer | BytePairTokenizer
@@ -38,7 +43,9 @@ class TokenRows(RowData):
         if tokenizer not in TOKENIZERS:
             raise ValueError(f"data.tokenizer={tokenizer!r}: choose one of {', '.join(TOKENIZERS)}")
         if not 0 < held_out_fraction < 0.5:
-            raise ValueError(f"data.held_out_fraction={held_out_fraction}: must lie between 0 and 0.5")
+            raise ValueError(
+                f"data.held_out_fraction={held_out_fraction}: must lie between 0 and 0.5"
+            )
         self.tokenizer_name = tokenizer
         self.requested_vocabulary_size = vocabulary_size
         self.held_out_fraction = held_out_fraction
@@ -58,12 +65,16 @@ class TokenRows(RowData):
         """Make the tokenizer, learnt from a text where it learns at all."""
         if self.tokenizer_name == "byte":
             return ByteTokenizer()
-        return BytePairTokenizer.train_or_load(training_text, self.requested_vocabulary_size, self.cache_dir)
+        return BytePairTokenizer.train_or_load(
+            training_text, self.requested_vocabulary_size, self.cache_dir
+        )
 
     def prepare_data(self) -> None:
         """Train the tokenizer: one process a node does, the others wait."""
         self.load_tokenizer(self.training_text())
 
     def epoch_batches(self, world_size: int) -> int:
-        """As many rows as the training part has: training rows are random, so an epoch is only a measure."""
+        """As many rows as the training part has: training rows are random, so an epoch is only a
+        measure.
+        """
         return max(1, self.num_rows("train") // (self.batch_size * world_size))

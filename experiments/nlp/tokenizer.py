@@ -1,4 +1,6 @@
-"""Turns bytes into tokens: each byte as it is, or merged pairs of bytes learnt from the training text."""
+"""Turns bytes into tokens: each byte as it is, or merged pairs of bytes learnt from the training
+text.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ class ByteTokenizer:
     vocabulary_size = _BYTE_VALUES
 
     def encode(self, text: bytes) -> tuple[npt.NDArray[np.int64], int]:
-        """Give the tokens of ``text`` (int64 ``[bytes]``) and the number of bytes that could not be read (0)."""
+        """Give the tokens of ``text`` (int64 ``[bytes]``) and the number of bytes that could not be
+        read (0).
+        """
         return np.frombuffer(text, dtype=np.uint8).astype(np.int64), 0
 
     def decode(self, tokens: npt.NDArray[np.int64]) -> str:
@@ -42,14 +46,20 @@ class BytePairTokenizer:
         return self._tokenizer.get_vocab_size()
 
     @classmethod
-    def train_or_load(cls, training_text: bytes, vocabulary_size: int, cache_dir: Path) -> BytePairTokenizer:
-        """Load the tokenizer of this very text and size from the cache, or train it and write it there.
+    def train_or_load(
+        cls, training_text: bytes, vocabulary_size: int, cache_dir: Path
+    ) -> BytePairTokenizer:
+        """Load the tokenizer of this very text and size from the cache, or train it and write it
+        there.
 
         Raises:
             ValueError: ``vocabulary_size`` has no room for the single bytes.
         """
         if vocabulary_size < _BYTE_VALUES:
-            raise ValueError(f"data.vocabulary_size={vocabulary_size}: bpe needs at least {_BYTE_VALUES}, one a byte")
+            raise ValueError(
+                f"data.vocabulary_size={vocabulary_size}: bpe needs at least {_BYTE_VALUES}, one a"
+                " byte"
+            )
         content = hashlib.sha256(training_text).hexdigest()[:24]
         file = cache_dir / f"bpe-{vocabulary_size}-{content}.json"
         if not file.exists():
@@ -64,7 +74,9 @@ class BytePairTokenizer:
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(
-            vocab_size=vocabulary_size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+            vocab_size=vocabulary_size,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
         )
         lines = training_text.decode(errors="replace").splitlines(keepends=True)
         tokenizer.train_from_iterator(lines, trainer)
@@ -82,7 +94,10 @@ class BytePairTokenizer:
         valid_bytes = len(text.decode(errors="ignore").encode())
         lines = text.decode(errors="replace").splitlines(keepends=True)
         encoded = self._tokenizer.encode_batch(lines)
-        return np.concatenate([np.asarray(line.ids, dtype=np.int64) for line in encoded]), len(text) - valid_bytes
+        return (
+            np.concatenate([np.asarray(line.ids, dtype=np.int64) for line in encoded]),
+            len(text) - valid_bytes,
+        )
 
     def decode(self, tokens: npt.NDArray[np.int64]) -> str:
         return self._tokenizer.decode(tokens.tolist())

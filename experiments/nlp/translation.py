@@ -1,4 +1,6 @@
-"""Trains and scores the translation model: cross-entropy of the next target token, and chrF of what it translates."""
+"""Trains and scores the translation model: cross-entropy of the next target token, and chrF of what
+it translates.
+"""
 
 from typing import Any
 
@@ -17,15 +19,17 @@ from streams import rank_and_world_size, rank_rows
 class TranslationModule(TokenModule):
     """The translation model as Lightning trains it.
 
-    The losses of :class:`~nlp.token_module.TokenModule` are those of target tokens. The test also translates some
-    sentences greedily and logs ``test/chrf``, chrF from 0 to 1 (character n-grams up to 6, Popovic 2015), beside
-    ``test/copied_chrf``, the score of the untranslated source: messages share names and placeholders with their
-    translation, so the floor is not 0. The data module gives the sizes that are None.
+    The losses of :class:`~nlp.token_module.TokenModule` are those of target tokens. The test also
+    translates some sentences greedily and logs ``test/chrf``, chrF from 0 to 1 (character n-grams
+    up to 6, Popovic 2015), beside ``test/copied_chrf``, the score of the untranslated source:
+    messages share names and placeholders with their translation, so the floor is not 0. The data
+    module gives the sizes that are None.
 
     Args:
         translate_examples: Test sentences to translate, over all ranks; 0 for none.
-        split: ``pieces`` to cut the network into (1, or None, for no cut; 2 for a cut between encoder and decoder), and
-            the settings of :func:`~nlp.splits.make_split` for the split point.
+        split: ``pieces`` to cut the network into (1, or None, for no cut; 2 for a cut between
+            encoder and decoder), and the settings of :func:`~nlp.splits.make_split` for the split
+            point.
     """
 
     size_names = ("vocabulary_size", "source_length", "target_length")
@@ -56,19 +60,25 @@ class TranslationModule(TokenModule):
             raise ValueError(f"model.num_heads={num_heads} must divide model.width={width}")
         check_pieces((split or {}).get("pieces", 1))
         self.save_hyperparameters()
-        self.chrf = nn.ModuleDict({"chrf": CHRFScore(n_word_order=0), "copied_chrf": CHRFScore(n_word_order=0)})
+        self.chrf = nn.ModuleDict(
+            {"chrf": CHRFScore(n_word_order=0), "copied_chrf": CHRFScore(n_word_order=0)}
+        )
         self.build_when_sized()
 
     def make_network(self, pieces: int, split: dict[str, Any]) -> nn.Module:
         names = (*self.size_names, "num_layers", "width", "num_heads", "dropout", "tie_weights")
-        return EncoderDecoder(**{name: self.hparams[name] for name in names}, pieces=pieces, split=split)
+        return EncoderDecoder(
+            **{name: self.hparams[name] for name in names}, pieces=pieces, split=split
+        )
 
     def forward(self, source: Tensor, target_in: Tensor) -> Tensor:
         known = {"tokens": source} if reads_tokens(self.network) else {}
         return self.network(source, source=source, target_in=target_in, **known)
 
     def translate(self, source: Tensor) -> Tensor:
-        """Translate sources ``[batch, source time]`` greedily into tokens ``[batch, target_length]``."""
+        """Translate sources ``[batch, source time]`` greedily into tokens ``[batch,
+        target_length]``.
+        """
         return translate_greedily(self.network, source, BOS, EOS, self.hparams.target_length)
 
     def figures(self, batch: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
@@ -81,10 +91,15 @@ class TranslationModule(TokenModule):
             self.log_dict({f"test/{name}": metric for name, metric in self.chrf.items()})
 
     def _score_translations(self, batch: dict[str, Tensor], batch_index: int) -> None:
-        """Translate those rows of the batch that are among the first ``translate_examples`` of the test part."""
+        """Translate those rows of the batch that are among the first ``translate_examples`` of the
+        test part.
+        """
         rank, world_size = rank_and_world_size(self.trainer)
-        size, total = len(batch["source"]), self.trainer.datamodule.num_rows("test")
-        rows = rank_rows(batch_index, batch_size=size, rank=rank, world_size=world_size, total=total)
+        size = len(batch["source"])
+        total = self.trainer.datamodule.num_rows("test")
+        rows = rank_rows(
+            batch_index, batch_size=size, rank=rank, world_size=world_size, total=total
+        )
         # Rows that only fill the batch come last.
         wanted = torch.zeros(size, dtype=torch.bool, device=self.device)
         wanted[: np.count_nonzero(rows < self.hparams.translate_examples)] = True
@@ -95,7 +110,8 @@ class TranslationModule(TokenModule):
             return
         source = batch["source"][wanted]
         decode = self.trainer.datamodule.decode
-        sources, references = decode(source), decode(batch["targets"][wanted])
+        sources = decode(source)
+        references = decode(batch["targets"][wanted])
         translations = decode(self.translate(source))
         self.chrf["chrf"].update(translations, [[reference] for reference in references])
         self.chrf["copied_chrf"].update(sources, [[reference] for reference in references])

@@ -1,8 +1,8 @@
 """An encoder-decoder transformer in two pieces, with one float tensor between them: the memory.
 
-The encoder reads the source only. The decoder reads the memory and, from the batch, the source (for its padding) and
-the target so far. So the two can be on different machines if both have the batch: only the memory and its gradient
-cross, through a ``SplitPoint``.
+The encoder reads the source only. The decoder reads the memory and, from the batch, the source (for
+its padding) and the target so far. So the two can be on different machines if both have the batch:
+only the memory and its gradient cross, through a ``SplitPoint``.
 """
 
 from collections.abc import Mapping
@@ -20,12 +20,16 @@ from nlp.translation_data import PAD
 
 
 def visible(source: Tensor) -> Tensor:
-    """Which source positions hold a token: int64 ``[batch, time]`` to bool ``[batch, 1, 1, time]``."""
+    """Which source positions hold a token: int64 ``[batch, time]`` to bool ``[batch, 1, 1,
+    time]``.
+    """
     return (source != PAD)[:, None, None, :]
 
 
 class DecoderBlock(Block):
-    """A causal block that also looks at the memory, between looking at itself and the two-layer network."""
+    """A causal block that also looks at the memory, between looking at itself and the two-layer
+    network.
+    """
 
     def __init__(self, width: int, num_heads: int, dropout: float) -> None:
         super().__init__(width, num_heads, dropout, causal=True)
@@ -35,12 +39,15 @@ class DecoderBlock(Block):
         self.memory_output = nn.Linear(width, width)
 
     def forward(self, hidden: Tensor, memory: Tensor, memory_mask: Tensor) -> Tensor:
-        """Map ``[batch, time, width]`` to the same shape, given memory ``[batch, source time, width]`` and its mask.
+        """Map ``[batch, time, width]`` to the same shape, given memory ``[batch, source time,
+        width]`` and its mask.
 
         The mask is bool ``[batch, 1, 1, source time]``, True where the memory may be seen.
         """
         hidden = hidden + self._drop(self.attend(self.attention_norm(hidden)))
-        hidden = hidden + self._drop(self.attend_memory(self.memory_norm(hidden), memory, memory_mask))
+        hidden = hidden + self._drop(
+            self.attend_memory(self.memory_norm(hidden), memory, memory_mask)
+        )
         return self.feed_forward(hidden)
 
     def attend_memory(self, hidden: Tensor, memory: Tensor, memory_mask: Tensor) -> Tensor:
@@ -64,12 +71,20 @@ class Encoder(nn.Module):
     """The first piece: source tokens to memory."""
 
     def __init__(
-        self, vocabulary_size: int, source_length: int, num_layers: int, width: int, num_heads: int, dropout: float
+        self,
+        vocabulary_size: int,
+        source_length: int,
+        num_layers: int,
+        width: int,
+        num_heads: int,
+        dropout: float,
     ) -> None:
         super().__init__()
         self.embedding = TokenEmbedding(vocabulary_size, source_length, width)
         self.embedding.initialise()
-        self.blocks = nn.ModuleList(Block(width, num_heads, dropout, causal=False) for _ in range(num_layers))
+        self.blocks = nn.ModuleList(
+            Block(width, num_heads, dropout, causal=False) for _ in range(num_layers)
+        )
         self.output_norm = nn.LayerNorm(width)
 
     def forward(self, source: Tensor) -> Tensor:
@@ -97,14 +112,17 @@ class Decoder(nn.Module):
         super().__init__()
         self.embedding = TokenEmbedding(vocabulary_size, target_length, width)
         self.embedding.initialise()
-        self.blocks = nn.ModuleList(DecoderBlock(width, num_heads, dropout) for _ in range(num_layers))
+        self.blocks = nn.ModuleList(
+            DecoderBlock(width, num_heads, dropout) for _ in range(num_layers)
+        )
         self.output_norm = nn.LayerNorm(width)
         self.output = nn.Linear(width, vocabulary_size, bias=False)
         if tie_weights:
             self.output.weight = self.embedding.tokens.weight
 
     def forward(self, memory: Tensor, source: Tensor, target_in: Tensor) -> Tensor:
-        """The logits ``[batch, time, vocabulary_size]`` of the token after each position of ``target_in``.
+        """The logits ``[batch, time, vocabulary_size]`` of the token after each position of
+        ``target_in``.
 
         ``source`` shows where the padding of the memory is.
         """
@@ -116,19 +134,21 @@ class Decoder(nn.Module):
 
 
 class EncoderDecoder(SplitSequential):
-    """Translates, one target token at a time: ``network(source, source=source, target_in=target_in)``.
+    """Translates, one target token at a time: ``network(source, source=source,
+    target_in=target_in)``.
 
-    It maps tokens ``[batch, source time]`` and ``[batch, time]`` to logits ``[batch, time, vocabulary_size]``. Its
-    children are ``encoder``, ``decoder``, and between two pieces ``split`` with its code. A single process runs them
-    one after the other; ``DCTPipelineStrategy`` runs the encoder on one rank and the decoder on another. If its split
-    knows the tokens (:func:`~nlp.splits.reads_tokens`), call it with ``tokens=source`` besides.
+    It maps tokens ``[batch, source time]`` and ``[batch, time]`` to logits ``[batch, time,
+    vocabulary_size]``. Its children are ``encoder``, ``decoder``, and between two pieces ``split``
+    with its code. A single process runs them one after the other; ``DCTPipelineStrategy`` runs the
+    encoder on one rank and the decoder on another. If its split knows the tokens
+    (:func:`~nlp.splits.reads_tokens`), call it with ``tokens=source`` besides.
 
     Args:
         vocabulary_size: Of both languages.
         source_length: Longest source, as ``target_length`` in tokens.
         num_layers: Number of blocks in the encoder, and again in the decoder.
-        tie_weights: Use the decoder's token embedding as its output matrix. The encoder has an embedding of its own, as
-            it may be on another machine.
+        tie_weights: Use the decoder's token embedding as its output matrix. The encoder has an
+            embedding of its own, as it may be on another machine.
         pieces: 2 with a split point between encoder and decoder, 1 without.
         split: The settings of :func:`~nlp.splits.make_split`.
     """
@@ -148,14 +168,20 @@ class EncoderDecoder(SplitSequential):
     ) -> None:
         super().__init__()
         check_pieces(pieces)
-        self.encoder = Encoder(vocabulary_size, source_length, num_layers, width, num_heads, dropout)
+        self.encoder = Encoder(
+            vocabulary_size, source_length, num_layers, width, num_heads, dropout
+        )
         if pieces == 2:
             for part, module in make_split(width, vocabulary_size, **(split or {})).items():
                 self.add_module(f"split{part}", module)
-        self.decoder = Decoder(vocabulary_size, target_length, num_layers, width, num_heads, dropout, tie_weights)
+        self.decoder = Decoder(
+            vocabulary_size, target_length, num_layers, width, num_heads, dropout, tie_weights
+        )
 
     def remember(self, source: Tensor) -> Tensor:
-        """Give the memory of a source as the decoder gets it, float ``[batch, source time, width]``."""
+        """Give the memory of a source as the decoder gets it, float ``[batch, source time,
+        width]``.
+        """
         # When a pipeline evaluates, a rank also has the other rank's piece, on the CPU.
         memory = source
         for child in list(self)[:-1]:
@@ -168,14 +194,18 @@ def check_pieces(pieces: int) -> None:
     """Refuse ``pieces`` other than 1 and 2, with a ValueError."""
     if pieces not in (1, 2):
         raise ValueError(
-            f"model.split.pieces={pieces}: the translation model is cut into 2 pieces, encoder and decoder, or not at"
-            " all (1). With strategy=dct_pipeline use strategy.stages=2, and 'gpipe' or '1f1b' as strategy.schedule"
+            f"model.split.pieces={pieces}: the translation model is cut into 2 pieces, encoder and"
+            " decoder, or not at all (1). With strategy=dct_pipeline use strategy.stages=2, and"
+            " 'gpipe' or '1f1b' as strategy.schedule"
         )
 
 
 @torch.no_grad()
-def translate_greedily(network: EncoderDecoder, source: Tensor, begin: int, end: int, length: int) -> Tensor:
-    """Translate by taking the likeliest token, one after the other, at most ``length`` with the ``end``.
+def translate_greedily(
+    network: EncoderDecoder, source: Tensor, begin: int, end: int, length: int
+) -> Tensor:
+    """Translate by taking the likeliest token, one after the other, at most ``length`` with the
+    ``end``.
 
     Returns:
         int64 ``[batch, length]``, without ``begin``, padded after ``end``.

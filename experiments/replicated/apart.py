@@ -1,6 +1,8 @@
-"""Methods of others between the replicas of one training: the replicas' steps run side by side, a thread for each.
+"""Methods of others between the replicas of one training: the replicas' steps run side by side, a
+thread for each.
 
-A method (:mod:`rivals.apart`) hangs on the steps of an optimizer and calls collectives there, which wait for all ranks.
+A method (:mod:`rivals.apart`) hangs on the steps of an optimizer and calls collectives there, which
+wait for all ranks.
 """
 
 import sys
@@ -19,7 +21,9 @@ from replicated.threads import ThreadGroup, Threads, Work
 from rivals.apart import Replica
 
 MODULES = ("rivals.sparse_loco", "rivals.with_torchft")
-"""Whose methods replicas follow: those that call no collectives but ``dist`` of their own module, or a manager's."""
+"""Whose methods replicas follow: those that call no collectives but ``dist`` of their own module,
+or a manager's.
+"""
 
 
 class Manager:
@@ -28,7 +32,9 @@ class Manager:
     _use_async_quorum = False
 
     def __init__(self, group: ThreadGroup, traffic: Traffic) -> None:
-        self._group, self._traffic, self._commits = group, traffic, 0
+        self._group = group
+        self._traffic = traffic
+        self._commits = 0
 
     def allreduce(self, tensor: Tensor, should_quantize: bool = False) -> Work:
         """Make a tensor the mean over the replicas, and count it as an all-reduce."""
@@ -70,12 +76,18 @@ class Apart:
         traffic: The bytes of each replica.
     """
 
-    def __init__(self, method: Any, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+    def __init__(
+        self, method: Any, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+    ) -> None:
         self.traffic = [Traffic() for _ in modules]
-        self._threads, self._optimizers, self._modules = Threads(len(modules)), optimizers, modules
+        self._threads = Threads(len(modules))
+        self._optimizers = optimizers
+        self._modules = modules
         self._methods = [hydra.utils.instantiate(method) for _ in modules]
         self._module = sys.modules[type(self._methods[0]).__module__]
-        for rank, (own, module, optimizer) in enumerate(zip(self._methods, modules, optimizers, strict=True)):
+        for rank, (own, module, optimizer) in enumerate(
+            zip(self._methods, modules, optimizers, strict=True)
+        ):
             group = self._threads.groups[rank]
             manager = Manager(group, self.traffic[rank])
             replica = Replica(module, optimizer, group, self.traffic[rank], manager)  # type: ignore[arg-type]
@@ -92,9 +104,15 @@ class Apart:
 
     def figures(self) -> dict[str, Any]:
         """What was sent, and by which method."""
-        return {**figures_of_traffic(self.traffic), "exchange": type(self._methods[0]).__name__, "settings": None}
+        return {
+            **figures_of_traffic(self.traffic),
+            "exchange": type(self._methods[0]).__name__,
+            "settings": None,
+        }
 
     def shared_weights(self) -> dict[str, Tensor]:
-        """The mean of all replicas by name, which :class:`~rivals.apart.ApartStrategy` leaves after fit."""
+        """The mean of all replicas by name, which :class:`~rivals.apart.ApartStrategy` leaves after
+        fit.
+        """
         own = [dict(module.named_parameters()) for module in self._modules]
         return {name: torch.stack([one[name].detach() for one in own]).mean(0) for name in own[0]}

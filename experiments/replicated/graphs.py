@@ -1,7 +1,9 @@
-"""CUDA graphs of exchanges: what the package launches once for all ranks is recorded, and repeated without a host.
+"""CUDA graphs of exchanges: what the package launches once for all ranks is recorded, and repeated
+without a host.
 
-A graph finds its numbers where it was recorded. So thresholds stay in memory of the graph's own, the addresses that the
-package would copy to the GPU are filled in after the recording, and so are gains, which change now and then.
+A graph finds its numbers where it was recorded. So thresholds stay in memory of the graph's own,
+the addresses that the package would copy to the GPU are filled in after the recording, and so are
+gains, which change now and then.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,7 +45,9 @@ class Unread(Awaited):
 
 
 class ExchangeGraph:
-    """An exchange of all ranks as a graph. All ranks have thresholds; the exchange may select others.
+    """An exchange of all ranks as a graph.
+
+    All ranks have thresholds; the exchange may select others.
 
     Attributes:
         sent: The bytes of each rank.
@@ -58,13 +62,16 @@ class ExchangeGraph:
     ) -> None:
         from lightning_dct.compress import on_gpu
 
-        self._on_gpu, self._feedbacks, self._graph = on_gpu, feedbacks, torch.cuda.CUDAGraph()
+        self._on_gpu = on_gpu
+        self._feedbacks = feedbacks
+        self._graph = torch.cuda.CUDAGraph()
         self._gains = gains
         # Where this graph reads factors, and what gives those of other gains.
         self._factors: list[tuple[Tensor, Callable[[Any], Tensor]]] = []
         # Where this graph reads and writes thresholds.
         self._own: list[dict[tuple[str, ...], Tensor]] = [
-            {names: values for names, (_, values) in feedback.thresholds.by_bucket.items()} for feedback in feedbacks
+            {names: values for names, (_, values) in feedback.thresholds.by_bucket.items()}
+            for feedback in feedbacks
         ]
         before = [own.totals.bytes_sent for own in traffic]
         with self._recording():
@@ -73,12 +80,16 @@ class ExchangeGraph:
                 for names, values in own.items():
                     values.copy_(feedback.thresholds.on_device(names, values.device))
                     feedback.thresholds.replace(names, values)
-        self.sent = [own.totals.bytes_sent - then for own, then in zip(traffic, before, strict=True)]
+        self.sent = [
+            own.totals.bytes_sent - then for own, then in zip(traffic, before, strict=True)
+        ]
 
     @contextmanager
     def _recording(self) -> Iterator[None]:
         device = next(iter(self._own[0].values())).device
-        room, later, used = torch.zeros(ROOM, dtype=torch.uint8, device=device), list[tuple[Tensor, Tensor]](), 0
+        room = torch.zeros(ROOM, dtype=torch.uint8, device=device)
+        later = list[tuple[Tensor, Tensor]]()
+        used = 0
 
         def to_device(host: Tensor, device: torch.device) -> Tensor:
             nonlocal used
@@ -95,7 +106,9 @@ class ExchangeGraph:
         def of_compressed(plan: BucketPlan, gains: Any, device: torch.device) -> Gains | None:
             if (found := gains_of(plan, gains, HOST)) is None:
                 return None
-            return found._replace(factors=on_device(lambda now: gains_of(plan, now, HOST).factors, device))  # type: ignore[union-attr]
+            return found._replace(
+                factors=on_device(lambda now: gains_of(plan, now, HOST).factors, device)
+            )  # type: ignore[union-attr]
 
         def of_dense(plan: BucketPlan, index: int, gains: Any, mean: Tensor) -> Tensor:
             on_host = torch.empty_like(mean, device=HOST)
@@ -103,8 +116,17 @@ class ExchangeGraph:
 
         patched = mock.patch.multiple(self._on_gpu, to_device=to_device, gains_of=of_compressed)
         samples = mock.patch.object(bucket_plan, "to_device", to_device)
-        dense = mock.patch.object(on_cpu, "gain_of", of_dense), mock.patch.object(base, "gain_of", of_dense)
-        with patched, samples, dense[0], dense[1], torch.cuda.graph(self._graph, capture_error_mode="relaxed"):
+        dense = (
+            mock.patch.object(on_cpu, "gain_of", of_dense),
+            mock.patch.object(base, "gain_of", of_dense),
+        )
+        with (
+            patched,
+            samples,
+            dense[0],
+            dense[1],
+            torch.cuda.graph(self._graph, capture_error_mode="relaxed"),
+        ):
             yield
         for place, host in later:
             place.copy_(host)
@@ -120,7 +142,9 @@ class ExchangeGraph:
                     feedback.thresholds.replace(names, values)
 
     def replay(self, gains: Mapping[str, Gain] | None) -> None:
-        """Exchange with these gains, of the same parameters as those that the graph was recorded with."""
+        """Exchange with these gains, of the same parameters as those that the graph was recorded
+        with.
+        """
         if gains is not self._gains:
             for place, factors_of in self._factors:
                 place.copy_(factors_of(gains).pin_memory(), non_blocking=True)

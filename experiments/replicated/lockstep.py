@@ -1,8 +1,9 @@
-"""The exchanges of all ranks of one training, in one thread: each rank starts a collective before the first waits.
+"""The exchanges of all ranks of one training, in one thread: each rank starts a collective before
+the first waits.
 
-Plans, memories, exchanges, weights and flows are the package's. Here is what ``UpdateSynchronizer.after_step`` does,
-for all ranks at once, so that a GPU can repeat it as a graph. What ranks do seldom, they do in a thread each
-(:mod:`replicated.threads`).
+Plans, memories, exchanges, weights and flows are the package's. Here is what
+``UpdateSynchronizer.after_step`` does, for all ranks at once, so that a GPU can repeat it as a
+graph. What ranks do seldom, they do in a thread each (:mod:`replicated.threads`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,8 +39,13 @@ from replicated.threads import Arrive, Threads, Work
 class Group:
     """The process group of one rank of several in this thread."""
 
-    def __init__(self, rank: int, meetings: list[dict[int, tuple[Tensor, Any]]], ranks: int) -> None:
-        self._rank, self._meetings, self._ranks, self._calls = rank, meetings, ranks, 0
+    def __init__(
+        self, rank: int, meetings: list[dict[int, tuple[Tensor, Any]]], ranks: int
+    ) -> None:
+        self._rank = rank
+        self._meetings = meetings
+        self._ranks = ranks
+        self._calls = 0
 
     def size(self) -> int:
         return self._ranks
@@ -67,8 +73,12 @@ class Collectives:
         return "lockstep"
 
     @staticmethod
-    def all_gather_single(output: Tensor, mine: Tensor, group: Group, async_op: bool = False) -> Work:
-        return group.bring(mine, None, lambda all_ranks: torch.cat([theirs for theirs, _ in all_ranks], out=output))
+    def all_gather_single(
+        output: Tensor, mine: Tensor, group: Group, async_op: bool = False
+    ) -> Work:
+        return group.bring(
+            mine, None, lambda all_ranks: torch.cat([theirs for theirs, _ in all_ranks], out=output)
+        )
 
     @staticmethod
     def all_gather(outputs: list[Tensor], mine: Tensor, group: Group, async_op: bool) -> Work:
@@ -80,10 +90,17 @@ class Collectives:
 
     @staticmethod
     def all_to_all_single(
-        output: Tensor, mine: Tensor, output_sizes: list[int], input_sizes: list[int], group: Group, async_op: bool
+        output: Tensor,
+        mine: Tensor,
+        output_sizes: list[int],
+        input_sizes: list[int],
+        group: Group,
+        async_op: bool,
     ) -> Work:
         def arrive(all_ranks: list[tuple[Tensor, Any]]) -> None:
-            torch.cat([theirs.split(sizes)[group.rank()] for theirs, sizes in all_ranks], out=output)
+            torch.cat(
+                [theirs.split(sizes)[group.rank()] for theirs, sizes in all_ranks], out=output
+            )
 
         return group.bring(mine, input_sizes, arrive)
 
@@ -105,7 +122,8 @@ class Rank:
         self.feedback = ErrorFeedback(
             pieces, config.adapt_threshold, undoable=False, kernel=config.kernel, of_updates=True
         )
-        self.weights, self.rounds = SharedWeights(), Rounds()
+        self.weights = SharedWeights()
+        self.rounds = Rounds()
         for name, parameter in parameters.items():
             self.weights.adopt(name, parameter)
         plans = Plans(config, self.exchange.link_traversals)
@@ -115,12 +133,16 @@ class Rank:
 def _exchange(config: DCTConfig, parameters: Mapping[str, Tensor], link: Link) -> Exchange:
     name = config.exchange
     if name == "auto":  # each rank on a node of its own
-        name = choose_for_model(config, parameters, NodeLayout(tuple((rank, 0) for rank in range(link.size)))).name  # type: ignore[assignment]
+        name = choose_for_model(
+            config, parameters, NodeLayout(tuple((rank, 0) for rank in range(link.size)))
+        ).name  # type: ignore[assignment]
     if name == "two_phase":
         pieces = share_model(config, parameters, link_traversals(name, link.size), link.size)
         return TwoPhase(link, pieces, defer_unused=False)
     if name != "all_gather" or config.overlap_steps:
-        raise ValueError("replicas exchange with all_gather or two_phase, and without overlap_steps")
+        raise ValueError(
+            "replicas exchange with all_gather or two_phase, and without overlap_steps"
+        )
     return AllGather(link)
 
 
@@ -128,7 +150,9 @@ def figures_of_traffic(traffic: Sequence[Traffic]) -> dict[str, float]:
     """The ratio of bytes, and those that a rank sends in a step."""
     totals = [own.totals for own in traffic]
     # All ranks send as much, but for `two_phase`, whose owners differ a little.
-    sent, dense, steps = (sum(getattr(one, name) for one in totals) for name in ("bytes_sent", "bytes_dense", "steps"))
+    sent, dense, steps = (
+        sum(getattr(one, name) for one in totals) for name in ("bytes_sent", "bytes_dense", "steps")
+    )
     return {"ratio": dense / sent, "bytes_sent_per_step": sent / steps}
 
 
@@ -136,11 +160,14 @@ class Exchanges:
     """The exchanges of all ranks of one training.
 
     Args:
-        settings: Of :class:`~lightning_dct.Updates`; those that are left out follow from the length of the run.
-        models: The weights of each rank by name, in the model's order, all alike. After a step they have its gradients.
+        settings: Of :class:`~lightning_dct.Updates`; those that are left out follow from the length
+            of the run.
+        models: The weights of each rank by name, in the model's order, all alike. After a step they
+            have its gradients.
         steps: Of the run.
         trial: How the optimizer's steps depend on gradients and weight decay.
-        keys: By parameter, those of its optimizer's state that grow with the square of gradients, and their memories.
+        keys: By parameter, those of its optimizer's state that grow with the square of gradients,
+            and their memories.
         squares: Gives each rank's state of that kind of some parameters.
 
     Attributes:
@@ -163,18 +190,26 @@ class Exchanges:
         self.config = self._run.at(0)
         meetings: list[dict[int, tuple[Tensor, Any]]] = []
         self.traffic = [Traffic() for _ in models]
-        self._meetings, self._trial, self._keys, self._squares = meetings, trial, keys, squares
+        self._meetings = meetings
+        self._trial = trial
+        self._keys = keys
+        self._squares = squares
         self.start: Callable[[int, Sending, bool], None] = self.exchange
-        links = [Link(Group(rank, meetings, len(models)), own) for rank, own in enumerate(self.traffic)]  # type: ignore[arg-type]
+        links = [
+            Link(Group(rank, meetings, len(models)), own) for rank, own in enumerate(self.traffic)
+        ]  # type: ignore[arg-type]
         self.ranks = [Rank(self.config, own, link) for own, link in zip(models, links, strict=True)]
         self._threads = Threads(len(models))
         groups = zip(self._threads.groups, self.traffic, strict=True)
         self._thread_links = [Link(group, own) for group, own in groups]  # type: ignore[arg-type]
         self._models = models
-        self._step, self._since_refresh, self._wants_refresh = 0, 0, False
+        self._step = 0
+        self._since_refresh = 0
+        self._wants_refresh = False
         self._buckets = buckets_of(list(models[0].items()), 1)
         self._entries = sum(weights.numel() for weights in models[0].values())
-        self._coherence, self._awaited = self.ranks[0].rounds.coherence, Awaited()
+        self._coherence = self.ranks[0].rounds.coherence
+        self._awaited = Awaited()
 
     def shared(self, names: Sequence[str]) -> list[Tensor]:
         """The shared weights of some parameters on all ranks."""
@@ -182,7 +217,9 @@ class Exchanges:
 
     def figures(self) -> dict[str, Any]:
         """What was sent, and with which settings."""
-        settings = {name: getattr(self.config, name) for name in ("local_steps", "density", "exchange")}
+        settings = {
+            name: getattr(self.config, name) for name in ("local_steps", "density", "exchange")
+        }
         return {
             **figures_of_traffic(self.traffic),
             "exchange": type(self.ranks[0].exchange).__name__,
@@ -195,7 +232,9 @@ class Exchanges:
         if self._decide(step).measures:
             by_step = [name for name in self._models[0] if not self._keys.get(name)]
             for rank in self.ranks:
-                rank.rounds.coherence.begin(step, {name: rank.weights.own(name) for name in by_step})
+                rank.rounds.coherence.begin(
+                    step, {name: rank.weights.own(name) for name in by_step}
+                )
 
     def let_decay(self, rank: Rank, optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
         """Let a rank's shared weights decay after a step of its optimizer."""
@@ -217,8 +256,10 @@ class Exchanges:
             self._measure()
         refreshes = self._wants_refresh
         if refreshes:
-            self._since_refresh, self._wants_refresh = 1, False
-        decision, tag = self._decide(self._step), tag_of("replicas", self._step, 0)
+            self._since_refresh = 1
+            self._wants_refresh = False
+        decision = self._decide(self._step)
+        tag = tag_of("replicas", self._step, 0)
         for rank in self.ranks:
             rank.rounds.holds_back = decision.holds_back
         how = Sending(tag, lost=1.0 - decision.kept, gains=decision.gains(self._coherence))
@@ -238,7 +279,9 @@ class Exchanges:
     def _measure(self) -> None:
         samples = [
             {
-                name: rank.rounds.coherence.sample(name, rank.weights.own(name), parameter.grad, self._memory(name))
+                name: rank.rounds.coherence.sample(
+                    name, rank.weights.own(name), parameter.grad, self._memory(name)
+                )
                 for name, parameter in rank.weights.parameters.items()
             }
             for rank in self.ranks
@@ -246,7 +289,9 @@ class Exchanges:
 
         def measure(rank: int) -> None:
             if rank:
-                measure_all([sample.entries for sample in samples[rank].values()], self._thread_links[rank])
+                measure_all(
+                    [sample.entries for sample in samples[rank].values()], self._thread_links[rank]
+                )
             else:
                 self._coherence.measure(samples[0], self._thread_links[0], self._awaited)
 
@@ -257,16 +302,22 @@ class Exchanges:
         return next(iter(self._keys.get(name, {}).values()), None)
 
     def _average_squares(self, length: int) -> None:
-        first, having = self.ranks[0], [name for name in self._models[0] if self._keys.get(name)]
+        first = self.ranks[0]
+        having = [name for name in self._models[0] if self._keys.get(name)]
         if not having:
             return
         states = [first.weights.parameters[name] for name in having for _ in self._keys[name]]
         num_bytes = bytes_of_average(states, len(self.ranks))
         sent = sum(first.flow.plan(names, length).num_bytes for names in self._buckets)
-        if is_averaged(self._step, length, num_bytes, sent * first.exchange.link_traversals / length):
-            squares, device = self._squares(having), self._models[0][having[0]].device
+        if is_averaged(
+            self._step, length, num_bytes, sent * first.exchange.link_traversals / length
+        ):
+            squares = self._squares(having)
+            device = self._models[0][having[0]].device
             average = [rank.rounds.squares.average for rank in self.ranks]
-            self._side_by_side(lambda rank: average[rank](squares[rank], self._thread_links[rank], device))
+            self._side_by_side(
+                lambda rank: average[rank](squares[rank], self._thread_links[rank], device)
+            )
 
     def _side_by_side(self, function: Callable[[int], object]) -> None:
         """Call a function with each rank; its collectives wait for all of them."""

@@ -1,8 +1,10 @@
-"""Many trainings of the same length side by side: all their replicas are one batch, which a GPU repeats as graphs.
+"""Many trainings of the same length side by side: all their replicas are one batch, which a GPU
+repeats as graphs.
 
-A *bank* stacks replicas of one module whose batches have one shape: those of all trainings with ``dct``, or the single
-models of dense training on one number of ranks. One graph has the gradients of a whole bank, its optimizers' steps and
-the decay of shared weights; each training has graphs of its exchanges. The host starts graphs, and makes batches ahead.
+A *bank* stacks replicas of one module whose batches have one shape: those of all trainings with
+``dct``, or the single models of dense training on one number of ranks. One graph has the gradients
+of a whole bank, its optimizers' steps and the decay of shared weights; each training has graphs of
+its exchanges. The host starts graphs, and makes batches ahead.
 """
 
 import time
@@ -34,12 +36,13 @@ from streams import rank_rows
 
 # Steps whose batches and rates are on the GPU at once.
 AHEAD = 50
-# Steps, and exchanges of a kind, without a graph: optimizers make their state, and kernels are compiled.
+# Steps, and exchanges of a kind, without a graph: optimizers make their state, and kernels are
+# compiled.
 EAGER = 3
 # Optimizers whose step of stacked weights is that of each replica.
 ELEMENTWISE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
-# What exchanges of one kind have in common: steps since the last one, the share that own weights lose, whether
-# thresholds are selected, and whether there are gains; None if these go by senders.
+# What exchanges of one kind have in common: steps since the last one, the share that own weights
+# lose, whether thresholds are selected, and whether there are gains; None if these go by senders.
 Kind = tuple[int, float, bool, bool | None]
 
 
@@ -52,18 +55,25 @@ class Training:
         device: Where they are.
     """
 
-    def __init__(self, prepared: Prepared, weights: dict[str, Tensor], device: torch.device) -> None:
-        self.prepared, self.weights, self._on_gpu = prepared, weights, device.type == "cuda"
+    def __init__(
+        self, prepared: Prepared, weights: dict[str, Tensor], device: torch.device
+    ) -> None:
+        self.prepared = prepared
+        self.weights = weights
+        self._on_gpu = device.type == "cuda"
         # Exchanges of several trainings are on the GPU at once.
         self._beside = torch.cuda.Stream(device) if self._on_gpu else None
         self._schedule, self._scheduler = prepared.optimizer_of(prepared.module)
         names = {parameter: name for name, parameter in prepared.module.named_parameters()}
         groups = [
-            {**group, "params": [weights[names[p]] for p in group["params"]]} for group in self._schedule.param_groups
+            {**group, "params": [weights[names[p]] for p in group["params"]]}
+            for group in self._schedule.param_groups
         ]
         if not isinstance(self._schedule, ELEMENTWISE):
             known = ", ".join(kind.__name__ for kind in ELEMENTWISE)
-            raise ValueError(f"replicas on a GPU train with {known}, not with {type(self._schedule).__name__}")
+            raise ValueError(
+                f"replicas on a GPU train with {known}, not with {type(self._schedule).__name__}"
+            )
         self.optimizer = type(self._schedule)(groups)
         self._trial = try_out(self._schedule)
         for group in self.optimizer.param_groups:
@@ -77,20 +87,29 @@ class Training:
         self._made: dict[Kind, int] = {}
         self._ranks: list[dict[str, Tensor]] = []
         if prepared.settings is not None:
-            self._ranks = [{name: own[rank] for name, own in weights.items()} for rank in range(prepared.job.ranks)]
-            keys = {names[p]: own for p, own in self._trial.squares_by_parameter(self._schedule).items()}
+            self._ranks = [
+                {name: own[rank] for name, own in weights.items()}
+                for rank in range(prepared.job.ranks)
+            ]
+            keys = {
+                names[p]: own for p, own in self._trial.squares_by_parameter(self._schedule).items()
+            }
             given = prepared.settings, self._ranks, prepared.job.steps, self._trial, keys
             self.exchanges = Exchanges(*given, self._squares)
             self.exchanges.start = self._exchange
             for rank in self.exchanges.ranks:
                 rank.feedback.awaited = Unread()
             self._shared = [
-                self.exchanges.shared([names[p] for p in group["params"]]) for group in self._schedule.param_groups
+                self.exchanges.shared([names[p] for p in group["params"]])
+                for group in self._schedule.param_groups
             ]
 
     def numbers(self) -> list[float]:
         """The rate of each group in the next step, and the factor on its shared weights."""
-        found = [(group["lr"], 1 - group["lr"] * group["weight_decay"]) for group in self._schedule.param_groups]
+        found = [
+            (group["lr"], 1 - group["lr"] * group["weight_decay"])
+            for group in self._schedule.param_groups
+        ]
         if self._scheduler is not None:
             with warnings.catch_warnings():  # this optimizer never steps
                 warnings.simplefilter("ignore", UserWarning)
@@ -106,8 +125,14 @@ class Training:
         for place, group in enumerate(self.optimizer.param_groups):
             group["lr"] = numbers[2 * place]
         self.optimizer.step()
-        for place, (shared, decays) in enumerate(zip(self._shared, self._trial.decays, strict=False)):
-            if self._trial.chooses_length and decays and self.optimizer.param_groups[place]["weight_decay"]:
+        for place, (shared, decays) in enumerate(
+            zip(self._shared, self._trial.decays, strict=False)
+        ):
+            if (
+                self._trial.chooses_length
+                and decays
+                and self.optimizer.param_groups[place]["weight_decay"]
+            ):
                 torch._foreach_mul_(shared, numbers[2 * place + 1])
 
     def _squares(self, names: Sequence[str]) -> list[dict[str, Squares]]:
@@ -115,7 +140,10 @@ class Training:
         keys = self._trial.squares_by_parameter(self.optimizer)
         stacked = squares_of(self.optimizer, {name: self.weights[name] for name in names}, keys)
         return [
-            {name: Squares(None if values is None else values[rank], bias) for name, (values, bias) in stacked.items()}
+            {
+                name: Squares(None if values is None else values[rank], bias)
+                for name, (values, bias) in stacked.items()
+            }
             for rank in range(len(self._ranks))
         ]
 
@@ -128,12 +156,11 @@ class Training:
     def _exchange_here(self, length: int, how: Sending, refreshes: bool) -> None:
         """Exchange as a graph, once exchanges of this kind have been made without one."""
         # A mean whose gains go by senders is computed otherwise, and so is one without any.
-        exchanges, kind = (
-            self.exchanges,
-            (length, how.lost, refreshes, how.gains if how.gains is None else bool(how.gains)),
-        )
+        exchanges = self.exchanges
+        kind = (length, how.lost, refreshes, how.gains if how.gains is None else bool(how.gains))
         assert exchanges is not None
-        # Residuals that are held back lie elsewhere after each exchange, so a graph would not find them.
+        # Residuals that are held back lie elsewhere after each exchange, so a graph would not find
+        # them.
         holds_back = exchanges.ranks[0].rounds.holds_back
         if (graph := self._graphs.get(kind)) is not None and not holds_back:
             if self._latest is not graph:
@@ -152,7 +179,9 @@ class Training:
             self._latest = None
             return
         exchange = partial(exchanges.exchange, length, how, refreshes)
-        self._latest = self._graphs[kind] = ExchangeGraph(exchange, feedbacks, exchanges.traffic, how.gains)
+        self._latest = self._graphs[kind] = ExchangeGraph(
+            exchange, feedbacks, exchanges.traffic, how.gains
+        )
         self._latest.replay(how.gains)
 
     def end_exchange(self) -> None:
@@ -177,13 +206,18 @@ class Bank:
 
     def __init__(self, trainings: Sequence[Prepared], device: torch.device) -> None:
         self.device = device
-        named = [dict(one.module.named_parameters()) for one in trainings for _ in range(one.replicas)]
-        self._stacks = {name: torch.stack([own[name].detach() for own in named]).to(device) for name in named[0]}
+        named = [
+            dict(one.module.named_parameters()) for one in trainings for _ in range(one.replicas)
+        ]
+        self._stacks = {
+            name: torch.stack([own[name].detach() for own in named]).to(device) for name in named[0]
+        }
         self._places = [0]
         for one in trainings:
             self._places.append(self._places[-1] + one.replicas)
         self.trainings = [
-            Training(one, self._part(self._stacks, number), device) for number, one in enumerate(trainings)
+            Training(one, self._part(self._stacks, number), device)
+            for number, one in enumerate(trainings)
         ]
         self._function = gradients_of_all(trainings[0].module.to(device))
         self.losses = torch.zeros(len(named), device=device)
@@ -206,19 +240,26 @@ class Bank:
             job = one.prepared.job
             if (key := (job.ranks, one.prepared.data_settings)) not in streams:
                 size = job.ranks * one.prepared.data.batch_size
-                numbers = rank_rows(self._steps // AHEAD, batch_size=AHEAD * size, rank=0, world_size=1)
+                numbers = rank_rows(
+                    self._steps // AHEAD, batch_size=AHEAD * size, rank=0, world_size=1
+                )
                 streams[key] = one.prepared.data.training_rows(numbers)
         rows: dict[str, list[Tensor]] = {}
         for one in self.trainings:
             for name, found in streams[one.prepared.job.ranks, one.prepared.data_settings].items():
-                rows.setdefault(name, []).append(found.view(AHEAD, one.prepared.replicas, -1, *found.shape[1:]))
+                rows.setdefault(name, []).append(
+                    found.view(AHEAD, one.prepared.replicas, -1, *found.shape[1:])
+                )
         fresh = {name: torch.cat(parts, dim=1) for name, parts in rows.items()}
         # On a GPU fused optimizers read rates of this type.
         dtype = torch.float64 if self.device.type == "cpu" else torch.float32
-        table = [[number for one in self.trainings for number in one.numbers()] for _ in range(AHEAD)]
+        table = [
+            [number for one in self.trainings for number in one.numbers()] for _ in range(AHEAD)
+        ]
         numbers = torch.tensor(table, dtype=dtype)
         if self.device.type == "cpu":
-            self._batches, self._numbers = fresh, numbers
+            self._batches = fresh
+            self._numbers = numbers
         elif not self._batches:
             self._batches = {name: one.to(self.device) for name, one in fresh.items()}
             self._numbers = numbers.to(self.device)
@@ -256,7 +297,9 @@ class Bank:
                 one.exchanges.after_step()
 
     def _move(self) -> None:
-        batch = {name: ahead.index_select(0, self._next)[0] for name, ahead in self._batches.items()}
+        batch = {
+            name: ahead.index_select(0, self._next)[0] for name, ahead in self._batches.items()
+        }
         gradients, losses = self._function(self._stacks, batch)
         # Fused optimizers want the layout of the weights.
         gradients = {name: gradient.contiguous() for name, gradient in gradients.items()}
@@ -266,7 +309,9 @@ class Bank:
         with torch.no_grad():
             for number, one in enumerate(self.trainings):
                 count = len(given) // len(self.trainings)
-                one.step(self._part(gradients, number), given[number * count : (number + 1) * count])
+                one.step(
+                    self._part(gradients, number), given[number * count : (number + 1) * count]
+                )
         self._next += 1
 
 
@@ -278,12 +323,16 @@ class SideBySide:
         device = torch.device(jobs[0].device)
         kinds: dict[tuple[str, int | None], list[Prepared]] = {}
         for one in prepared:
-            kinds.setdefault((one.shape, one.job.ranks if one.settings is None else None), []).append(one)
+            kinds.setdefault(
+                (one.shape, one.job.ranks if one.settings is None else None), []
+            ).append(one)
         self.banks = [Bank(members, device) for members in kinds.values()]
         by_job = {id(one.prepared): one for bank in self.banks for one in bank.trainings}
         self.trainings = [by_job[id(one)] for one in prepared]
         data = {one.data_settings: one.data for one in prepared}
-        self._validation = {settings: rows_of_validation(one, jobs[0]) for settings, one in data.items()}
+        self._validation = {
+            settings: rows_of_validation(one, jobs[0]) for settings, one in data.items()
+        }
 
     def step(self) -> None:
         """One step of all trainings."""
@@ -300,14 +349,21 @@ class SideBySide:
         return found
 
 
-def train_side_by_side(jobs: Sequence[Job], report: Callable[[int, Sequence[float]], None]) -> list[dict[str, Any]]:
-    """Train jobs of one length, and return the figures of each; ``report`` gets the steps made and the latest losses.
+def train_side_by_side(
+    jobs: Sequence[Job], report: Callable[[int, Sequence[float]], None]
+) -> list[dict[str, Any]]:
+    """Train jobs of one length, and return the figures of each; ``report`` gets the steps made and
+    the latest losses.
 
     The time of a step is that of all jobs together.
     """
-    together, steps = SideBySide(jobs), jobs[0].steps
+    together = SideBySide(jobs)
+    steps = jobs[0].steps
     histories: list[History] = [[] for _ in jobs]
-    checked, started, seconds, losses = validated_after(steps), time.perf_counter(), 0.0, list[float]()
+    checked = validated_after(steps)
+    started = time.perf_counter()
+    seconds = 0.0
+    losses = list[float]()
     for step in range(1, steps + 1):
         together.step()
         if step in checked:

@@ -19,10 +19,14 @@ class Work:
 
 
 class ThreadGroup:
-    """The process group of one thread of several: a collective returns when all threads have come to it."""
+    """The process group of one thread of several: a collective returns when all threads have come
+    to it.
+    """
 
     def __init__(self, rank: int, brought: list[Any], barrier: threading.Barrier) -> None:
-        self._rank, self._brought, self._barrier = rank, brought, barrier
+        self._rank = rank
+        self._brought = brought
+        self._barrier = barrier
 
     def size(self) -> int:
         return self._barrier.parties
@@ -47,9 +51,12 @@ class Threads:
     """
 
     def __init__(self, replicas: int) -> None:
-        threads, brought = torch.get_num_threads(), replicas * [None]
+        threads = torch.get_num_threads()
+        brought = replicas * [None]
         self._barrier = threading.Barrier(replicas)
-        self._pool = ThreadPoolExecutor(replicas, initializer=lambda: torch.set_num_threads(threads))
+        self._pool = ThreadPoolExecutor(
+            replicas, initializer=lambda: torch.set_num_threads(threads)
+        )
         self.groups = [ThreadGroup(rank, brought, self._barrier) for rank in range(replicas)]
 
     def run(self, function: Callable[[int], object]) -> None:
@@ -71,5 +78,7 @@ class Threads:
         calls = [self._pool.submit(call, rank) for rank in range(len(self.groups))]
         wait(calls)
         problems = [problem for one in calls if (problem := one.exception()) is not None]
-        for problem in sorted(problems, key=lambda one: isinstance(one, threading.BrokenBarrierError)):
+        for problem in sorted(
+            problems, key=lambda one: isinstance(one, threading.BrokenBarrierError)
+        ):
             raise problem

@@ -1,4 +1,5 @@
-"""One training of several replicas on a CPU: their modules, optimizers and batches, and what validation finds.
+"""One training of several replicas on a CPU: their modules, optimizers and batches, and what
+validation finds.
 
 Each replica has a module and an optimizer of its own, so it computes the bits of a rank.
 :mod:`replicated.lockstep` exchanges after the optimizers' steps. Methods of others act in them
@@ -56,8 +57,8 @@ class Job:
         steps: Optimizer steps.
         device: ``"cpu"`` or ``"cuda"``.
         val_rows: Rows of the validation part that are scored, spread evenly over it.
-        start: Of several that say how far apart runs end which begin almost alike: if it is not 0, each weight differs
-            by about ``NUDGE`` of itself, in its own way for each number.
+        start: Of several that say how far apart runs end which begin almost alike: if it is not 0,
+            each weight differs by about ``NUDGE`` of itself, in its own way for each number.
     """
 
     overrides: tuple[str, ...]
@@ -69,7 +70,9 @@ class Job:
 
 
 class Figures(nn.Module):
-    """Maps a batch to the figures of a module, the loss among them, and their number of examples."""
+    """Maps a batch to the figures of a module, the loss among them, and their number of
+    examples.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -80,12 +83,18 @@ class Figures(nn.Module):
         return self.module.figures(batch)
 
 
-def gradients_of_all(module: nn.Module) -> Callable[[Mapping[str, Tensor], Batch], tuple[dict[str, Tensor], Tensor]]:
-    """A function of stacked weights and batches, ``[replicas, ...]`` each: gradients by name, and losses."""
+def gradients_of_all(
+    module: nn.Module,
+) -> Callable[[Mapping[str, Tensor], Batch], tuple[dict[str, Tensor], Tensor]]:
+    """A function of stacked weights and batches, ``[replicas, ...]`` each: gradients by name, and
+    losses.
+    """
     figures = Figures(module)
 
     def loss(weights: Mapping[str, Tensor], batch: Batch) -> Tensor:
-        return functional_call(figures, {f"module.{name}": one for name, one in weights.items()}, (batch,))[0]["loss"]
+        return functional_call(
+            figures, {f"module.{name}": one for name, one in weights.items()}, (batch,)
+        )[0]["loss"]
 
     function = vmap(grad_and_value(loss))
 
@@ -98,14 +107,15 @@ def gradients_of_all(module: nn.Module) -> Callable[[Mapping[str, Tensor], Batch
 
 
 class Prepared:
-    """What a job trains: the module of an experiment, its data, and what brings its replicas together.
+    """What a job trains: the module of an experiment, its data, and what brings its replicas
+    together.
 
     Attributes:
         settings: Of ``Updates``; None without them.
         method: The settings of a method of others; None without one.
         data_settings: Those that the data are made from, as YAML.
-        shape: What trainings have in common whose weights and batches can be stacked: all settings of the module and
-            the data but the rate and the seed, as YAML.
+        shape: What trainings have in common whose weights and batches can be stacked: all settings
+            of the module and the data but the rate and the seed, as YAML.
 
     Raises:
         ValueError: Replicas do not follow the strategy, or ranks would do what replicas do not.
@@ -116,13 +126,16 @@ class Prepared:
             words = [f"trainer.max_steps={job.steps}", f"trainer.devices={job.ranks}"]
             config = compose("train", [*job.overrides, *words])
         config.paths.root_dir = config.paths.output_dir = str(Path.cwd())
-        self.job, self.settings, self.method = job, _settings(job, config.strategy), config.strategy.get("method")
+        self.job = job
+        self.settings = _settings(job, config.strategy)
+        self.method = config.strategy.get("method")
         seed_everything(config.seed, workers=True, verbose=False)
         self.data_settings = OmegaConf.to_yaml(config.data, resolve=True)
         self.data = _data_of(self.data_settings)
         apart = ("learning_rate", "seed")
         shared = (
-            {name: one for name, one in part.items() if name not in apart} for part in (config.model, config.data)
+            {name: one for name, one in part.items() if name not in apart}
+            for part in (config.model, config.data)
         )
         self.shape = OmegaConf.to_yaml(OmegaConf.create(list(shared)))
         self.module = hydra.utils.instantiate(config.model)
@@ -132,12 +145,22 @@ class Prepared:
         self.module.trainer = None
         if job.start:
             _nudge(self.module, job.start)
-        left_out = ("gradient_clip_val", None), ("accumulate_grad_batches", 1), ("precision", "32-true")
+        left_out = (
+            ("gradient_clip_val", None),
+            ("accumulate_grad_batches", 1),
+            ("precision", "32-true"),
+        )
         for name, plain in left_out:
             if config.trainer.get(name) != plain:
-                raise ValueError(f"replicas do not follow trainer.{name}={config.trainer[name]}: use {plain or 'null'}")
+                raise ValueError(
+                    f"replicas do not follow trainer.{name}={config.trainer[name]}: use"
+                    f" {plain or 'null'}"
+                )
         if any(getattr(one, "track_running_stats", False) for one in self.module.modules()):
-            raise ValueError("replicas take no running statistics, as of BatchNorm: train with experiments/compare.py")
+            raise ValueError(
+                "replicas take no running statistics, as of BatchNorm: train with"
+                " experiments/compare.py"
+            )
 
     @property
     def replicas(self) -> int:
@@ -181,7 +204,8 @@ def _data_of(settings: str) -> Any:
 
 
 class Replicas:
-    """The replicas of one training, with the data that they read as ranks would, and their exchanges.
+    """The replicas of one training, with the data that they read as ranks would, and their
+    exchanges.
 
     Dense training is that of one module on the batches of all ranks.
     """
@@ -189,30 +213,54 @@ class Replicas:
     def __init__(self, prepared: Prepared) -> None:
         self.prepared = prepared
         self.modules = [copy.deepcopy(prepared.module) for _ in range(prepared.replicas)]
-        self.optimizers, self._schedulers = zip(*map(prepared.optimizer_of, self.modules), strict=True)
-        self._names = [{parameter: name for name, parameter in one.named_parameters()} for one in self.modules]
+        self.optimizers, self._schedulers = zip(
+            *map(prepared.optimizer_of, self.modules), strict=True
+        )
+        self._names = [
+            {parameter: name for name, parameter in one.named_parameters()} for one in self.modules
+        ]
         self.exchanges: Exchanges | None = None
-        self.apart = None if prepared.method is None else Apart(prepared.method, self.modules, self.optimizers)
+        self.apart = (
+            None
+            if prepared.method is None
+            else Apart(prepared.method, self.modules, self.optimizers)
+        )
         if prepared.settings is not None:
-            models, trial = [dict(module.named_parameters()) for module in self.modules], try_out(self.optimizers[0])
-            keys = {self._names[0][p]: own for p, own in trial.squares_by_parameter(self.optimizers[0]).items()}
+            models = [dict(module.named_parameters()) for module in self.modules]
+            trial = try_out(self.optimizers[0])
+            keys = {
+                self._names[0][p]: own
+                for p, own in trial.squares_by_parameter(self.optimizers[0]).items()
+            }
 
             def squares(names: Sequence[str]) -> list[dict[str, Squares]]:
                 return [
-                    squares_of(optimizer, {name: model[name] for name in names}, trial.squares_by_parameter(optimizer))
+                    squares_of(
+                        optimizer,
+                        {name: model[name] for name in names},
+                        trial.squares_by_parameter(optimizer),
+                    )
                     for optimizer, model in zip(self.optimizers, models, strict=True)
                 ]
 
-            self.exchanges = Exchanges(prepared.settings, models, prepared.job.steps, trial, keys, squares)
+            self.exchanges = Exchanges(
+                prepared.settings, models, prepared.job.steps, trial, keys, squares
+            )
         self._step = 0
 
     def step(self) -> Tensor:
         """Make a step of all replicas, and return their losses before it, ``[replicas]``."""
-        job, data = self.prepared.job, self.prepared.data
-        numbers = rank_rows(self._step, batch_size=job.ranks * data.batch_size, rank=0, world_size=1)
+        job = self.prepared.job
+        data = self.prepared.data
+        numbers = rank_rows(
+            self._step, batch_size=job.ranks * data.batch_size, rank=0, world_size=1
+        )
         batch = data.training_rows(numbers)
         losses = self.gradients(
-            {name: rows.view(len(self.modules), -1, *rows.shape[1:]) for name, rows in batch.items()}
+            {
+                name: rows.view(len(self.modules), -1, *rows.shape[1:])
+                for name, rows in batch.items()
+            }
         )
         if self.exchanges is not None:
             self.exchanges.before_step()
@@ -222,7 +270,9 @@ class Replicas:
             for optimizer in self.optimizers:
                 optimizer.step()
         if self.exchanges is not None:
-            for rank, optimizer, names in zip(self.exchanges.ranks, self.optimizers, self._names, strict=True):
+            for rank, optimizer, names in zip(
+                self.exchanges.ranks, self.optimizers, self._names, strict=True
+            ):
                 self.exchanges.let_decay(rank, optimizer, names)
             self.exchanges.after_step()
         for scheduler in filter(None, self._schedulers):
@@ -245,8 +295,12 @@ class Replicas:
         if self.apart is not None:
             return self.apart.shared_weights()
         if self.exchanges is None:
-            return {name: parameter.detach() for name, parameter in self.modules[0].named_parameters()}
-        return {name: self.exchanges.ranks[0].weights.shared(name) for name in self._names[0].values()}
+            return {
+                name: parameter.detach() for name, parameter in self.modules[0].named_parameters()
+            }
+        return {
+            name: self.exchanges.ranks[0].weights.shared(name) for name in self._names[0].values()
+        }
 
 
 @torch.no_grad()
@@ -269,15 +323,23 @@ def rows_of_validation(data: Any, job: Job) -> list[Batch]:
     total = data.num_rows("val")
     rows = np.unique(np.linspace(0, total - 1, min(total, job.val_rows)).round().astype(np.int64))
     parts = np.array_split(rows, math.ceil(len(rows) / 64))
-    return [{name: one.to(job.device) for name, one in data.evaluation_rows("val", part).items()} for part in parts]
+    return [
+        {name: one.to(job.device) for name, one in data.evaluation_rows("val", part).items()}
+        for part in parts
+    ]
 
 
 def train(job: Job, report: Report | None = None) -> dict[str, Any]:
-    """Train a job, and return its figures as JSON has them; ``report`` gets the steps made and the latest loss."""
+    """Train a job, and return its figures as JSON has them; ``report`` gets the steps made and the
+    latest loss.
+    """
     replicas = Replicas(Prepared(job))
-    validation, module = rows_of_validation(replicas.prepared.data, job), replicas.prepared.module
+    validation = rows_of_validation(replicas.prepared.data, job)
+    module = replicas.prepared.module
     checked = validated_after(job.steps)
-    history, started, seconds = History(), time.perf_counter(), 0.0
+    history = History()
+    started = time.perf_counter()
+    seconds = 0.0
     for step in range(1, job.steps + 1):
         replicas.step()
         if step in checked:
@@ -290,7 +352,11 @@ def train(job: Job, report: Report | None = None) -> dict[str, Any]:
 
 
 def figures_of(
-    job: Job, history: History, seconds: float, module: nn.Module, exchanges: Exchanges | Apart | None
+    job: Job,
+    history: History,
+    seconds: float,
+    module: nn.Module,
+    exchanges: Exchanges | Apart | None,
 ) -> dict[str, Any]:
     """The figures of a run."""
     last = [loss for step, loss in history if is_last(step, job.steps)]
@@ -309,7 +375,9 @@ def figures_of(
 
 
 def validated_after(steps: int) -> set[int]:
-    """The steps after which a run is validated: every tenth part of it, and often in the last twentieth."""
+    """The steps after which a run is validated: every tenth part of it, and often in the last
+    twentieth.
+    """
     first = steps - steps // LAST
     last = np.linspace(first, steps, min(CHECKS, steps - first + 1)).round().astype(int).tolist()
     return {steps * part // CHECKS for part in range(1, CHECKS)} - {0} | set(last)
@@ -321,18 +389,23 @@ def is_last(step: int, steps: int) -> bool:
 
 
 def _settings(job: Job, strategy: Any) -> dict[str, Any] | None:
-    """The settings of ``Updates`` in those of ``strategy=dct``; None for dense training and the methods of others."""
+    """The settings of ``Updates`` in those of ``strategy=dct``; None for dense training and the
+    methods of others.
+    """
     if DENSE in job.overrides:
         return None
     method = strategy.get("method")
     if method is not None and method._target_.rpartition(".")[0] in MODULES and job.device == "cpu":
         if method.sync_every > job.steps:
-            raise ValueError(f"strategy.method.sync_every={method.sync_every}: a run of {job.steps} steps never syncs")
+            raise ValueError(
+                f"strategy.method.sync_every={method.sync_every}: a run of {job.steps} steps never"
+                " syncs"
+            )
         return None
     if strategy._target_ != "lightning_dct.DCTStrategy" or strategy.compress != "updates":
         raise ValueError(
-            f"replicas train with {DENSE}, with strategy=dct and updates, and on a CPU with the methods of"
-            f" {' and '.join(MODULES)}, not with {strategy._target_} on {job.device}"
+            f"replicas train with {DENSE}, with strategy=dct and updates, and on a CPU with the"
+            f" methods of {' and '.join(MODULES)}, not with {strategy._target_} on {job.device}"
         )
     known = {field.name for field in fields(DCTConfig)}
     given = OmegaConf.to_container(strategy, resolve=True)

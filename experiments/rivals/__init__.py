@@ -1,1 +1,3 @@
-"""Methods that DCT is compared with: others' code where there is some, else their published rules."""
+"""Methods that DCT is compared with: others' code where there is some, else their published
+rules.
+"""

@@ -19,7 +19,8 @@ from lightning_dct.traffic import FP32_BYTES, Traffic, all_reduce_bytes
 
 @dataclass
 class Replica:
-    """What a method works on: this rank's model and optimizer, the group of all ranks, and the counter of bytes.
+    """What a method works on: this rank's model and optimizer, the group of all ranks, and the
+    counter of bytes.
 
     ``manager`` takes the place of torchft's, which needs a process for each rank.
     """
@@ -36,18 +37,26 @@ class Replica:
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
 
     def count_steps(self, optimizer: Optimizer) -> None:
-        """Count the steps of an optimizer, and the bytes that DistributedDataParallel would have sent for them."""
+        """Count the steps of an optimizer, and the bytes that DistributedDataParallel would have
+        sent for them.
+        """
         entries = sum(parameter.numel() for parameter in self.parameters)
         dense = all_reduce_bytes(FP32_BYTES * entries, self.group.size())
-        optimizer.register_step_post_hook(lambda *_: self.traffic.add(steps=1, bytes_dense=dense, entries=entries))
+        optimizer.register_step_post_hook(
+            lambda *_: self.traffic.add(steps=1, bytes_dense=dense, entries=entries)
+        )
 
 
 class Method(ABC):
-    """A way to bring replicas together; its constructor takes settings only, because ranks are not there yet."""
+    """A way to bring replicas together; its constructor takes settings only, because ranks are not
+    there yet.
+    """
 
     @abstractmethod
     def attach(self, replica: Replica) -> Optimizer:
-        """Act from now on after steps of the optimizer; returns the optimizer to train with, most often the same."""
+        """Act from now on after steps of the optimizer; returns the optimizer to train with, most
+        often the same.
+        """
 
     def detach(self) -> None:  # noqa: B027
         """Let go of what ``attach`` has taken; nothing, unless a method says otherwise."""
@@ -58,11 +67,13 @@ class Method(ABC):
 
 
 class ApartStrategy(DDPStrategy):
-    """Trains a replica on each rank, without DistributedDataParallel, and leaves the exchange to a method.
+    """Trains a replica on each rank, without DistributedDataParallel, and leaves the exchange to a
+    method.
 
-    After the last step, the weights become the mean of all replicas: these are what is validated, tested and saved.
-    That mean is not counted, because methods that have just exchanged do not need it. Lightning's broadcast before
-    every batch is left out, as ``DCTStrategy`` does it, so that a step without an exchange does not wait.
+    After the last step, the weights become the mean of all replicas: these are what is validated,
+    tested and saved. That mean is not counted, because methods that have just exchanged do not need
+    it. Lightning's broadcast before every batch is left out, as ``DCTStrategy`` does it, so that a
+    step without an exchange does not wait.
 
     Args:
         method: What brings the replicas together.
@@ -111,8 +122,11 @@ class ApartStrategy(DDPStrategy):
 
 def _drive(scheduler: Any, optimizer: Optimizer) -> None:
     """Let a schedule of factors set the rates of another optimizer, from where it is."""
-    factors = [now / base for now, base in zip(scheduler.get_last_lr(), scheduler.base_lrs, strict=True)]
-    scheduler.optimizer, scheduler.base_lrs = optimizer, [group["lr"] for group in optimizer.param_groups]
+    factors = [
+        now / base for now, base in zip(scheduler.get_last_lr(), scheduler.base_lrs, strict=True)
+    ]
+    scheduler.optimizer = optimizer
+    scheduler.base_lrs = [group["lr"] for group in optimizer.param_groups]
     for group, factor in zip(optimizer.param_groups, factors, strict=True):
         group["initial_lr"] = group["lr"]
         group["lr"] *= factor
@@ -125,11 +139,18 @@ def in_fragments(modules: list[nn.Module], count: int) -> list[nn.ModuleList]:
         ValueError: There are fewer modules than groups.
     """
     if not 1 <= count <= len(modules):
-        raise ValueError(f"strategy.method.fragments={count}: the model has {len(modules)} parts; give 1 to as many")
+        raise ValueError(
+            f"strategy.method.fragments={count}: the model has {len(modules)} parts; give 1 to as"
+            " many"
+        )
     size = math.ceil(len(modules) / count)
-    groups = [nn.ModuleList(modules[start : start + size]) for start in range(0, len(modules), size)]
+    groups = [
+        nn.ModuleList(modules[start : start + size]) for start in range(0, len(modules), size)
+    ]
     if len(groups) != count:
-        raise ValueError(f"strategy.method.fragments={count}: {len(modules)} parts make no {count} equal groups")
+        raise ValueError(
+            f"strategy.method.fragments={count}: {len(modules)} parts make no {count} equal groups"
+        )
     return groups
 
 

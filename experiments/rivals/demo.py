@@ -1,4 +1,6 @@
-"""DeMo as pytorch_optimizer has it: the largest cosine coefficients of the momentum, in every step."""
+"""DeMo as pytorch_optimizer has it: the largest cosine coefficients of the momentum, in every
+step.
+"""
 
 from pytorch_optimizer.optimizer.demo import DeMo as DeMoOptimizer
 from torch.optim import Optimizer
@@ -8,9 +10,11 @@ from rivals.apart import Method, Replica
 
 
 class DeMo(Method):
-    """Decoupled momentum (Peng, Quesnelle and Kingma, 2024, arXiv:2411.19870), an optimizer of its own.
+    """Decoupled momentum (Peng, Quesnelle and Kingma, 2024, arXiv:2411.19870), an optimizer of its
+    own.
 
-    It takes the place of the module's optimizer, with its groups, their weight decay and their schedule.
+    It takes the place of the module's optimizer, with its groups, their weight decay and their
+    schedule.
 
     Args:
         learning_rate: Its peak rate. The steps are signs, as Lion's.
@@ -19,8 +23,13 @@ class DeMo(Method):
         decay: What remains of the momentum in each step.
     """
 
-    def __init__(self, learning_rate: float = 1e-3, top_k: int = 32, chunk: int = 64, decay: float = 0.999) -> None:
-        self.learning_rate, self.top_k, self.chunk, self.decay = learning_rate, top_k, chunk, decay
+    def __init__(
+        self, learning_rate: float = 1e-3, top_k: int = 32, chunk: int = 64, decay: float = 0.999
+    ) -> None:
+        self.learning_rate = learning_rate
+        self.top_k = top_k
+        self.chunk = chunk
+        self.decay = decay
 
     def attach(self, replica: Replica) -> Optimizer:
         groups = [

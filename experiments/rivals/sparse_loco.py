@@ -1,4 +1,6 @@
-"""SparseLoCo by its published rule: the largest entries of what a replica has moved, in two bits, with feedback."""
+"""SparseLoCo by its published rule: the largest entries of what a replica has moved, in two bits,
+with feedback.
+"""
 
 import math
 
@@ -26,8 +28,9 @@ class SparseLoCo(Method):
         shared  <-  shared - outer_rate * (sum of s over ranks) / R
         weights  <-  shared
 
-    Chunks are ``chunk`` consecutive entries of a tensor; a smaller tensor is one chunk. ``Q`` rounds to the means of
-    four classes: two signs, and above or below the mean size. The paper leaves the levels open.
+    Chunks are ``chunk`` consecutive entries of a tensor; a smaller tensor is one chunk. ``Q``
+    rounds to the means of four classes: two signs, and above or below the mean size. The paper
+    leaves the levels open.
 
     Args:
         sync_every: Steps from one exchange to the next.
@@ -48,9 +51,14 @@ class SparseLoCo(Method):
         if sync_every < 1:
             raise ValueError(f"strategy.method.sync_every={sync_every}: must be at least 1")
         if not 1 <= top_k <= chunk:
-            raise ValueError(f"strategy.method.top_k={top_k}: must be 1 to strategy.method.chunk={chunk}")
-        self.sync_every, self.top_k, self.chunk = sync_every, top_k, chunk
-        self.decay, self.outer_learning_rate = decay, outer_learning_rate
+            raise ValueError(
+                f"strategy.method.top_k={top_k}: must be 1 to strategy.method.chunk={chunk}"
+            )
+        self.sync_every = sync_every
+        self.top_k = top_k
+        self.chunk = chunk
+        self.decay = decay
+        self.outer_learning_rate = outer_learning_rate
         self._step = 0
         self._payload_bytes = 0
 
@@ -70,7 +78,8 @@ class SparseLoCo(Method):
         self._step += 1
         if self._step % self.sync_every:
             return
-        parameters, ranks = self._replica.parameters, self._replica.group.size()
+        parameters = self._replica.parameters
+        ranks = self._replica.group.size()
         parts = []
         for parameter, shared, error in zip(parameters, self._shared, self._errors, strict=True):
             error.mul_(self.decay).add_(shared - parameter)
@@ -83,7 +92,9 @@ class SparseLoCo(Method):
         received = payload.new_empty(ranks * payload.numel())
         dist.all_gather_single(received, payload, group=self._replica.group)
         entries = sum(places.numel() for places, _, _ in parts)
-        self._replica.traffic.add(bytes_sent=all_gather_bytes(payload.numel(), ranks), entries_sent=entries)
+        self._replica.traffic.add(
+            bytes_sent=all_gather_bytes(payload.numel(), ranks), entries_sent=entries
+        )
         counts = [places.numel() for places, _, _ in parts]
         for one in received.split(payload.numel()):
             for shared, (places, values) in zip(
@@ -95,7 +106,9 @@ class SparseLoCo(Method):
 
 
 def largest_of_chunks(tensor: Tensor, chunk: int, top_k: int) -> Tensor:
-    """Positions, int64 and by chunk, of the ``top_k`` largest magnitudes of each chunk; all of a smaller chunk."""
+    """Positions, int64 and by chunk, of the ``top_k`` largest magnitudes of each chunk; all of a
+    smaller chunk.
+    """
     found = []
     for number, part in enumerate(tensor.view(-1).abs().split(chunk)):
         found.append(part.topk(min(top_k, part.numel()), sorted=False).indices + number * chunk)
@@ -110,7 +123,9 @@ def quantise(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def pack(parts: list[tuple[Tensor, Tensor, Tensor]], chunk: int) -> Tensor:
-    """One payload, uint8: all levels in fp32, then of each entry its place in the chunk and its code, bit by bit."""
+    """One payload, uint8: all levels in fp32, then of each entry its place in the chunk and its
+    code, bit by bit.
+    """
     levels = torch.cat([levels for _, _, levels in parts]).numpy().view(np.uint8)
     numbers = torch.cat([(places % chunk) * _LEVELS + codes for places, codes, _ in parts]).numpy()
     bits = (numbers[:, None] >> np.arange(_entry_bits(chunk))) & 1
@@ -124,7 +139,9 @@ def unpack(
     levels_bytes = len(tensors) * _LEVELS * FP32_BYTES
     levels = torch.from_numpy(payload[:levels_bytes].numpy().view(np.float32)).view(-1, _LEVELS)
     width = _entry_bits(chunk)
-    bits = np.unpackbits(payload[levels_bytes:].numpy(), count=sum(counts) * width).reshape(-1, width)
+    bits = np.unpackbits(payload[levels_bytes:].numpy(), count=sum(counts) * width).reshape(
+        -1, width
+    )
     numbers = torch.from_numpy(bits.astype(np.int64) @ (1 << np.arange(width)))
     found = []
     for tensor, own, of_tensor in zip(tensors, levels, numbers.split(counts), strict=True):

@@ -1,4 +1,6 @@
-"""Averages of all weights as hivemind makes them: peers meet in a distributed hash table, and each averages a part."""
+"""Averages of all weights as hivemind makes them: peers meet in a distributed hash table, and each
+averages a part.
+"""
 
 import hivemind
 import torch
@@ -25,12 +27,16 @@ class HivemindAveraging(Method):
 
     def __init__(self, sync_every: int, compression: str = "fp16") -> None:
         if compression not in _BITS:
-            raise ValueError(f"strategy.method.compression={compression!r}: choose one of {', '.join(_BITS)}")
-        self.sync_every, self.compression = sync_every, compression
+            raise ValueError(
+                f"strategy.method.compression={compression!r}: choose one of {', '.join(_BITS)}"
+            )
+        self.sync_every = sync_every
+        self.compression = compression
         self._step = 0
 
     def attach(self, replica: Replica) -> Optimizer:
-        rank, ranks = replica.group.rank(), replica.group.size()
+        rank = replica.group.rank()
+        ranks = replica.group.size()
         told: list[list[str]] = [[]]
         address = [f"/ip4/{own_address()}/tcp/0"]
         if rank == 0:
@@ -58,8 +64,11 @@ class HivemindAveraging(Method):
                 before = [parameter.detach().clone() for parameter in replica.parameters]
                 met = self._averager.step(timeout=_PATIENCE_S)
                 if met is None or len(met) < ranks:
-                    raise RuntimeError(f"hivemind averaged {len(met or ())} of {ranks} ranks in {_PATIENCE_S} s")
-                if all(map(torch.equal, before, replica.parameters)):  # it only logs what fails in its own process
+                    raise RuntimeError(
+                        f"hivemind averaged {len(met or ())} of {ranks} ranks in {_PATIENCE_S} s"
+                    )
+                # It only logs what fails in its own process.
+                if all(map(torch.equal, before, replica.parameters)):
                     raise RuntimeError("hivemind's average has left all weights as they were")
                 replica.traffic.add(bytes_sent=sent, entries_sent=size)
 

@@ -1,4 +1,6 @@
-"""LocalSGD, DiLoCo and Streaming DiLoCo as torchft has them, each rank a replica group of its own."""
+"""LocalSGD, DiLoCo and Streaming DiLoCo as torchft has them, each rank a replica group of its
+own.
+"""
 
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -35,7 +37,9 @@ class CountedGloo(ProcessGroupGloo):
 
 
 class _Managed(Method):
-    """A method that a torchft Manager runs; rank 0 also runs the lighthouse, where replica groups find each other."""
+    """A method that a torchft Manager runs; rank 0 also runs the lighthouse, where replica groups
+    find each other.
+    """
 
     def __init__(self, sync_every: int) -> None:
         if sync_every < 1:
@@ -54,7 +58,8 @@ class _Managed(Method):
 
     def _join(self, replica: Replica) -> Manager:
         """Meet the other ranks at a lighthouse."""
-        rank, ranks = replica.group.rank(), replica.group.size()
+        rank = replica.group.rank()
+        ranks = replica.group.size()
         here = own_address()
         told: list[str | None] = [None]
         self._lighthouse = None
@@ -103,8 +108,9 @@ class TorchftLocalSGD(_Managed):
 class TorchftDiLoCo(_Managed):
     """An outer step of SGD with Nesterov's momentum on the mean of what replicas have moved.
 
-    Douillard et al., 2023, arXiv:2311.08105. With ``fragments``, Streaming DiLoCo (arXiv:2501.18512): parts of the
-    model take turns, each once in ``sync_every`` steps, and travel for ``delay`` steps.
+    Douillard et al., 2023, arXiv:2311.08105. With ``fragments``, Streaming DiLoCo
+    (arXiv:2501.18512): parts of the model take turns, each once in ``sync_every`` steps, and travel
+    for ``delay`` steps.
 
     Args:
         sync_every: Steps from one exchange of an entry to the next.
@@ -125,14 +131,20 @@ class TorchftDiLoCo(_Managed):
         mixing: float = 0.0,
     ) -> None:
         super().__init__(sync_every)
-        self.outer_learning_rate, self.outer_momentum = outer_learning_rate, outer_momentum
-        self.fragments, self.delay, self.mixing = fragments, delay, mixing
+        self.outer_learning_rate = outer_learning_rate
+        self.outer_momentum = outer_momentum
+        self.fragments = fragments
+        self.delay = delay
+        self.mixing = mixing
 
     def _start(self, manager: Manager, replica: Replica) -> AbstractContextManager[Any]:
         parts = in_fragments(list(replica.module.network.children()), self.fragments)
         outer = [
             torch.optim.SGD(
-                part.parameters(), self.outer_learning_rate, self.outer_momentum, nesterov=self.outer_momentum > 0
+                part.parameters(),
+                self.outer_learning_rate,
+                self.outer_momentum,
+                nesterov=self.outer_momentum > 0,
             )
             for part in parts
         ]

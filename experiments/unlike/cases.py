@@ -1,4 +1,6 @@
-"""The trainings: each has a model, optimizers, this rank's loss of a step, and the loss that is compared."""
+"""The trainings: each has a model, optimizers, this rank's loss of a step, and the loss that is
+compared.
+"""
 
 import math
 import sysconfig
@@ -38,7 +40,8 @@ class Case(ABC):
     optimizers: list[Optimizer]
 
     def __init__(self, seed: int, rank: int, ranks: int) -> None:
-        self.rank, self.ranks = rank, ranks
+        self.rank = rank
+        self.ranks = ranks
         torch.manual_seed(seed)
         self.build()
         self.draw = torch.Generator().manual_seed(1_000 * seed + rank)
@@ -63,28 +66,44 @@ class Case(ABC):
 def text() -> Tensor:
     """Python's own modules, byte by byte: int64."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:MODULES]
-    return torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8).long()
+    return torch.frombuffer(
+        bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8
+    ).long()
 
 
 class GPT2(Case):
     """GPT-2 of ``transformers``, one tied layer, norms clipped."""
 
     clip = 1.0
-    rate, length, batch, width = 0.003, 32, 8, 48
+    rate = 0.003
+    length = 32
+    batch = 8
+    width = 48
 
     def build(self) -> None:
         from transformers import GPT2Config, GPT2LMHeadModel  # of the extra `zoo`
 
-        shape = {"n_positions": self.length, "n_embd": self.width, "n_layer": 1, "n_head": 4, "vocab_size": BYTES}
+        shape = {
+            "n_positions": self.length,
+            "n_embd": self.width,
+            "n_layer": 1,
+            "n_head": 4,
+            "vocab_size": BYTES,
+        }
         drop = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        self.model = GPT2LMHeadModel(GPT2Config(**shape, **drop, bos_token_id=None, eos_token_id=None, use_cache=False))
+        self.model = GPT2LMHeadModel(
+            GPT2Config(**shape, **drop, bos_token_id=None, eos_token_id=None, use_cache=False)
+        )
         self.optimizers = [AdamW(self.model.parameters(), self.rate)]
         whole = text()
         held_out = int(HELD_OUT * len(whole))
-        self.train, self.held_out = whole[:-held_out], whole[-held_out:]
+        self.train = whole[:-held_out]
+        self.held_out = whole[-held_out:]
 
     def loss(self) -> Tensor:
-        return self._loss(self._lines(self.train, self.pick(self.batch, len(self.train) - self.length)))
+        return self._loss(
+            self._lines(self.train, self.pick(self.batch, len(self.train) - self.length))
+        )
 
     def validate(self) -> Tensor:
         starts = torch.arange(0, len(self.held_out) - self.length, len(self.held_out) // 1_000)
@@ -105,7 +124,9 @@ class GPT2WithoutClipping(GPT2):
 
 
 class Domains(GPT2):
-    """Each rank has its own part of the text, and some have many more tokens; the loss is that of a token."""
+    """Each rank has its own part of the text, and some have many more tokens; the loss is that of a
+    token.
+    """
 
     clip = None
     steps = 600
@@ -116,12 +137,15 @@ class Domains(GPT2):
         part = len(whole) // self.ranks
         held_out = int(HELD_OUT * part)
         parts = [whole[rank * part : (rank + 1) * part] for rank in range(self.ranks)]
-        self.train, self.parts = parts[self.rank][:-held_out], [one[-held_out:] for one in parts]
+        self.train = parts[self.rank][:-held_out]
+        self.parts = [one[-held_out:] for one in parts]
         self.tokens = [240 if rank % 2 == 0 else 16 for rank in range(self.ranks)]
 
     def loss(self) -> Tensor:
         tokens = self.tokens[self.rank]
-        lines = self._lines(self.train, self.pick(max(tokens // self.length, 1), len(self.train) - self.length))
+        lines = self._lines(
+            self.train, self.pick(max(tokens // self.length, 1), len(self.train) - self.length)
+        )
         return self._loss(lines) * self._weight(self.rank)
 
     def validate(self) -> Tensor:
@@ -147,7 +171,10 @@ class Digits(Case):
     """An MLP that reads drawn digits, under AdamW."""
 
     steps = 1_000
-    batch, rate, side, count = 16, 0.001, 16, 20_000
+    batch = 16
+    rate = 0.001
+    side = 16
+    count = 20_000
 
     def build(self) -> None:
         wide = 128
@@ -161,10 +188,12 @@ class Digits(Case):
         )
         self.optimizers = [self.optimizer()]
         images, labels = draw_digits(self.count + 4_000, self.side, 0.25, seed=0)
-        self.images, self.labels = images[: self.count], labels[: self.count]
+        self.images = images[: self.count]
+        self.labels = labels[: self.count]
         self.held_out = images[self.count :], labels[self.count :]
         own = self.own(self.labels)
-        self.images, self.labels = self.images[own], self.labels[own]
+        self.images = self.images[own]
+        self.labels = self.labels[own]
 
     def optimizer(self) -> Optimizer:
         return AdamW(self.model.parameters(), self.rate)
@@ -215,7 +244,8 @@ class Experts(Digits):
             {
                 "shared": nn.Sequential(nn.Flatten(), nn.Linear(self.side**2, wide), nn.ReLU()),
                 "experts": nn.ModuleList(
-                    nn.Sequential(nn.Linear(wide, wide), nn.ReLU(), nn.Linear(wide, CLASSES)) for _ in range(self.ranks)
+                    nn.Sequential(nn.Linear(wide, wide), nn.ReLU(), nn.Linear(wide, CLASSES))
+                    for _ in range(self.ranks)
                 ),
             }
         )
@@ -227,12 +257,16 @@ class Experts(Digits):
 
     def validate(self) -> Tensor:
         images, labels = self.held_out
-        return torch.stack([self._loss(images, labels, expert) for expert in range(self.ranks)]).mean()
+        return torch.stack(
+            [self._loss(images, labels, expert) for expert in range(self.ranks)]
+        ).mean()
 
     def _loss(self, images: Tensor, labels: Tensor, expert: int) -> Tensor:
         # Each expert has another task: to add its number to the digit.
         hidden = self.model["shared"](images)
-        return functional.cross_entropy(self.model["experts"][expert](hidden), (labels + expert) % CLASSES)
+        return functional.cross_entropy(
+            self.model["experts"][expert](hidden), (labels + expert) % CLASSES
+        )
 
 
 class Contrastive(Digits):
@@ -243,7 +277,9 @@ class Contrastive(Digits):
 
     def build(self) -> None:
         super().build()
-        self.model = nn.Sequential(nn.Flatten(), nn.Linear(self.side**2, 128), nn.ReLU(), nn.Linear(128, 32))
+        self.model = nn.Sequential(
+            nn.Flatten(), nn.Linear(self.side**2, 128), nn.ReLU(), nn.Linear(128, 32)
+        )
         self.optimizers = [self.optimizer()]
 
     def loss(self) -> Tensor:
@@ -272,7 +308,11 @@ class RareRows(Case):
     """Bags of rows, of which most are rare, under SparseAdam, and a layer under Adam."""
 
     steps = 800
-    rows, width, bag, batch, rate = 4_000, 16, 6, 64, 0.01
+    rows = 4_000
+    width = 16
+    bag = 6
+    batch = 64
+    rate = 0.01
 
     def build(self) -> None:
         bags = nn.EmbeddingBag(self.rows, self.width, mode="sum", sparse=True)
@@ -292,7 +332,9 @@ class RareRows(Case):
         return self._loss(20_000, torch.Generator().manual_seed(11))
 
     def _loss(self, batch: int, draw: torch.Generator) -> Tensor:
-        bags = torch.multinomial(self.popularity, batch * self.bag, replacement=True, generator=draw)
+        bags = torch.multinomial(
+            self.popularity, batch * self.bag, replacement=True, generator=draw
+        )
         bags = bags.view(batch, self.bag)
         chance = (self.effects[bags].sum(1) / math.sqrt(self.bag) * 2).sigmoid()
         clicked = torch.bernoulli(chance, generator=draw)
@@ -316,7 +358,9 @@ CASES: dict[str, type[Case]] = {
 
 
 def mean_of_gradients(model: nn.Module, ranks: int) -> None:
-    """Replace gradients by their mean over ranks, as DistributedDataParallel does; sparse ones stay sparse."""
+    """Replace gradients by their mean over ranks, as DistributedDataParallel does; sparse ones stay
+    sparse.
+    """
     for parameter in model.parameters():
         mine = parameter.grad
         dense = torch.zeros_like(parameter) if mine is None else mine.to_dense()

@@ -21,11 +21,13 @@ def train(case: str, strategy: str, seed: int, steps: int | None = None) -> dict
 
     Args:
         case: Its name.
-        strategy: ``ddp``, or ``dct`` and settings of :class:`~lightning_dct.Updates`, as in ``dct density=0.3``.
+        strategy: ``ddp``, or ``dct`` and settings of :class:`~lightning_dct.Updates`, as in ``dct
+            density=0.3``.
         seed: Of weights and batches.
         steps: Instead of the case's own number.
     """
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
     training = CASES[case](seed, rank, ranks)
     training.steps = steps or training.steps
     kind, *words = strategy.split()

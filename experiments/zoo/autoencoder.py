@@ -1,4 +1,6 @@
-"""An autoencoder of digits under Adam; where validation no longer gets better, ReduceLROnPlateau lowers the rate."""
+"""An autoencoder of digits under Adam; where validation no longer gets better, ReduceLROnPlateau
+lowers the rate.
+"""
 
 from typing import Any
 
@@ -19,7 +21,12 @@ class AutoencoderModule(ScoredModule):
     """
 
     def __init__(
-        self, learning_rate: float, side: int = 16, width: int = 256, code: int = 128, patience: int = 0
+        self,
+        learning_rate: float,
+        side: int = 16,
+        width: int = 256,
+        code: int = 128,
+        patience: int = 0,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -33,7 +40,11 @@ class AutoencoderModule(ScoredModule):
             nn.Linear(width, code),
         )
         self.decoder = nn.Sequential(
-            nn.Linear(code, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, pixels)
+            nn.Linear(code, width),
+            nn.ReLU(),
+            nn.Linear(width, width),
+            nn.ReLU(),
+            nn.Linear(width, pixels),
         )
 
     def figures(self, batch: tuple[Tensor, Tensor]) -> tuple[dict[str, Tensor], int]:
@@ -46,4 +57,7 @@ class AutoencoderModule(ScoredModule):
         schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(
             optimizer, factor=0.5, patience=self.hparams.patience, threshold=0.01
         )
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val/loss"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "monitor": "val/loss"},
+        }

@@ -1,4 +1,5 @@
-"""Handwritten-looking digits, drawn here: strokes under random distortion, with noise and a stray stroke.
+"""Handwritten-looking digits, drawn here: strokes under random distortion, with noise and a stray
+stroke.
 
 The images are the same in every run; the run's seed decides their order only.
 """
@@ -18,7 +19,8 @@ _CHUNK = 2048
 
 
 def draw_digits(count: int, side: int, noise: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Draw ``count`` images of digits with noise of this standard deviation on every pixel, where ink is 1.
+    """Draw ``count`` images of digits with noise of this standard deviation on every pixel, where
+    ink is 1.
 
     Returns:
         float32 ``[count, 1, side, side]``, and int64 labels ``[count]``.
@@ -35,10 +37,14 @@ def _draw(labels: Tensor, side: int, noise: float, generator: torch.Generator) -
 
     count = len(labels)
     # Every corner of every image wanders, then the whole is turned, sheared, stretched and shifted.
-    corners = torch.tensor(list(_CORNERS.values()), dtype=torch.float32) + 0.2 * normal(count, len(_CORNERS), 2)
+    corners = torch.tensor(list(_CORNERS.values()), dtype=torch.float32) + 0.2 * normal(
+        count, len(_CORNERS), 2
+    )
     distortion = 0.16 * side * (torch.eye(2) + 0.18 * normal(count, 2, 2))
     corners = corners @ distortion + 0.06 * side * normal(count, 1, 2)
-    ends = torch.gather(corners, 1, _ends()[labels].flatten(1).unsqueeze(-1).expand(-1, -1, 2)).unflatten(1, (-1, 2))
+    ends = torch.gather(
+        corners, 1, _ends()[labels].flatten(1).unsqueeze(-1).expand(-1, -1, 2)
+    ).unflatten(1, (-1, 2))
     stray = 0.3 * side * normal(count, 1, 2, 2)
     distance = _distance(torch.cat([ends, stray], dim=1), side)
     width = 0.07 * side * (0.25 * normal(count, 1, 1)).exp()
@@ -47,7 +53,9 @@ def _draw(labels: Tensor, side: int, noise: float, generator: torch.Generator) -
 
 
 def _ends() -> Tensor:
-    """Corners at both ends of every stroke, int64 ``[digits, strokes, 2]``; a digit with fewer repeats its first."""
+    """Corners at both ends of every stroke, int64 ``[digits, strokes, 2]``; a digit with fewer
+    repeats its first.
+    """
     order = "".join(_CORNERS)
     digits = []
     for strokes in _STROKES:
@@ -57,21 +65,27 @@ def _ends() -> Tensor:
 
 
 def _distance(strokes: Tensor, side: int) -> Tensor:
-    """Distance of every pixel from the nearest of ``[images, strokes, 2, 2]``: ``[images, side, side]``."""
+    """Distance of every pixel from the nearest of ``[images, strokes, 2, 2]``: ``[images, side,
+    side]``.
+    """
     axis = torch.arange(side) - (side - 1) / 2
     pixels = torch.cartesian_prod(-axis, axis).flip(1)
     nearest = torch.full((len(strokes), side * side), torch.inf)
     for start, end in strokes.permute(1, 2, 0, 3):
         along = end - start
         offset = pixels - start.unsqueeze(1)
-        place = (offset @ along.unsqueeze(-1)).squeeze(-1) / along.square().sum(-1, keepdim=True).clamp(min=1e-6)
+        place = (offset @ along.unsqueeze(-1)).squeeze(-1) / along.square().sum(
+            -1, keepdim=True
+        ).clamp(min=1e-6)
         away = offset - place.clamp(0, 1).unsqueeze(-1) * along.unsqueeze(1)
         nearest = torch.minimum(nearest, away.norm(dim=-1))
     return nearest.unflatten(1, (side, side))
 
 
 class DrawnData(LightningDataModule):
-    """Examples that ``setup`` draws, the same in every run; the run's seed decides their order only."""
+    """Examples that ``setup`` draws, the same in every run; the run's seed decides their order
+    only.
+    """
 
     val_batch_size = 256
 
@@ -88,10 +102,17 @@ class DrawnData(LightningDataModule):
 
 
 class Digits(DrawnData):
-    """Digits to train on and, others, to validate on; a batch is images ``[batch, 1, side, side]`` and labels."""
+    """Digits to train on and, others, to validate on; a batch is images ``[batch, 1, side, side]``
+    and labels.
+    """
 
     def __init__(
-        self, batch_size: int, train_images: int = 16384, val_images: int = 8192, side: int = 16, noise: float = 0.25
+        self,
+        batch_size: int,
+        train_images: int = 16384,
+        val_images: int = 8192,
+        side: int = 16,
+        noise: float = 0.25,
     ) -> None:
         super().__init__()
         self.save_hyperparameters(logger=False)

@@ -1,4 +1,6 @@
-"""A generative adversarial network (Goodfellow et al., 2014) of points in the plane: two optimizers, taking turns."""
+"""A generative adversarial network (Goodfellow et al., 2014) of points in the plane: two
+optimizers, taking turns.
+"""
 
 import math
 from typing import Any
@@ -13,7 +15,9 @@ from zoo.digits import DrawnData
 
 
 def draw_spirals(count: int, seed: int) -> Tensor:
-    """Draw points on the arms of a spiral galaxy, most within a circle of radius 4: float32 ``[count, 2]``."""
+    """Draw points on the arms of a spiral galaxy, most within a circle of radius 4: float32
+    ``[count, 2]``.
+    """
     generator = torch.Generator().manual_seed(seed)
     arm = torch.randint(3, (count,), generator=generator) * (2 * math.pi / 3)
     radius = 0.2 + 0.8 * torch.rand(count, generator=generator)
@@ -33,19 +37,23 @@ class Spirals(DrawnData):
 
     def setup(self, stage: str | None = None) -> None:
         settings = self.hparams
-        self.keep(settings.train_points, draw_spirals(settings.train_points + settings.val_points, seed=0))
+        self.keep(
+            settings.train_points, draw_spirals(settings.train_points + settings.val_points, seed=0)
+        )
 
 
 class GANModule(LightningModule):
     """A generator against a discriminator, each with an Adam of its own.
 
-    Validation is the Parzen-window estimate of the paper: minus the mean log-density, at held-out points, of a Gaussian
-    around each of many generated points. A mode that the generator has lost costs as much as points out of place.
+    Validation is the Parzen-window estimate of the paper: minus the mean log-density, at held-out
+    points, of a Gaussian around each of many generated points. A mode that the generator has lost
+    costs as much as points out of place.
 
     Args:
         learning_rate: Of both, at the start; a cosine takes it to 0.
         latent: Numbers that the generator makes a point of.
-        penalty: Weight of the discriminator's squared gradient at real points (R1; Mescheder et al., 2018).
+        penalty: Weight of the discriminator's squared gradient at real points (R1; Mescheder et
+            al., 2018).
         window: Standard deviation of the Gaussians of the estimate.
         val_points: Generated for it.
     """
@@ -63,7 +71,11 @@ class GANModule(LightningModule):
         self.save_hyperparameters()
         self.automatic_optimization = False
         self.generator = nn.Sequential(
-            nn.Linear(latent, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 2)
+            nn.Linear(latent, width),
+            nn.ReLU(),
+            nn.Linear(width, width),
+            nn.ReLU(),
+            nn.Linear(width, 2),
         )
         self.discriminator = nn.Sequential(
             nn.Linear(2, width), nn.SiLU(), nn.Linear(width, width), nn.SiLU(), nn.Linear(width, 1)
@@ -77,7 +89,9 @@ class GANModule(LightningModule):
         # The Trainer counts the steps of both.
         batches = self.trainer.estimated_stepping_batches / len(optimizers)
         factor = warmup_and_cosine(batches, warmup_steps=0, final_fraction=0.0)
-        return optimizers, [torch.optim.lr_scheduler.LambdaLR(optimizer, factor) for optimizer in optimizers]
+        return optimizers, [
+            torch.optim.lr_scheduler.LambdaLR(optimizer, factor) for optimizer in optimizers
+        ]
 
     def training_step(self, batch: tuple[Tensor], batch_index: int) -> None:
         (real,) = batch
@@ -120,5 +134,7 @@ class GANModule(LightningModule):
         (real,) = batch
         variance = self.hparams.window**2
         exponents = -torch.cdist(real, self.generated).square() / (2 * variance)
-        density = exponents.logsumexp(dim=1) - math.log(len(self.generated) * 2 * math.pi * variance)
+        density = exponents.logsumexp(dim=1) - math.log(
+            len(self.generated) * 2 * math.pi * variance
+        )
         self.log("val/loss", -density.mean(), batch_size=len(real), on_epoch=True, sync_dist=True)

@@ -1,4 +1,6 @@
-"""GPT-2 of Hugging Face's `transformers`, small and from scratch, under AdamW, or under Muon with AdamW beside it."""
+"""GPT-2 of Hugging Face's `transformers`, small and from scratch, under AdamW, or under Muon with
+AdamW beside it.
+"""
 
 from typing import Any
 
@@ -12,7 +14,9 @@ from scored import ScoredModule
 try:
     from transformers import GPT2Config, GPT2LMHeadModel
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError("experiment=zoo/gpt needs transformers: pip install '.[zoo]'") from error
+    raise ModuleNotFoundError(
+        "experiment=zoo/gpt needs transformers: pip install '.[zoo]'"
+    ) from error
 
 
 class GPTModule(ScoredModule):
@@ -54,14 +58,15 @@ class GPTModule(ScoredModule):
 
 
 class MuonGPTModule(GPTModule):
-    """The same with torch's Muon for the matrices of the blocks, and AdamW for embeddings, norms and biases.
+    """The same with torch's Muon for the matrices of the blocks, and AdamW for embeddings, norms
+    and biases.
 
     Two optimizers of one loss: manual optimisation, as Lightning wants it.
 
     Args:
         gradient_clip: Largest norm of all gradients together.
-        **settings: Of :class:`GPTModule`; the learning rate is that of both, for Muon's updates are scaled to the
-            size of AdamW's.
+        **settings: Of :class:`GPTModule`; the learning rate is that of both, for Muon's updates are
+            scaled to the size of AdamW's.
     """
 
     def __init__(self, gradient_clip: float = 1.0, **settings: Any) -> None:
@@ -75,13 +80,24 @@ class MuonGPTModule(GPTModule):
         taken = set(matrices)
         others = [p for p in self.parameters() if p not in taken]
         optimizers: list[torch.optim.Optimizer] = [
-            torch.optim.Muon(matrices, settings.learning_rate, settings.weight_decay, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(others, settings.learning_rate, tuple(settings.betas), weight_decay=0.0),
+            torch.optim.Muon(
+                matrices,
+                settings.learning_rate,
+                settings.weight_decay,
+                adjust_lr_fn="match_rms_adamw",
+            ),
+            torch.optim.AdamW(
+                others, settings.learning_rate, tuple(settings.betas), weight_decay=0.0
+            ),
         ]
         # The Trainer counts the steps of all optimizers.
         batches = self.trainer.estimated_stepping_batches / len(optimizers)
-        factor = warmup_and_cosine(batches, settings.warmup_steps, settings.final_learning_rate_fraction)
-        return optimizers, [torch.optim.lr_scheduler.LambdaLR(optimizer, factor) for optimizer in optimizers]
+        factor = warmup_and_cosine(
+            batches, settings.warmup_steps, settings.final_learning_rate_fraction
+        )
+        return optimizers, [
+            torch.optim.lr_scheduler.LambdaLR(optimizer, factor) for optimizer in optimizers
+        ]
 
     def training_step(self, batch: dict[str, Tensor], batch_index: int) -> None:
         figures, _ = self.figures(batch)

@@ -1,4 +1,6 @@
-"""Classifies digits with a residual network (He et al., 2015) under SGD, or a vision transformer under AdamW."""
+"""Classifies digits with a residual network (He et al., 2015) under SGD, or a vision transformer
+under AdamW.
+"""
 
 from typing import Any
 
@@ -16,7 +18,9 @@ SCHEDULES = ("cosine", "one_cycle")
 
 
 class ImageModule(ScoredModule):
-    """A classifier of images, judged by its accuracy; ``network`` maps ``[batch, 1, side, side]`` to logits."""
+    """A classifier of images, judged by its accuracy; ``network`` maps ``[batch, 1, side, side]``
+    to logits.
+    """
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -30,7 +34,9 @@ class ImageModule(ScoredModule):
 
 
 class ResidualBlock(nn.Module):
-    """Two convolutions with BatchNorm, added to what came in (through a convolution of size 1 where shapes differ)."""
+    """Two convolutions with BatchNorm, added to what came in (through a convolution of size 1 where
+    shapes differ).
+    """
 
     def __init__(self, channels_in: int, channels: int, stride: int) -> None:
         super().__init__()
@@ -48,7 +54,9 @@ class ResidualBlock(nn.Module):
             )
 
     def forward(self, images: Tensor) -> Tensor:
-        """Map ``[batch, channels_in, side, side]`` to ``[batch, channels, side / stride, side / stride]``."""
+        """Map ``[batch, channels_in, side, side]`` to ``[batch, channels, side / stride, side /
+        stride]``.
+        """
         return functional.relu(self.body(images) + self.shortcut(images))
 
 
@@ -56,7 +64,8 @@ class ResidualModule(ImageModule):
     """A residual network under SGD with Nesterov's momentum and weight decay.
 
     Args:
-        schedule: ``cosine`` from the peak to 0; ``one_cycle`` up and down once, and the momentum the other way.
+        schedule: ``cosine`` from the peak to 0; ``one_cycle`` up and down once, and the momentum
+            the other way.
         channels: Of each block; all but the first halve the side.
         weight_decay: On every parameter.
 
@@ -74,7 +83,11 @@ class ResidualModule(ImageModule):
         if schedule not in SCHEDULES:
             raise ValueError(f"model.schedule={schedule!r}: choose one of {', '.join(SCHEDULES)}")
         first, *others = channels
-        layers = [nn.Conv2d(1, first, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(first), nn.ReLU()]
+        layers = [
+            nn.Conv2d(1, first, 3, stride=2, padding=1, bias=False),
+            nn.BatchNorm2d(first),
+            nn.ReLU(),
+        ]
         blocks = [ResidualBlock(first, first, stride=1)]
         for before, after in zip(channels, others, strict=False):
             blocks.append(ResidualBlock(before, after, stride=2))
@@ -83,20 +96,29 @@ class ResidualModule(ImageModule):
         self.save_hyperparameters()
 
     def configure_optimizers(self) -> dict[str, Any]:
-        settings, steps = self.hparams, int(self.trainer.estimated_stepping_batches)
+        settings = self.hparams
+        steps = int(self.trainer.estimated_stepping_batches)
         optimizer = torch.optim.SGD(
-            self.parameters(), settings.learning_rate, momentum=0.9, nesterov=True, weight_decay=settings.weight_decay
+            self.parameters(),
+            settings.learning_rate,
+            momentum=0.9,
+            nesterov=True,
+            weight_decay=settings.weight_decay,
         )
         schedule: torch.optim.lr_scheduler.LRScheduler
         if settings.schedule == "one_cycle":
-            schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, settings.learning_rate, total_steps=steps)
+            schedule = torch.optim.lr_scheduler.OneCycleLR(
+                optimizer, settings.learning_rate, total_steps=steps
+            )
         else:
             schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
 class PatchEmbedding(nn.Module):
-    """Cuts an image into patches, maps each to a vector, adds where it stands and puts a class token before."""
+    """Cuts an image into patches, maps each to a vector, adds where it stands and puts a class
+    token before.
+    """
 
     def __init__(self, side: int, patch: int, width: int) -> None:
         super().__init__()
@@ -107,7 +129,10 @@ class PatchEmbedding(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Map ``[batch, 1, side, side]`` to ``[batch, 1 + patches, width]``."""
         patches = self.project(images).flatten(2).transpose(1, 2)
-        return torch.cat([self.class_token.expand(len(images), -1, -1), patches], dim=1) + self.positions
+        return (
+            torch.cat([self.class_token.expand(len(images), -1, -1), patches], dim=1)
+            + self.positions
+        )
 
 
 class ClassHead(nn.Module):
@@ -145,7 +170,9 @@ class VisionTransformerModule(ImageModule):
         final_learning_rate_fraction: float = 0.0,
     ) -> None:
         blocks = [Block(width, num_heads, dropout, causal=False) for _ in range(num_layers)]
-        super().__init__(nn.Sequential(PatchEmbedding(side, patch, width), *blocks, ClassHead(width)))
+        super().__init__(
+            nn.Sequential(PatchEmbedding(side, patch, width), *blocks, ClassHead(width))
+        )
         self.save_hyperparameters()
 
     def configure_optimizers(self) -> dict[str, Any]:

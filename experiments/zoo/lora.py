@@ -1,6 +1,8 @@
-"""Fine-tunes a frozen language model through low-rank matrices beside its own (LoRA; Hu et al., 2021).
+"""Fine-tunes a frozen language model through low-rank matrices beside its own (LoRA; Hu et al.,
+2021).
 
-The base is trained on Python's documentation for a few steps; the fine-tuning uses the source of Python's library.
+The base is trained on Python's documentation for a few steps; the fine-tuning uses the source of
+Python's library.
 """
 
 import importlib.util
@@ -16,7 +18,18 @@ from nlp.optimizing import optimizer_with_cosine
 from nlp.token_module import token_figures
 from scored import ScoredModule
 
-_SOURCES = ("argparse", "ast", "datetime", "doctest", "inspect", "pdb", "pickle", "subprocess", "tarfile", "typing")
+_SOURCES = (
+    "argparse",
+    "ast",
+    "datetime",
+    "doctest",
+    "inspect",
+    "pdb",
+    "pickle",
+    "subprocess",
+    "tarfile",
+    "typing",
+)
 
 
 class LibrarySource(TextData):
@@ -25,11 +38,15 @@ class LibrarySource(TextData):
     def read(self) -> bytes:
         """The modules, one after the other."""
         specs = [importlib.util.find_spec(name) for name in _SOURCES]
-        return b"\n\n".join(Path(spec.origin).read_bytes() for spec in specs if spec and spec.origin)
+        return b"\n\n".join(
+            Path(spec.origin).read_bytes() for spec in specs if spec and spec.origin
+        )
 
 
 class LowRankLinear(nn.Module):
-    """A frozen linear layer, plus the product of two narrow matrices that are trained; the second begins at 0."""
+    """A frozen linear layer, plus the product of two narrow matrices that are trained; the second
+    begins at 0.
+    """
 
     def __init__(self, base: nn.Linear, rank: int, scale: float) -> None:
         super().__init__()
@@ -73,20 +90,27 @@ class LoRAModule(ScoredModule):
         self.network: nn.Module | None = None
 
     def configure_model(self) -> None:
-        """Train the base, the same in every run, then freeze it and put the additions beside it; once."""
+        """Train the base, the same in every run, then freeze it and put the additions beside it;
+        once.
+        """
         if self.network is not None:
             return
         settings = self.hparams
         with torch.random.fork_rng():
             torch.manual_seed(0)
             self.network = TransformerLanguageModel(
-                settings.vocabulary_size, settings.context_length, settings.num_layers, settings.width
+                settings.vocabulary_size,
+                settings.context_length,
+                settings.num_layers,
+                settings.width,
             )
             train_base(self.network, settings.base_steps, settings.context_length)
         self.network.requires_grad_(False)
         for name, layer in list(self.network.named_modules()):
             if isinstance(layer, nn.Linear) and name.startswith("block"):
-                self.network.set_submodule(name, LowRankLinear(layer, settings.rank, settings.scale))
+                self.network.set_submodule(
+                    name, LowRankLinear(layer, settings.rank, settings.scale)
+                )
 
     def figures(self, batch: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
         return token_figures(self.network(batch["inputs"]), batch["targets"])

@@ -1,4 +1,6 @@
-"""The zoo as a table and a picture: for each member and strategy the quality lost and the bytes saved."""
+"""The zoo as a table and a picture: for each member and strategy the quality lost and the bytes
+saved.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,7 +32,9 @@ _UNITS = {"loss": "{:+.2%}", "accuracy": "{:+.4f}", "auc": "{:+.4f}"}
 
 @dataclass(frozen=True)
 class Row:
-    """A member at ``rate`` times its tuned learning rate, with its runs under each strategy, the baseline first."""
+    """A member at ``rate`` times its tuned learning rate, with its runs under each strategy, the
+    baseline first.
+    """
 
     member: str
     rate: float
@@ -44,14 +48,18 @@ class Row:
     @property
     def metric(self) -> str:
         """The metric of its quality: ``auc``, ``accuracy`` or ``loss``."""
-        return main_metric(name for entry in self.entries for run in entry.runs for name in run.result["metrics"])
+        return main_metric(
+            name for entry in self.entries for run in entry.runs for name in run.result["metrics"]
+        )
 
     def quality(self, entry: Entry) -> Figure | None:
         """The metric of validation after the last step; None where no run has a finite one."""
         return metric_figure(entry.runs, f"val/{self.metric}")
 
     def lost(self, entry: Entry) -> Figure | None:
-        """Quality lost against the baseline, seed by seed: of a loss a part, of scores the bare difference."""
+        """Quality lost against the baseline, seed by seed: of a loss a part, of scores the bare
+        difference.
+        """
         gained = difference(entry, self.entries[0], f"val/{self.metric}")
         if gained is None or not higher_is_better(self.metric):
             return gained
@@ -60,8 +68,12 @@ class Row:
     def broken(self, entry: Entry) -> int:
         """How many runs have no finite metric where the baseline's of the same seed has one."""
         name = f"val/{self.metric}"
-        sound = {run.seed for run in self.entries[0].runs if run.result["metrics"].get(name) is not None}
-        return sum(run.seed in sound and run.result["metrics"].get(name) is None for run in entry.runs)
+        sound = {
+            run.seed for run in self.entries[0].runs if run.result["metrics"].get(name) is not None
+        }
+        return sum(
+            run.seed in sound and run.result["metrics"].get(name) is None for run in entry.runs
+        )
 
     def at_parity(self, entry: Entry) -> bool:
         """Whether no run broke, and the mean of the seeds loses no more than allowed."""
@@ -70,9 +82,13 @@ class Row:
 
 
 def saved(result: Result) -> float | None:
-    """Bytes of the dense exchange over bytes sent, of gradients and what crosses inside a split model together."""
-    sent, dense = result["bytes_sent_per_step"] or 0.0, result["bytes_dense_per_step"] or 0.0
-    inside, ratio = result["split_bytes_per_step"] or 0.0, result["split_ratio"] or 0.0
+    """Bytes of the dense exchange over bytes sent, of gradients and what crosses inside a split
+    model together.
+    """
+    sent = result["bytes_sent_per_step"] or 0.0
+    dense = result["bytes_dense_per_step"] or 0.0
+    inside = result["split_bytes_per_step"] or 0.0
+    ratio = result["split_ratio"] or 0.0
     return (dense + inside * ratio) / (sent + inside) if sent + inside else None
 
 
@@ -89,10 +105,15 @@ def to_markdown(rows: Sequence[Row], remarks: Sequence[str] = ()) -> str:
         for entry in row.entries[1:]:
             cells += [_lost(row, entry), _saved(entry)]
         rows_of_text.append(cells)
-    bounds = ", ".join(f"{_UNITS[metric].format(bound).lstrip('+')} of {metric}" for metric, bound in ALLOWED.items())
+    bounds = ", ".join(
+        f"{_UNITS[metric].format(bound).lstrip('+')} of {metric}"
+        for metric, bound in ALLOWED.items()
+    )
     notes = [
-        "Validation after training. Lost: below 0 is better than the first strategy. Bold is more than may be lost:"
-        f" {bounds}.",
+        (
+            "Validation after training. Lost: below 0 is better than the first strategy. Bold is"
+            f" more than may be lost: {bounds}."
+        ),
         *how_to_read([entry for row in rows for entry in row.entries]),
         *(verdict(rows, place) for place in range(1, len(others) + 1)),
         *remarks,
@@ -105,11 +126,14 @@ def verdict(rows: Sequence[Row], place: int) -> str:
     entries = [(row, row.entries[place]) for row in rows if row.entries[place].runs]
     good = sum(row.at_parity(entry) for row, entry in entries)
     broken = sum(row.broken(entry) for row, entry in entries)
-    return f"{rows[0].entries[place].label}: {good} of {len(entries)} at parity; {broken} runs broke."
+    return (
+        f"{rows[0].entries[place].label}: {good} of {len(entries)} at parity; {broken} runs broke."
+    )
 
 
 def _lost(row: Row, entry: Entry) -> str:
-    lost, broken = row.lost(entry), row.broken(entry)
+    lost = row.lost(entry)
+    broken = row.broken(entry)
     parts = [lost.write(_UNITS[row.metric])] if lost else []
     parts += [f"{broken} broke"] if broken else []
     text = ", ".join(parts) or "-"
@@ -128,16 +152,24 @@ def draw(file: Path, rows: Sequence[Row]) -> None:
     )
     labels = [entry.label for entry in rows[0].entries]
     for place, label in enumerate(labels[1:], start=1):
-        look = {"color": f"C{place - 1}", "marker": "oDs^vPX"[(place - 1) % 7], "capsize": 3, "linestyle": "none"}
+        look = {
+            "color": f"C{place - 1}",
+            "marker": "oDs^vPX"[(place - 1) % 7],
+            "capsize": 3,
+            "linestyle": "none",
+        }
         shift = 0.6 * (place - len(labels) / 2) / len(labels)
         for number, row in enumerate(rows):
-            entry, bound = row.entries[place], ALLOWED[row.metric]
+            entry = row.entries[place]
+            bound = ALLOWED[row.metric]
             if lost := row.lost(entry):
                 deviation = None if lost.deviation is None else lost.deviation / bound
                 loss_axis.errorbar(lost.mean / bound, number + shift, xerr=deviation, **look)
             if ratio := result_figure(entry.runs, saved):
                 byte_axis.errorbar(ratio.mean, number + shift, **look)
-        loss_axis.plot([], [], label=label, color=look["color"], marker=look["marker"], linestyle="none")
+        loss_axis.plot(
+            [], [], label=label, color=look["color"], marker=look["marker"], linestyle="none"
+        )
     loss_axis.axvline(0, color="black", linewidth=1, label=labels[0])
     loss_axis.axvline(1, color="black", linewidth=1, linestyle="--", label="what may be lost")
     # A run that is many times worse must not hide the differences of the others.

@@ -1,8 +1,9 @@
 """Dynamic Communication Thresholding for PyTorch Lightning: a tenth to a hundredth of the bytes.
 
-Importing this package registers the strategy names ``dct``, ``dct_spawn``, ``dct_fork``, ``dct_notebook`` and
-``dct_find_unused_parameters_true``, ``dct_pipeline`` with three of these endings, ``dct_fsdp`` and ``dct_elastic`` with
-``lightning.pytorch.Trainer``, now or when that is imported. :class:`Updates` in a plain loop needs no Lightning.
+Importing this package registers the strategy names ``dct``, ``dct_spawn``, ``dct_fork``,
+``dct_notebook`` and ``dct_find_unused_parameters_true``, ``dct_pipeline`` with three of these
+endings, ``dct_fsdp`` and ``dct_elastic`` with ``lightning.pytorch.Trainer``, now or when that is
+imported. :class:`Updates` in a plain loop needs no Lightning.
 
 CONTRIBUTING.md has a map of the modules.
 """
@@ -26,7 +27,11 @@ from lightning_dct.sync.plain_loop import Gradients, Updates
 
 if TYPE_CHECKING:
     from lightning_dct.callbacks.compression_monitor import CompressionMonitor, CompressionRatio
-    from lightning_dct.callbacks.schedules import AccordionSchedule, EmbeddingPruning, ThresholdRefresh
+    from lightning_dct.callbacks.schedules import (
+        AccordionSchedule,
+        EmbeddingPruning,
+        ThresholdRefresh,
+    )
     from lightning_dct.elastic.elastic_strategy import DCTElasticStrategy
     from lightning_dct.fsdp.fsdp_strategy import DCTFSDPStrategy
     from lightning_dct.pipeline.pipeline_strategy import DCTPipelineStrategy

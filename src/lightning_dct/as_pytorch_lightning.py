@@ -1,12 +1,14 @@
-"""Gives ``lightning.pytorch`` under the name ``pytorch_lightning``, for libraries that import the latter.
+"""Gives ``lightning.pytorch`` under the name ``pytorch_lightning``, for libraries that import the
+latter.
 
 import lightning_dct.as_pytorch_lightning  # before the library
 from darts.models import TCNModel
 
-The two packages have the same code and classes of their own, so a Trainer of one takes no strategy, module or callback
-of the other. After this import there is one of each in the process: ``pytorch_lightning`` and its modules are
-``lightning.pytorch`` and its modules, and ``lightning_fabric`` is ``lightning.fabric``. Libraries need no change, and
-``pytorch_lightning`` need not be installed. Pickles that name its classes load as well.
+The two packages have the same code and classes of their own, so a Trainer of one takes no strategy,
+module or callback of the other. After this import there is one of each in the process:
+``pytorch_lightning`` and its modules are ``lightning.pytorch`` and its modules, and
+``lightning_fabric`` is ``lightning.fabric``. Libraries need no change, and ``pytorch_lightning``
+need not be installed. Pickles that name its classes load as well.
 
 Raises:
     RuntimeError: ``pytorch_lightning`` or ``lightning_fabric`` is imported already.
@@ -25,7 +27,9 @@ ALIASES = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightn
 
 
 def real_name(name: str) -> str | None:
-    """The name that a module goes by in ``lightning``; None if it belongs to no package that is replaced."""
+    """The name that a module goes by in ``lightning``; None if it belongs to no package that is
+    replaced.
+    """
     package, dot, rest = name.partition(".")
     return ALIASES[package] + dot + rest if package in ALIASES else None
 
@@ -33,7 +37,9 @@ def real_name(name: str) -> str | None:
 class _Aliases(MetaPathFinder, Loader):
     """Finds the modules of packages that are replaced, and loads those that take their place."""
 
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         real = real_name(name)
         if real is None or (there := find_spec(real)) is None:
             return None
@@ -50,8 +56,9 @@ def _install() -> None:
     for name, real in ALIASES.items():
         if name in sys.modules and sys.modules[name] is not sys.modules.get(real):
             raise RuntimeError(
-                f"`import {__name__}` comes too late: `{name}` is imported already, as something else than `{real}`, by"
-                " this program or a library. Put it at the top of the script that is started, before all other imports."
+                f"`import {__name__}` comes too late: `{name}` is imported already, as something"
+                f" else than `{real}`, by this program or a library. Put it at the top of the"
+                " script that is started, before all other imports."
             )
     sys.meta_path.insert(0, _Aliases())
 

@@ -1,4 +1,6 @@
-"""The common part of this package's strategies: callbacks, lifelines, exchanges after steps, and teardown."""
+"""The common part of this package's strategies: callbacks, lifelines, exchanges after steps, and
+teardown.
+"""
 
 import gc
 import math
@@ -57,14 +59,16 @@ OUTSIDE_FIT = [(fn, TrainerStatus.RUNNING) for fn in TrainerFn if fn != TrainerF
 class DCTStrategyBase(CheckpointedStrategy):
     """A mixin for one of Lightning's strategies.
 
-    ``lifelines`` is False to disable everything that keeps ranks from waiting for one that has died, failed or been
-    signalled. A number is the port at which rank 0 listens.
+    ``lifelines`` is False to disable everything that keeps ranks from waiting for one that has
+    died, failed or been signalled. A number is the port at which rank 0 listens.
     """
 
     # Name of the uncompressed counterpart, for advice.
     dense_rival: ClassVar[str] = "DDP"
     # Message for a run with a single rank.
-    when_alone: ClassVar[str] = "A single process (`devices=1`) exchanges nothing. Give `devices=2` or more."
+    when_alone: ClassVar[str] = (
+        "A single process (`devices=1`) exchanges nothing. Give `devices=2` or more."
+    )
     # Why a callback cannot copy the model; empty if it can.
     not_copied_because: ClassVar[str] = ""
     # Whether each rank has whole parameters, so that their norm is that of the gradient.
@@ -81,7 +85,8 @@ class DCTStrategyBase(CheckpointedStrategy):
         self.has_unused = False
         self._tables: tuple[ShardedEmbeddingBags, ...] = ()
         self._unseen_steps = UnseenStepCheck()
-        self.given, self.length = given, RunLength(math.inf)
+        self.given = given
+        self.length = RunLength(math.inf)
         super().__init__(**kwargs)
 
     @property
@@ -95,10 +100,13 @@ class DCTStrategyBase(CheckpointedStrategy):
         return getattr(self.precision_plugin, "scaler", None)
 
     def __repr__(self) -> str:
-        name, settings = type(self).__name__, f"({self.config})"
+        name = type(self).__name__
+        settings = f"({self.config})"
         # The Trainer of pytorch_lightning quotes this in an error.
         return (
-            f"{name} for the Trainer of `{TRAINER}`. {USE_LIGHTNING}" if other_trainer_is_there() else name + settings
+            f"{name} for the Trainer of `{TRAINER}`. {USE_LIGHTNING}"
+            if other_trainer_is_there()
+            else name + settings
         )
 
     def connect(self, model: pl.LightningModule) -> None:
@@ -111,17 +119,25 @@ class DCTStrategyBase(CheckpointedStrategy):
         for callback in trainer.callbacks if self.not_copied_because else ():
             if isinstance(callback, internal.AVERAGING):
                 raise ValueError(
-                    f"`{type(callback).__name__}` does not work with `{type(self).__name__}`: it copies the model,"
-                    f" {self.not_copied_because}. Average checkpoints after training."
+                    f"`{type(callback).__name__}` does not work with `{type(self).__name__}`: it"
+                    f" copies the model, {self.not_copied_because}. Average checkpoints after"
+                    " training."
                 )
-        wanted: list[pl.Callback] = [internal.EvaluationJoin(), ThresholdRefresh(self.config.refresh_every)]
+        wanted: list[pl.Callback] = [
+            internal.EvaluationJoin(),
+            ThresholdRefresh(self.config.refresh_every),
+        ]
         if not trainer.barebones:
             wanted += [CompressionMonitor(), RunAdvice()]
         if self._lifelines:
             wanted += [internal.FailureNotice(), internal.SignalsAfterStep()]
         if self.config.compress == "updates":
             wanted.append(internal.SharedWeightsView())
-        missing = [one for one in wanted if not any(isinstance(given, type(one)) for given in trainer.callbacks)]
+        missing = [
+            one
+            for one in wanted
+            if not any(isinstance(given, type(one)) for given in trainer.callbacks)
+        ]
         trainer.callbacks[:] = sorted([*trainer.callbacks, *missing], key=_place_of)
 
     def setup_environment(self) -> None:
@@ -143,35 +159,46 @@ class DCTStrategyBase(CheckpointedStrategy):
             profiler: Any = trainer.profiler  # type: ignore[attr-defined]
             of_torch = isinstance(profiler, PassThroughProfiler)
             span = recorded if of_torch else lambda work: profiler.profile(SPAN.format(work))
-            self.traffic, self.split_traffic = Traffic(span, clock), Traffic(clock=clock)
-            self.synchronizer, self.has_unused = None, False
+            self.traffic = Traffic(span, clock)
+            self.split_traffic = Traffic(clock=clock)
+            self.synchronizer = None
+            self.has_unused = False
         # Again, because `configure_model` may have made modules.
         check_agreement(module_settings(self._module), Module(), None)
         modules = self.compressed_modules()
         self.activation_modules = list(modules.values())
         for name, module in modules.items():
-            module.name, module.traffic = name, self.split_traffic
+            module.name = name
+            module.traffic = self.split_traffic
         self._splits = any(isinstance(module, SplitPoint) for module in self.activation_modules)
         tables = self.sharded_tables()
         self._tables = tuple(tables.values())
         if tables and self._scaler is not None:
             raise MisconfigurationException(
-                "Sharded embedding tables do not work with a loss scaler: their residuals would be rescaled in every"
-                " step. Use `precision='bf16-mixed'` instead of `'16-mixed'`."
+                "Sharded embedding tables do not work with a loss scaler: their residuals would be"
+                " rescaled in every step. Use `precision='bf16-mixed'` instead of `'16-mixed'`."
             )
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        moves = any(isinstance(one, GrowingEmbeddingBags | EmbeddingPruning) for one in (*self._tables, *callbacks))
+        moves = any(
+            isinstance(one, GrowingEmbeddingBags | EmbeddingPruning)
+            for one in (*self._tables, *callbacks)
+        )
         if moves and any(isinstance(one, internal.AVERAGING) for one in callbacks):
             raise MisconfigurationException(
-                "Averages of weights do not work with `GrowingEmbeddingBags` and `EmbeddingPruning`, whose rows change"
-                " places: rows of different ids would be mixed. Remove the callback that averages, or keep the rows in"
+                "Averages of weights do not work with `GrowingEmbeddingBags` and"
+                " `EmbeddingPruning`, whose rows change places: rows of different ids would be"
+                " mixed. Remove the callback that averages, or keep the rows in"
                 " `ShardedEmbeddingBags` and do not prune them."
             )
         if tables:
             for name, table in tables.items():
                 table.exchange_group.come_to = partial(self._come_to_rows, name)
             rows = {id(module.weight) for module in tables.values()}
-            install_clipping(self.precision_plugin, self._tables[0].exchange_group.group, lambda one: id(one) in rows)
+            install_clipping(
+                self.precision_plugin,
+                self._tables[0].exchange_group.group,
+                lambda one: id(one) in rows,
+            )
         # The module's callbacks have been added since `connect`.
         callbacks.sort(key=_place_of)
         super().setup(trainer)
@@ -179,7 +206,9 @@ class DCTStrategyBase(CheckpointedStrategy):
             check_agreement(describe_run(trainer, self._parameter_names()), Module(), None)
 
     def on_train_start(self) -> None:
-        """Tell updates the length of the run, which is known now and chooses the settings that were left out."""
+        """Tell updates the length of the run, which is known now and chooses the settings that were
+        left out.
+        """
         super().on_train_start()
         if self.synchronizer is not None and self.synchronizer.delays_gradients:
             for optimizer in self.optimizers:
@@ -188,26 +217,36 @@ class DCTStrategyBase(CheckpointedStrategy):
         if (updates := self.updates) is not None:
             self._expect_rest(updates)
             for optimizer in self.optimizers:
-                updates.register(optimizer)  # a forward's writes before the first step are sent, too
+                # A forward's writes before the first step are sent, too.
+                updates.register(optimizer)
             updates.check_alike()
             updates.may_skip |= self._scaler is not None
             # Tables and pipelines have put theirs there, over their ranks' parameters.
-            if "clip_grad_by_norm" not in vars(self.precision_plugin) and self.clips_by_norm_of_mean:
+            if (
+                "clip_grad_by_norm" not in vars(self.precision_plugin)
+                and self.clips_by_norm_of_mean
+            ):
                 install_clipping_of_mean(self.precision_plugin, updates.norm_of_mean)
             self._unseen_steps.watch(lambda: (updates,))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the states; in mid-run, after a search for a learning rate, expect the rest of the run again."""
+        """Load the states; in mid-run, after a search for a learning rate, expect the rest of the
+        run again.
+        """
         super().load_optimizer_state_dict(checkpoint)
         if (updates := self.updates) is not None and updates.run_settings is not None:
             self._expect_rest(updates)
 
     def _expect_rest(self, updates: UpdateSynchronizer) -> None:
         self.length = self._agreed_length()
-        updates.follow(RunSettings(self.given, self._ranks_that_exchange(updates), *self.length[:2]))
+        updates.follow(
+            RunSettings(self.given, self._ranks_that_exchange(updates), *self.length[:2])
+        )
 
     def _count(self, updates: UpdateSynchronizer, share: float) -> None:
-        """Extrapolate the length of the run, and tell it if nothing was known: then a short run is told so now."""
+        """Extrapolate the length of the run, and tell it if nothing was known: then a short run is
+        told so now.
+        """
         run = updates.run_settings
         was_unknown = run is not None and math.isinf(run.steps)
         if was_unknown and math.isfinite(self.length.batches):
@@ -220,28 +259,34 @@ class DCTStrategyBase(CheckpointedStrategy):
 
     def _warn_if_shorter(self, updates: UpdateSynchronizer) -> None:
         """Warn of a run of unknown length that has ended before its settings pay."""
-        run, steps = updates.run_settings, updates.fewest_steps
+        run = updates.run_settings
+        steps = updates.fewest_steps
         if run is None or run.ranks == 1 or not run.grows or math.isfinite(run.steps) or not steps:
             return
         if steps < steps_needed(updates.config, run.ranks):
             loss = CAUTION * expected_loss(updates.config, run.ranks, steps)
             rank_zero_warn(
-                f"This run has ended after {steps:,} optimizer steps, and its length was not known, so its settings"
-                f" (density={updates.config.density:g}) were those of a longer run: the loss may be"
-                f" {percent(loss)} above that of plain DDP. Tell its length by `Trainer(max_steps={steps})`."
+                f"This run has ended after {steps:,} optimizer steps, and its length was not known,"
+                f" so its settings (density={updates.config.density:g}) were those of a longer run:"
+                f" the loss may be {percent(loss)} above that of plain DDP. Tell its length by"
+                f" `Trainer(max_steps={steps})`."
             )
 
     def _ranks_that_exchange(self, updates: UpdateSynchronizer) -> int:
-        """The number of ranks, or replicas, that exchange with each other: with `process_group` some of all."""
+        """The number of ranks, or replicas, that exchange with each other: with `process_group`
+        some of all.
+        """
         return updates.exchange.everyone.size
 
     def set_density(self, density: float) -> None:
-        """Send this share of each tensor's entries from the next exchange on; all ranks call this together.
+        """Send this share of each tensor's entries from the next exchange on; all ranks call this
+        together.
 
-        Callbacks may call it between two optimizer steps of a fit, from ``on_train_start`` on. The length of the run no
-        longer chooses the density then. Densities of ``density_per_parameter`` stay. A checkpoint keeps the density;
-        the next fit begins with the strategy's own settings. All ranks must decide alike, so decide from what they
-        share: the step, the learning rate, synchronised gradients, shared weights, or values reduced over all ranks.
+        Callbacks may call it between two optimizer steps of a fit, from ``on_train_start`` on. The
+        length of the run no longer chooses the density then. Densities of ``density_per_parameter``
+        stay. A checkpoint keeps the density; the next fit begins with the strategy's own settings.
+        All ranks must decide alike, so decide from what they share: the step, the learning rate,
+        synchronised gradients, shared weights, or values reduced over all ranks.
 
         Args:
             density: The share, in (0, 1].
@@ -254,26 +299,34 @@ class DCTStrategyBase(CheckpointedStrategy):
         check_density("set_density(density)", density)
         if self.synchronizer is None or not self.is_fitting:
             raise RuntimeError(
-                "`set_density` changes a fit: call it from `on_train_start` on, before the fit ends. Earlier, give"
-                f" `density={density!r}` to the strategy."
+                "`set_density` changes a fit: call it from `on_train_start` on, before the fit"
+                f" ends. Earlier, give `density={density!r}` to the strategy."
             )
         self.come_to("a change of the density")
         check_agreement({"set_density(density)": float(density)}, Module(), None)
         self.synchronizer.set_density(float(density))
 
     def _agreed_length(self) -> RunLength:
-        """The length of the run that the first rank expects. Warns if other ranks have more data or less."""
+        """The length of the run that the first rank expects.
+
+        Warns if other ranks have more data or less.
+        """
         lengths = gather_objects(run_length(self._module.trainer))
         if any(one != lengths[0] for one in lengths):
-            each = "; ".join(f"rank {rank}: {length.steps:,.0f}" for rank, length in enumerate(lengths))
+            each = "; ".join(
+                f"rank {rank}: {length.steps:,.0f}" for rank, length in enumerate(lengths)
+            )
             rank_zero_warn(
-                f"The ranks expect runs of different lengths, in optimizer steps: {each}. Give every rank the same"
-                " number of batches and the same callbacks. Otherwise all ranks end once they differ."
+                f"The ranks expect runs of different lengths, in optimizer steps: {each}. Give"
+                " every rank the same number of batches and the same callbacks. Otherwise all"
+                " ranks end once they differ."
             )
         return lengths[0]
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Continue with this rank's own weights, or with what hooks have written into the shared ones."""
+        """Continue with this rank's own weights, or with what hooks have written into the shared
+        ones.
+        """
         super().on_train_batch_start(batch, batch_idx)
         if self.synchronizer is not None:
             self.synchronizer.epoch = epoch = self._module.trainer.current_epoch
@@ -298,22 +351,31 @@ class DCTStrategyBase(CheckpointedStrategy):
         return output
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Have every backward exchange gradients of table rows, also if this rank's loss does not depend on them."""
+        """Have every backward exchange gradients of table rows, also if this rank's loss does not
+        depend on them.
+        """
         super().pre_backward(closure_loss)
         if self._tables and closure_loss.requires_grad:
             closure_loss.register_hook(lambda _: when_backward_ends(self._tables))
 
     def _takes_all_ranks(self) -> bool:
-        """Whether DistributedDataParallel exchanges something in forward next: buffers, or its order of gradients."""
+        """Whether DistributedDataParallel exchanges something in forward next: buffers, or its
+        order of gradients.
+        """
         model = self.model
         return isinstance(model, DistributedDataParallel) and (
             model.will_sync_module_buffers() or not getattr(model, "_has_rebuilt_buckets", True)
         )
 
     def come_to(
-        self, what: str, patience_s: float | None = None, group: dist.ProcessGroup | None = None, detail: object = ""
+        self,
+        what: str,
+        patience_s: float | None = None,
+        group: dist.ProcessGroup | None = None,
+        detail: object = "",
     ) -> None:
-        """Come to a place that all ranks of a group come to, with the same ``detail``; see ``collective_order.py``.
+        """Come to a place that all ranks of a group come to, with the same ``detail``; see
+        ``collective_order.py``.
 
         Raises:
             RuntimeError: They do not, which the message explains.
@@ -329,7 +391,9 @@ class DCTStrategyBase(CheckpointedStrategy):
         self.lifeline.come_to(f"{what} {detail}".strip(), said, peers, patience_s)
 
     def _come_to_rows(self, name: str, what: str) -> None:
-        """Come to an exchange of rows in fit, outside evaluations, in which ranks may have more batches."""
+        """Come to an exchange of rows in fit, outside evaluations, in which ranks may have more
+        batches.
+        """
         if self._module.trainer.training:
             self.come_to(f"{EXCHANGE} of {what} of {name!r}")
 
@@ -346,11 +410,14 @@ class DCTStrategyBase(CheckpointedStrategy):
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Combine a tensor of all ranks."""
         # Do not cross-check inside a step: the round trip would slow it down.
-        rare, often = "a reduction, of logged values or for a checkpoint,", f"{EXCHANGE} of logged values"
+        rare = "a reduction, of logged values or for a checkpoint,"
+        often = f"{EXCHANGE} of logged values"
         self.come_to(often if self._in_step else rare, group=group)
         return super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]
 
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+    def all_gather(
+        self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
+    ) -> Tensor:
         """Gather a tensor of all ranks, as ``LightningModule.all_gather`` does."""
         self.come_to(f"{EXCHANGE} of gathered values", group=group)
         return super().all_gather(tensor, group, sync_grads)
@@ -380,7 +447,9 @@ class DCTStrategyBase(CheckpointedStrategy):
             output = super().optimizer_step(optimizer, forward_and_backward, model, **kwargs)
         self._stepped.add(optimizer)
         if updates is not None:
-            updates.after_step(optimizer, was_made=self._scaler is None or self._unseen_steps.was_made)
+            updates.after_step(
+                optimizer, was_made=self._scaler is None or self._unseen_steps.was_made
+            )
         elif self.project is not None:
             self.project(self._module)
         return output
@@ -400,22 +469,35 @@ class DCTStrategyBase(CheckpointedStrategy):
             self.updates.check_alike()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Say where the model is, if code that is written for ``ddp`` looks for it inside a wrapper."""
+        """Say where the model is, if code that is written for ``ddp`` looks for it inside a
+        wrapper.
+        """
         super().on_exception(exception)
-        if not isinstance(exception, AttributeError) or isinstance(self.model, DistributedDataParallel):
+        if not isinstance(exception, AttributeError) or isinstance(
+            self.model, DistributedDataParallel
+        ):
             return
         if exception.name == "module" and exception.obj is self.model:
             exception.args = (
-                f"{exception}. `{type(self).__name__}` wraps no model in `DistributedDataParallel` where updates are"
-                " exchanged: `trainer.model` is the LightningModule. Write `trainer.lightning_module`, as it is under"
-                " every strategy, instead of `trainer.model.module`.",
+                (
+                    f"{exception}. `{type(self).__name__}` wraps no model in"
+                    " `DistributedDataParallel` where updates are exchanged: `trainer.model` is"
+                    " the LightningModule. Write `trainer.lightning_module`, as it is under every"
+                    " strategy, instead of `trainer.model.module`."
+                ),
             )
 
     def teardown(self) -> None:
-        """Close the exchange, and put the shared weights into the model; outside fit wait for the others before."""
+        """Close the exchange, and put the shared weights into the model; outside fit wait for the
+        others before.
+        """
         trainer = self._attached_trainer
         # A rank without batches answers the look-ups of the others after this.
-        if trainer is not None and not self._tables and (trainer.state.fn, trainer.state.status) in OUTSIDE_FIT:
+        if (
+            trainer is not None
+            and not self._tables
+            and (trainer.state.fn, trainer.state.status) in OUTSIDE_FIT
+        ):
             self.come_to("the end")
         self._unseen_steps.stop()
         for table in self._tables:
@@ -434,8 +516,8 @@ class DCTStrategyBase(CheckpointedStrategy):
         if self.lifeline is not None:
             self.lifeline.close()
             self.lifeline = None
-        # DistributedDataParallel is part of a reference cycle. If it is alive when the process ends, gloo's threads
-        # sometimes abort the process (also with plain DDP, torch 2.13).
+        # DistributedDataParallel is part of a reference cycle. If it is alive when the process
+        # ends, gloo's threads sometimes abort the process (also with plain DDP, torch 2.13).
         gc.collect()
 
 
@@ -443,14 +525,15 @@ def check_torch(kind: type) -> None:
     """Refuse a torch that is too old for pipelines and sharded models (RuntimeError)."""
     if torch.__version__ < "2.13":
         raise RuntimeError(
-            f"`{kind.__name__}` needs torch 2.13 or later, and this is torch {torch.__version__}. Install a later one,"
-            " or use `DCTStrategy`."
+            f"`{kind.__name__}` needs torch 2.13 or later, and this is torch {torch.__version__}."
+            " Install a later one, or use `DCTStrategy`."
         )
 
 
 def _place_of(callback: pl.Callback) -> int:
     """Checkpoints come last, as in Lightning."""
-    # First, because other callbacks may need all ranks after an exception or when evaluation ends, or read weights.
+    # First, because other callbacks may need all ranks after an exception or when evaluation ends,
+    # or read weights.
     first = (internal.FailureNotice, internal.SharedWeightsView, internal.EvaluationJoin)
     others = len(first) + isinstance(callback, Checkpoint)
     return next((place for place, kind in enumerate(first) if isinstance(callback, kind)), others)

@@ -16,7 +16,9 @@ WORDS = 16  # so many sums, of 64-bit words
 
 
 class CheckpointError(ValueError):
-    """A checkpoint, or a file beside it, is damaged or belongs to another; the message names the file and the field."""
+    """A checkpoint, or a file beside it, is damaged or belongs to another; the message names the
+    file and the field.
+    """
 
 
 SUMS = "checksums.json"
@@ -28,7 +30,9 @@ def with_checksum(text: bytes) -> bytes:
 
 
 def without_checksum(data: bytes, what: str) -> bytes:
-    """Undo :func:`with_checksum`; ``what`` names the text if it does not match its checksum, in a ValueError."""
+    """Undo :func:`with_checksum`; ``what`` names the text if it does not match its checksum, in a
+    ValueError.
+    """
     checksum, _, text = data.partition(b"\n")
     if checksum != b"%08x" % zlib.crc32(text):
         raise ValueError(f"{what} does not match its checksum")
@@ -46,7 +50,9 @@ def checksum_of(tensor: Tensor) -> int:
 
 
 def checksums_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Checksums of tensors by name, nearly at the speed of their memory; those of GPUs are copied to the host once."""
+    """Checksums of tensors by name, nearly at the speed of their memory; those of GPUs are copied
+    to the host once.
+    """
     parts = [_shortened(as_bytes(tensor.detach())) for tensor in tensors.values()]
     if elsewhere := [part.device for part in parts if not part.is_cpu]:
         together = torch.cat([part.to(elsewhere[0]) for part in parts]).cpu()
@@ -59,15 +65,17 @@ def _shortened(data: Tensor) -> Tensor:
     if data.numel() < LARGE:
         return data
     aligned = data if data.storage_offset() % 8 == 0 else data.clone()
-    words, rest = aligned.split([(whole := data.numel() // (8 * WORDS) * 8 * WORDS), data.numel() - whole])
+    words, rest = aligned.split(
+        [(whole := data.numel() // (8 * WORDS) * 8 * WORDS), data.numel() - whole]
+    )
     return torch.cat([words.view(torch.int64).view(-1, WORDS).sum(1).view(torch.uint8), rest])
 
 
 def check_sums(folder: Path, part: int, parts: int) -> None:
     """Compare every ``parts``-th of a folder's files, from number ``part`` on, with its checksum.
 
-    A missing file is a FileNotFoundError, a damaged one a ValueError. A file, and a folder that Lightning's own
-    strategy has saved, hold no checksums to compare with.
+    A missing file is a FileNotFoundError, a damaged one a ValueError. A file, and a folder that
+    Lightning's own strategy has saved, hold no checksums to compare with.
     """
     if not (folder / SUMS).exists():
         return

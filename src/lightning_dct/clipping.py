@@ -1,4 +1,6 @@
-"""Clips gradients by their norm over several ranks: with different parameters, or by the norm of the ranks' mean."""
+"""Clips gradients by their norm over several ranks: with different parameters, or by the norm of
+the ranks' mean.
+"""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -9,11 +11,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 
-def install_clipping(precision: Any, group: dist.ProcessGroup | None, is_own: Callable[[Tensor], bool]) -> None:
-    """Make a precision plugin clip by the norm over the own parameters of a group's ranks and the shared ones.
+def install_clipping(
+    precision: Any, group: dist.ProcessGroup | None, is_own: Callable[[Tensor], bool]
+) -> None:
+    """Make a precision plugin clip by the norm over the own parameters of a group's ranks and the
+    shared ones.
 
-    If ranks clipped by their own norms, replicas would differ. Lightning clips in the precision plugin, so this
-    replaces two methods of that one object.
+    If ranks clipped by their own norms, replicas would differ. Lightning clips in the precision
+    plugin, so this replaces two methods of that one object.
     """
 
     def clip_grad_by_norm(optimizer: Optimizer, clip_val: float) -> None:
@@ -26,17 +31,22 @@ def install_clipping(precision: Any, group: dist.ProcessGroup | None, is_own: Ca
         for parameter in (one for one in precision.main_params(optimizer) if one.grad is not None):
             if parameter.grad.is_sparse:  # and may contain a row twice, of which the sum is clipped
                 parameter.grad = parameter.grad.coalesce()
-            (parameter.grad._values() if parameter.grad.is_sparse else parameter.grad).clamp_(-clip_val, clip_val)
+            (parameter.grad._values() if parameter.grad.is_sparse else parameter.grad).clamp_(
+                -clip_val, clip_val
+            )
 
     precision.clip_grad_by_norm = clip_grad_by_norm
     precision.clip_grad_by_value = clip_grad_by_value
 
 
-def install_clipping_of_mean(precision: Any, norm_of_mean: Callable[[Iterable[Tensor]], Tensor]) -> None:
-    """Make a precision plugin clip by the norm of the ranks' mean gradient, as under DistributedDataParallel.
+def install_clipping_of_mean(
+    precision: Any, norm_of_mean: Callable[[Iterable[Tensor]], Tensor]
+) -> None:
+    """Make a precision plugin clip by the norm of the ranks' mean gradient, as under
+    DistributedDataParallel.
 
-    Each rank trains with its own gradients, which are longer than their mean, so their own norm would clip too much.
-    ``norm_of_mean`` gives the norm for some parameters.
+    Each rank trains with its own gradients, which are longer than their mean, so their own norm
+    would clip too much. ``norm_of_mean`` gives the norm for some parameters.
     """
 
     def clip_grad_by_norm(optimizer: Optimizer, clip_val: float) -> None:
@@ -46,9 +56,13 @@ def install_clipping_of_mean(precision: Any, norm_of_mean: Callable[[Iterable[Te
 
 
 def clip_by_norm_of_mean(
-    parameters: Iterable[Tensor], max_norm: float, norm_of_mean: Callable[[Iterable[Tensor]], Tensor]
+    parameters: Iterable[Tensor],
+    max_norm: float,
+    norm_of_mean: Callable[[Iterable[Tensor]], Tensor],
 ) -> Tensor:
-    """Scale this rank's gradients by what brings the norm of the ranks' mean to ``max_norm``; return that norm."""
+    """Scale this rank's gradients by what brings the norm of the ranks' mean to ``max_norm``;
+    return that norm.
+    """
     own = list(parameters)
     norm = norm_of_mean(own)
     # In a loop, because sparse gradients have no `foreach`.
@@ -63,15 +77,20 @@ def remove_clipping(precision: Any) -> None:
 
 
 def clip_grad_norm(
-    own: Iterable[Tensor], max_norm: float, group: dist.ProcessGroup | None, shared: Iterable[Tensor] = ()
+    own: Iterable[Tensor],
+    max_norm: float,
+    group: dist.ProcessGroup | None,
+    shared: Iterable[Tensor] = (),
 ) -> Tensor:
-    """Scale gradients so that the Euclidean norm of all of them, over all ranks of a group, is at most ``max_norm``.
+    """Scale gradients so that the Euclidean norm of all of them, over all ranks of a group, is at
+    most ``max_norm``.
 
-    A collective call. Every rank scales by the same factor, if the shared gradients are equal on all ranks. With
-    updates they are each rank's own, and so is the factor.
+    A collective call. Every rank scales by the same factor, if the shared gradients are equal on
+    all ranks. With updates they are each rank's own, and so is the factor.
 
     Args:
-        own: Parameters on this rank only: stages of a pipeline, rows of a sharded table. Gradients may be sparse.
+        own: Parameters on this rank only: stages of a pipeline, rows of a sharded table. Gradients
+            may be sparse.
         max_norm: The largest norm allowed.
         group: The ranks that together have the model; None for this rank alone.
         shared: Parameters that all ranks have. This rank's gradients of them count once.
@@ -79,9 +98,10 @@ def clip_grad_norm(
     Returns:
         The norm before clipping, a scalar of fp32; the same on every rank.
     """
-    own, shared = list(own), list(shared)
-    # A collective needs the same kind of device on all ranks, including ranks without gradients. Parameters of other
-    # pipeline stages are on the meta device.
+    own = list(own)
+    shared = list(shared)
+    # A collective needs the same kind of device on all ranks, including ranks without gradients.
+    # Parameters of other pipeline stages are on the meta device.
     devices = (parameter.device for parameter in own + shared)
     supported = [torch.device("cpu")] if group is None else group._device_types
     some_device = min(supported, key=lambda device: device.type != "cpu")

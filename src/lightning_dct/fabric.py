@@ -25,7 +25,13 @@ from lightning_dct.activations.module import modules_of
 from lightning_dct.agreement import check_agreement, describe_optimizers, gather_objects
 from lightning_dct.checkpoint import format as saved
 from lightning_dct.checkpoint import reading
-from lightning_dct.checkpoint.files import AtomicCheckpointIO, cleans_own_disk, lock, unlock, write_on_all_ranks
+from lightning_dct.checkpoint.files import (
+    AtomicCheckpointIO,
+    cleans_own_disk,
+    lock,
+    unlock,
+    write_on_all_ranks,
+)
 from lightning_dct.checkpoint.handing_over import places_of, received
 from lightning_dct.clipping import clip_by_norm_of_mean
 from lightning_dct.compress.awaited import clock_of, recorded
@@ -48,15 +54,16 @@ from lightning_dct.traffic import Traffic
 class DCTStrategy(DDPStrategy):
     """Fabric's DDPStrategy with compressed synchronisation.
 
-    Fabric has no callbacks of its own, so the strategy itself refreshes the thresholds every ``refresh_every``
-    optimizer steps. Evaluate the shared weights in ``with strategy.shared_weights():``. ``strategy.traffic`` counts
-    bytes. ``fabric.save`` and ``fabric.load`` with a dict that has the model also save and restore residuals and
-    thresholds.
+    Fabric has no callbacks of its own, so the strategy itself refreshes the thresholds every
+    ``refresh_every`` optimizer steps. Evaluate the shared weights in ``with
+    strategy.shared_weights():``. ``strategy.traffic`` counts bytes. ``fabric.save`` and
+    ``fabric.load`` with a dict that has the model also save and restore residuals and thresholds.
 
     Args:
         accelerator: As for DDPStrategy.
         **kwargs: The settings of :class:`~lightning_dct.DCTConfig`, and everything DDPStrategy and
-            DistributedDataParallel take. ``lifelines`` and ``project`` are as for Lightning's Trainer.
+            DistributedDataParallel take. ``lifelines`` and ``project`` are as for Lightning's
+            Trainer.
 
     Raises:
         TypeError: A setting has the wrong type, or its name is not known.
@@ -93,10 +100,13 @@ class DCTStrategy(DDPStrategy):
         if self._checkpoint_io is None:
             self._checkpoint_io = AtomicCheckpointIO()
         self._expect(self.world_size)
-        # In the order of setup. Programs such as a cross-validation set up many, and drop them again. Here, because
-        # the strategy is pickled before.
-        self._synchronized: weakref.WeakKeyDictionary[Module, _Synchronized] = weakref.WeakKeyDictionary()
-        # The synchronizer of a module must see the steps of every optimizer that trains its parameters.
+        # In the order of setup. Programs such as a cross-validation set up many, and drop them
+        # again. Here, because the strategy is pickled before.
+        self._synchronized: weakref.WeakKeyDictionary[Module, _Synchronized] = (
+            weakref.WeakKeyDictionary()
+        )
+        # The synchronizer of a module must see the steps of every optimizer that trains its
+        # parameters.
         self._trained: weakref.WeakKeyDictionary[Optimizer, list[Any]] = weakref.WeakKeyDictionary()
         self._numbers = count()
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -113,32 +123,42 @@ class DCTStrategy(DDPStrategy):
         """Set up synchronisation, and wrap the module with DDP if gradients are exchanged."""
         if self.world_size > 1 and (tables := modules_of(module, ShardedEmbeddingBags)):
             raise ValueError(
-                f"Fabric's `DCTStrategy` cannot hold `ShardedEmbeddingBags` ({', '.join(map(repr, tables))}), which are"
-                " spread over the ranks. Use Lightning's Trainer."
+                "Fabric's `DCTStrategy` cannot hold `ShardedEmbeddingBags`"
+                f" ({', '.join(map(repr, tables))}), which are spread over the ranks. Use"
+                " Lightning's Trainer."
             )
         if self.config.compress == "updates":
             self._refuse_shared(module)
         group = setup.check_settings(self.given.config, module, self._ddp_kwargs, {})
-        if (ranks := self.world_size if group is None else group.size()) != self._run_settings.ranks:
+        if (
+            ranks := self.world_size if group is None else group.size()
+        ) != self._run_settings.ranks:
             self._expect(ranks)
         synchronizer: Synchronizer
         optimizers: list[weakref.ref[Optimizer]] = []
         if self.config.compress == "gradients":
             module = super().setup_module(module)
-            synchronizer = setup.make_gradient_synchronizer(self, module, getattr(self.precision, "scaler", None))
+            synchronizer = setup.make_gradient_synchronizer(
+                self, module, getattr(self.precision, "scaler", None)
+            )
             module.register_comm_hook(None, synchronizer.hook)
         else:
-            # The module must not live as long as its synchronizer, which lives as long as the module.
+            # The module must not live as long as its synchronizer, which lives as long as the
+            # module.
             proxy: Any = weakref.proxy(module)
             synchronizer = updates = setup.make_update_synchronizer(
-                self, proxy, group, setup.exchanges_buffers(self._ddp_kwargs), lambda: [one() for one in optimizers]
+                self,
+                proxy,
+                group,
+                setup.exchanges_buffers(self._ddp_kwargs),
+                lambda: [one() for one in optimizers],
             )
             updates.run_settings = self._run_settings
             updates.may_skip = getattr(self.precision, "scaler", None) is not None
             ours = weakref.ref(self)  # the check may outlive a Fabric that is never torn down
             self._unseen_steps.watch(lambda: () if (one := ours()) is None else one._updates)
-        # The synchronizer itself requests refreshes: if a strategy overrides `backward`, Fabric forbids
-        # `loss.backward()`.
+        # The synchronizer itself requests refreshes: if a strategy overrides `backward`, Fabric
+        # forbids `loss.backward()`.
         synchronizer.refresh_every = self.config.refresh_every
         self._synchronized[module] = _Synchronized(next(self._numbers), synchronizer, optimizers)
         for optimizer in list(self._trained):
@@ -146,7 +166,10 @@ class DCTStrategy(DDPStrategy):
         return module
 
     def set_density(self, density: float) -> None:
-        """As ``DCTStrategy.set_density`` for the Trainer, for all modules that are set up. ``fabric.save`` keeps it."""
+        """As ``DCTStrategy.set_density`` for the Trainer, for all modules that are set up.
+
+        ``fabric.save`` keeps it.
+        """
         check_density("set_density(density)", density)
         self._come_to("a change of the density")
         check_agreement({"set_density(density)": float(density)}, Module(), None)
@@ -154,15 +177,18 @@ class DCTStrategy(DDPStrategy):
             its.synchronizer.set_density(float(density))
 
     def _refuse_shared(self, module: Module) -> None:
-        """Refuse a module with parameters of another one that was set up (ValueError): both would exchange them."""
+        """Refuse a module with parameters of another one that was set up (ValueError): both would
+        exchange them.
+        """
         names = setup.parameter_names(module)
         for other, its in self._synchronized.items():
             shared = [names[one] for one in its.synchronizer.parameter_names if one in names]
             if shared and other is not module and isinstance(its.synchronizer, UpdateSynchronizer):
                 raise ValueError(
-                    f"The parameter {shared[0]!r} is also in a module that was set up before, and both would exchange"
-                    " its updates. Put both modules into one `torch.nn.Module` and set that up. If the other one is no"
-                    " longer needed, delete it and its optimizer first. Or use `compress='gradients'`."
+                    f"The parameter {shared[0]!r} is also in a module that was set up before, and"
+                    " both would exchange its updates. Put both modules into one `torch.nn.Module`"
+                    " and set that up. If the other one is no longer needed, delete it and its"
+                    " optimizer first. Or use `compress='gradients'`."
                 )
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -170,7 +196,9 @@ class DCTStrategy(DDPStrategy):
         if self.config.compress == "updates":
             refuse(optimizer)
         names = {
-            one: name for its in self._synchronized.values() for one, name in its.synchronizer.parameter_names.items()
+            one: name
+            for its in self._synchronized.values()
+            for one, name in its.synchronizer.parameter_names.items()
         }
         check_agreement(describe_optimizers([optimizer], names), Module(), None)
         self._trained_by(optimizer)
@@ -192,7 +220,9 @@ class DCTStrategy(DDPStrategy):
         with self._unseen_steps.seen(optimizer):
             output = super().optimizer_step(optimizer, **kwargs)
         for synchronizer in updates:
-            synchronizer.after_step(optimizer, was_made=not synchronizer.may_skip or self._unseen_steps.was_made)
+            synchronizer.after_step(
+                optimizer, was_made=not synchronizer.may_skip or self._unseen_steps.was_made
+            )
         if self.project is not None and not updates:
             for module in self._trained[optimizer]:
                 self.project(module.module)
@@ -206,21 +236,29 @@ class DCTStrategy(DDPStrategy):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Clip by the norm of the ranks' mean gradient: with updates each rank's own gradients are longer."""
+        """Clip by the norm of the ranks' mean gradient: with updates each rank's own gradients are
+        longer.
+        """
         updates = self._trained_by(optimizer)
         if len(updates) != 1 or norm_type != 2.0:
-            return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
+            return super().clip_gradients_norm(
+                module, optimizer, max_norm, norm_type, error_if_nonfinite
+            )
         self.precision.unscale_gradients(optimizer)
-        norm = clip_by_norm_of_mean(self.precision.main_params(optimizer), max_norm, updates[0].norm_of_mean)
+        norm = clip_by_norm_of_mean(
+            self.precision.main_params(optimizer), max_norm, updates[0].norm_of_mean
+        )
         if error_if_nonfinite and not bool(norm.isfinite()):
             raise RuntimeError(
-                "The norm of the gradients is not finite, so they cannot be clipped. Look at the loss, or give"
-                " `error_if_nonfinite=False`."
+                "The norm of the gradients is not finite, so they cannot be clipped. Look at the"
+                " loss, or give `error_if_nonfinite=False`."
             )
         return norm
 
     def _come_to(self, what: str, group: Any = None) -> None:
-        """Come to a place that all ranks of a group come to (RuntimeError); see ``collective_order.py``."""
+        """Come to a place that all ranks of a group come to (RuntimeError); see
+        ``collective_order.py``.
+        """
         if self.lifeline is not None:
             peers = range(self.world_size) if group is None else dist.get_process_group_ranks(group)
             self.lifeline.come_to(what, what, peers)
@@ -247,21 +285,27 @@ class DCTStrategy(DDPStrategy):
 
     @contextmanager
     def shared_weights(self) -> Iterator[None]:
-        """Have the weights that all ranks share in the modules, to evaluate or save them; a collective call.
+        """Have the weights that all ranks share in the modules, to evaluate or save them; a
+        collective call.
 
-        Updates in flight, as with ``overlap_steps``, are applied before: Fabric has no end of a run that would do it.
+        Updates in flight, as with ``overlap_steps``, are applied before: Fabric has no end of a run
+        that would do it.
         """
-        # As where a function that evaluates calls another. Modules that have been trained since are shown again.
+        # As where a function that evaluates calls another. Modules that have been trained since are
+        # shown again.
         if self._updates and all(one.evaluates for one in self._updates):
             yield
             return
         # Keeps the modules alive meanwhile.
         self._come_to("an evaluation")
         own = {its.number: (module, its.synchronizer) for module, its in self._synchronized.items()}
-        # Ranks delete a module that the user has dropped at different times, and its buffers need all ranks.
+        # Ranks delete a module that the user has dropped at different times, and its buffers need
+        # all ranks.
         everywhere = set.intersection(*gather_objects(set(own)))
         found = [synchronizer for number, (_, synchronizer) in own.items() if number in everywhere]
-        updates = [one for one in found if isinstance(one, UpdateSynchronizer) and not one.evaluates]
+        updates = [
+            one for one in found if isinstance(one, UpdateSynchronizer) and not one.evaluates
+        ]
         with self._shared_weights():
             for synchronizer in updates:
                 synchronizer.apply_all()
@@ -280,7 +324,9 @@ class DCTStrategy(DDPStrategy):
             return apply_to_collection(super().get_module_state_dict(module), Tensor, Tensor.clone)
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Save Fabric's checkpoint from rank 0, and beside it the state of each rank of the modules in ``state``."""
+        """Save Fabric's checkpoint from rank 0, and beside it the state of each rank of the modules
+        in ``state``.
+        """
         path, save = self.broadcast((str(path), secrets.token_hex(4)))
         try:
             self._save(path, save, state, *args, **kwargs)
@@ -291,7 +337,8 @@ class DCTStrategy(DDPStrategy):
         modules = self._modules_in(state)
         self._tell_of_flight([synchronizer for _, synchronizer in modules], path)
         parts = [_part(path, index) for index in range(len(modules))]
-        while saved.files_beside(earlier := _part(path, len(parts))):  # left by a save of more modules
+        # Left by a save of more modules.
+        while saved.files_beside(earlier := _part(path, len(parts))):
             parts.append(earlier)
         if self.is_global_zero:
             lock(path)
@@ -303,15 +350,27 @@ class DCTStrategy(DDPStrategy):
         for index, (key, synchronizer) in enumerate(modules):
             if isinstance(synchronizer, UpdateSynchronizer):
                 synchronizer.check_alike()
-            note = saved.make_note(self.world_size, synchronizer.synchronisations, f"{save}{index:02d}")
+            note = saved.make_note(
+                self.world_size, synchronizer.synchronisations, f"{save}{index:02d}"
+            )
             optimizers: list[list[Any]] = [
                 [name, one.state_dict()] for name, one in _optimizers_of(synchronizer, state)
             ]
-            groups = self.broadcast({name: reading.checksum_of_groups([one]) for name, one in optimizers})
-            own = {**synchronizer.state_dict(), "optimizers": optimizers, "optimizer_groups": groups}
+            groups = self.broadcast(
+                {name: reading.checksum_of_groups([one]) for name, one in optimizers}
+            )
+            own = {
+                **synchronizer.state_dict(),
+                "optimizers": optimizers,
+                "optimizer_groups": groups,
+            }
             place = _part(path, index)
-            write = partial(saved.write_state, self.checkpoint_io, place, note, self.global_rank, own)
-            sealed = saved.seal(note, write_on_all_ranks(write, place), places_of(self, place, note))
+            write = partial(
+                saved.write_state, self.checkpoint_io, place, note, self.global_rank, own
+            )
+            sealed = saved.seal(
+                note, write_on_all_ranks(write, place), places_of(self, place, note)
+            )
             notes.append({**sealed, "module": key})
         super().save_checkpoint(path, {**state, saved.CHECKPOINT_KEY: notes}, *args, **kwargs)
         self.barrier()
@@ -321,14 +380,16 @@ class DCTStrategy(DDPStrategy):
                 saved.keep_older(part, path)
 
     def _tell_of_flight(self, saved_ones: list[Synchronizer], path: str) -> None:
-        """Say once that a checkpoint's weights lack updates in flight: a resumed run needs them as they are."""
+        """Say once that a checkpoint's weights lack updates in flight: a resumed run needs them as
+        they are.
+        """
         lacks = any(isinstance(one, UpdateSynchronizer) and one.is_in_flight for one in saved_ones)
         if lacks and not self._has_told_of_flight:
             self._has_told_of_flight = True
             rank_zero_info(
-                f"The weights in {path!r} lack the updates that are in flight (`overlap_steps`), which a run that"
-                " resumes from it applies. Save the weights of a run that ends within"
-                " `with fabric.strategy.shared_weights():`, which applies them before."
+                f"The weights in {path!r} lack the updates that are in flight (`overlap_steps`),"
+                " which a run that resumes from it applies. Save the weights of a run that ends"
+                " within `with fabric.strategy.shared_weights():`, which applies them before."
             )
 
     def load_checkpoint(
@@ -345,14 +406,26 @@ class DCTStrategy(DDPStrategy):
         with received(self, file) as here:
             with reading.compared(here) as fingerprints, self._shared_weights():
                 remainder = super().load_checkpoint(here, state, strict, weights_only)
-            notes = reading.agreed_notes(remainder.pop(saved.CHECKPOINT_KEY, []) if wanted else [], file, fingerprints)
-        by_key = {note.get("module"): (_part(file, index), note) for index, note in enumerate(notes)}
+            notes = reading.agreed_notes(
+                remainder.pop(saved.CHECKPOINT_KEY, []) if wanted else [], file, fingerprints
+            )
+        by_key = {
+            note.get("module"): (_part(file, index), note) for index, note in enumerate(notes)
+        }
         for key, synchronizer in self._modules_in(wanted):
             if key in by_key:
-                load = partial(_continue, synchronizer, reading.restore_state(self, *by_key[key], weights_only), wanted)
+                load = partial(
+                    _continue,
+                    synchronizer,
+                    reading.restore_state(self, *by_key[key], weights_only),
+                    wanted,
+                )
                 reading.check_replicas(reading.read_on_all_ranks(load, file), file)
             else:
-                rank_zero_info(f"{path} holds no state of DCTStrategy for {key!r}: its residuals start at zero.")
+                rank_zero_info(
+                    f"{path} holds no state of DCTStrategy for {key!r}: its residuals start at"
+                    " zero."
+                )
                 traffic = synchronizer.traffic.state_dict()  # of all modules
                 synchronizer.load_state_dict(
                     {**reading.state_of_nothing(synchronizer.synchronisations), "traffic": traffic}
@@ -362,12 +435,21 @@ class DCTStrategy(DDPStrategy):
     def _modules_in(self, state: Mapping[str, Any]) -> list[tuple[str, Synchronizer]]:
         """The keys and synchronizers of the modules in Fabric's state."""
         found = self._synchronized.items()
-        return [(key, its.synchronizer) for module, its in found for key, one in state.items() if one is module]
+        return [
+            (key, its.synchronizer)
+            for module, its in found
+            for key, one in state.items()
+            if one is module
+        ]
 
     def _trained_by(self, optimizer: Optimizer) -> list[UpdateSynchronizer]:
-        """The synchronizers that must see an optimizer's steps; it numbers it, and keeps the modules alive."""
+        """The synchronizers that must see an optimizer's steps; it numbers it, and keeps the
+        modules alive.
+        """
         found = [
-            (module, its) for module, its in self._synchronized.items() if its.synchronizer.is_stepped_by(optimizer)
+            (module, its)
+            for module, its in self._synchronized.items()
+            if its.synchronizer.is_stepped_by(optimizer)
         ]
         self._trained[optimizer] = [module for module, _ in found]
         updates = []
@@ -385,7 +467,11 @@ class DCTStrategy(DDPStrategy):
 
     @property
     def _updates(self) -> list[UpdateSynchronizer]:
-        return [synchronizer for synchronizer in self.synchronizers if isinstance(synchronizer, UpdateSynchronizer)]
+        return [
+            synchronizer
+            for synchronizer in self.synchronizers
+            if isinstance(synchronizer, UpdateSynchronizer)
+        ]
 
     @contextmanager
     def _shared_weights(self) -> Iterator[None]:
@@ -396,7 +482,9 @@ class DCTStrategy(DDPStrategy):
 
 
 class _Synchronized(NamedTuple):
-    """A module's number, its synchronizer, and the optimizers that step its parameters, in the order of setup."""
+    """A module's number, its synchronizer, and the optimizers that step its parameters, in the
+    order of setup.
+    """
 
     number: int
     synchronizer: Synchronizer
@@ -410,10 +498,15 @@ class _NoBackwardSync(BackwardSyncControl):
         return nullcontext()
 
 
-def _continue(synchronizer: Synchronizer, own: dict[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
-    """Continue from what has been read, without a collective call; what all ranks must have alike."""
+def _continue(
+    synchronizer: Synchronizer, own: dict[str, Any], state: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Continue from what has been read, without a collective call; what all ranks must have
+    alike.
+    """
     synchronizer.load_state_dict(own)
-    states, groups = dict(own.get("optimizers", [])), own.get("optimizer_groups", {})
+    states = dict(own.get("optimizers", []))
+    groups = own.get("optimizer_groups", {})
     for key, optimizer in _optimizers_of(synchronizer, state):
         if key in states:
             theirs = optimizer.state_dict()  # Lightning's file has been loaded
@@ -422,8 +515,12 @@ def _continue(synchronizer: Synchronizer, own: dict[str, Any], state: Mapping[st
     return reading.digest_of(synchronizer)
 
 
-def _optimizers_of(synchronizer: Synchronizer, state: Mapping[str, Any]) -> list[tuple[str, Optimizer]]:
-    """The optimizers in Fabric's state that step parameters of a module of which ranks exchange updates."""
+def _optimizers_of(
+    synchronizer: Synchronizer, state: Mapping[str, Any]
+) -> list[tuple[str, Optimizer]]:
+    """The optimizers in Fabric's state that step parameters of a module of which ranks exchange
+    updates.
+    """
     found = [(key, one) for key, one in state.items() if isinstance(one, Optimizer)]
     has_updates = isinstance(synchronizer, UpdateSynchronizer)
     return [(key, one) for key, one in found if has_updates and synchronizer.is_stepped_by(one)]
@@ -435,5 +532,9 @@ def _part(path: Any, index: int) -> str:
 
 for _name, _ending in product(("dct", "ddp_dct"), ENDINGS):
     STRATEGY_REGISTRY.register(
-        _name + _ending, DCTStrategy, description="DCT strategy for Fabric", override=True, **ENDINGS[_ending]
+        _name + _ending,
+        DCTStrategy,
+        description="DCT strategy for Fabric",
+        override=True,
+        **ENDINGS[_ending],
     )

@@ -1,13 +1,15 @@
-"""Predicts how much loss a run of updates gives up, and chooses the settings with the fewest bytes within a bound.
+"""Predicts how much loss a run of updates gives up, and chooses the settings with the fewest bytes
+within a bound.
 
     loss in %  =  0.035 k (m / d) g / (S / 1000)  +  max(0.65 (W - 1)^0.65 ((H - 1) / (S / 1000))^0.8,  0.2 log2 H)
                   and at least 0.25 log2(min(W, 4))
 
-``W`` ranks exchange every ``H`` local steps at density ``d``, and make ``S`` optimizer steps; ``m = min(W - 1, 3)``,
-and ``g = max(1, min(W, 8) / 4)^2 max(1, W / 8)^0.45``. The first term is for entries that wait to be sent: ``k`` is 1
-if the mean is made as long as the steps, else 2. The second one is for steps that ranks take apart, which no length
-makes good. The least is what runs of 10,000 steps and more lost at any density. This is a fit to small language models
-under AdamW, and no more: ``docs/evidence/run_length.md``.
+``W`` ranks exchange every ``H`` local steps at density ``d``, and make ``S`` optimizer steps; ``m =
+min(W - 1, 3)``, and ``g = max(1, min(W, 8) / 4)^2 max(1, W / 8)^0.45``. The first term is for
+entries that wait to be sent: ``k`` is 1 if the mean is made as long as the steps, else 2. The
+second one is for steps that ranks take apart, which no length makes good. The least is what runs of
+10,000 steps and more lost at any density. This is a fit to small language models under AdamW, and
+no more: ``docs/evidence/run_length.md``.
 """
 
 from __future__ import annotations
@@ -27,15 +29,19 @@ from lightning_dct.exchange.factory import NodeLayout, choose, costs_of
 
 CANDIDATES = (*((1, density) for density in (0.3, 0.2, 0.1, 0.05, 0.03, 0.015)), (2, 0.3), (4, 0.1))
 """Local steps and densities that a run chooses from."""
-BY_LENGTH = frozenset({"local_steps", "density"})  # what the length of a run chooses, if it is left out
+# What the length of a run chooses, if it is left out.
+BY_LENGTH = frozenset({"local_steps", "density"})
 BOUND = 1.0  # the loss that a run may give up, in percent
 CAUTION = 2.0  # safety factor: a run may lose this many times the loss that the law predicts
 ENTRIES = 1 << 20  # of the tensor whose bytes rank the settings
 LONGEST = 10**12  # steps of a run that allows everything
-SHORTEST = 1000  # a run of unknown length is assumed to make so many steps, or twice as many as it has made
+# a run of unknown length is assumed to make so many steps, or twice as many as it has made
+SHORTEST = 1000
 COUNTED = "with manual optimization DCT counts each optimizer's steps"
 FEWEST_COUNTED = 8  # steps of an optimizer after which its total can be extrapolated
-LONG, LAST_PART = 5000, 0.9  # in runs of so many steps the mean is plain after this share of them
+# in runs of so many steps the mean is plain after this share of them
+LONG = 5000
+LAST_PART = 0.9
 OFF = 0.25  # relative error of the expected number of steps above which settings are chosen again
 
 
@@ -44,25 +50,40 @@ def expected_loss(config: DCTConfig, ranks: int, steps: float) -> float:
     growth = max(1.0, min(ranks, 8) / 4) ** 2 * max(1.0, ranks / 8) ** 0.45
     waiting = 35 * min(ranks - 1, 3) * growth / config.density / steps
     apart = 0.65 * (ranks - 1) ** 0.65 * (1000 * (config.local_steps - 1) / steps) ** 0.8
-    loss = (1 if has_measured_gain(config) else 2) * waiting + max(apart, 0.2 * math.log2(config.local_steps))
+    loss = (1 if has_measured_gain(config) else 2) * waiting + max(
+        apart, 0.2 * math.log2(config.local_steps)
+    )
     return max(loss, 0.25 * math.log2(min(ranks, 4)))
 
 
 def has_measured_gain(config: DCTConfig) -> bool:
-    """Whether means had a gain that was measured, in the runs of the fit: dense and hierarchical ones had none."""
-    return config.exchanges_every_step and config.density < 1.0 and config.exchange != "hierarchical"
+    """Whether means had a gain that was measured, in the runs of the fit: dense and hierarchical
+    ones had none.
+    """
+    return (
+        config.exchanges_every_step and config.density < 1.0 and config.exchange != "hierarchical"
+    )
 
 
 def steps_needed(config: DCTConfig, ranks: int) -> float:
-    """Optimizer steps that a run needs to stay within the bound, with the safety factor; infinite if no length does."""
+    """Optimizer steps that a run needs to stay within the bound, with the safety factor; infinite
+    if no length does.
+    """
     if CAUTION * expected_loss(config, ranks, math.inf) > BOUND:
         return math.inf
-    return bisect_left(range(LONGEST), -BOUND, lo=1, key=lambda steps: -CAUTION * expected_loss(config, ranks, steps))
+    return bisect_left(
+        range(LONGEST),
+        -BOUND,
+        lo=1,
+        key=lambda steps: -CAUTION * expected_loss(config, ranks, steps),
+    )
 
 
 @dataclass(frozen=True)
 class Given:
-    """The settings that a user has given, with default values of the others; a run's length chooses those left out."""
+    """The settings that a user has given, with default values of the others; a run's length chooses
+    those left out.
+    """
 
     config: DCTConfig
     left_out: frozenset[str] = frozenset()
@@ -76,15 +97,23 @@ class Given:
         return Given(config, frozenset(name for name in BY_LENGTH if settings.get(name) is None))
 
     def rungs(self, ranks: int) -> list[DCTConfig]:
-        """The settings to choose from, from the most bytes to the fewest; each loses more than the one before."""
+        """The settings to choose from, from the most bytes to the fewest; each loses more than the
+        one before.
+        """
 
         def cost(one: DCTConfig) -> tuple[float, float]:
             return steps_needed(one, ranks), expected_loss(one, ranks, SHORTEST)
 
-        config, found, rungs = self.config, list[DCTConfig](), list[DCTConfig]()
+        config = self.config
+        found = list[DCTConfig]()
+        rungs = list[DCTConfig]()
         for local_steps, density in CANDIDATES:
             # An exchange has to arrive before the next one begins.
-            steps = max(local_steps, config.overlap_steps) if "local_steps" in self.left_out else config.local_steps
+            steps = (
+                max(local_steps, config.overlap_steps)
+                if "local_steps" in self.left_out
+                else config.local_steps
+            )
             density = density if "density" in self.left_out else config.density
             found.append(replace(config, local_steps=steps, density=density))
         for one in sorted(found, key=lambda one: bytes_sent(one, ranks)):
@@ -93,7 +122,9 @@ class Given:
         return rungs[::-1]
 
     def for_run(self, ranks: int, steps: float) -> DCTConfig:
-        """The settings for a run: those with the fewest bytes within the bound, or else those that lose least."""
+        """The settings for a run: those with the fewest bytes within the bound, or else those that
+        lose least.
+        """
         if ranks == 1 or not self.left_out:
             return self.config
         rungs = self.rungs(ranks)
@@ -109,15 +140,21 @@ class RunLength(NamedTuple):
 
 
 class RunSettings:
-    """The settings of a run as it goes on: they fit its length, or send ever fewer bytes if the length is not known.
+    """The settings of a run as it goes on: they fit its length, or send ever fewer bytes if the
+    length is not known.
 
-    Each optimizer of ``ranks`` that exchange makes at most ``steps`` steps, fewer for a reason ``unknown``.
+    Each optimizer of ``ranks`` that exchange makes at most ``steps`` steps, fewer for a reason
+    ``unknown``.
     """
 
     def __init__(self, given: Given, ranks: int, steps: float, unknown: str = "") -> None:
-        self.given, self.ranks, self.steps, self.unknown = given, ranks, steps, unknown
+        self.given = given
+        self.ranks = ranks
+        self.steps = steps
+        self.unknown = unknown
         self._for_run = cache(partial(given.for_run, ranks))
-        # With an overlap, the tensors that take turns depend on the settings that a run begins with.
+        # With an overlap, the tensors that take turns depend on the settings that a run begins
+        # with.
         self.may_change = given.config.overlap_steps == 0 and bool(given.left_out)
 
     @property
@@ -130,33 +167,48 @@ class RunSettings:
         return math.isinf(self.steps) or bool(self.unknown)
 
     def is_ending(self, steps: int) -> bool:
-        """Whether this is the last part of the most steps of a long run, which gains by a plain mean of updates."""
+        """Whether this is the last part of the most steps of a long run, which gains by a plain
+        mean of updates.
+        """
         return self.unknown != COUNTED and self.steps >= LONG and steps > LAST_PART * self.steps
 
     def count(self, steps: int) -> None:
         """Set the expected steps of each optimizer, extrapolated from those made so far."""
-        self.steps, self.unknown = steps, "" if self.unknown == COUNTED else self.unknown
+        self.steps = steps
+        self.unknown = "" if self.unknown == COUNTED else self.unknown
 
     def is_off(self, counted: int) -> bool:
-        """Whether this number of expected steps is far enough from the old one to choose settings again."""
+        """Whether this number of expected steps is far enough from the old one to choose settings
+        again.
+        """
         is_new = self.unknown == COUNTED or math.isinf(self.steps)
         return self.may_change and (is_new or abs(counted - self.steps) > OFF * self.steps)
 
     def at(self, steps: int) -> DCTConfig:
         """The settings after so many steps; if they grow, others after every ``SHORTEST`` steps."""
         reached = steps // SHORTEST * SHORTEST if self.may_change else 0
-        return self._for_run(min(self.steps, max(SHORTEST, 2 * reached)) if self._is_unknown else self.steps)
+        return self._for_run(
+            min(self.steps, max(SHORTEST, 2 * reached)) if self._is_unknown else self.steps
+        )
 
 
 def bytes_sent(config: DCTConfig, ranks: int) -> float:
-    """The bytes that a rank sends in a step for a tensor of ``ENTRIES``, if every rank is on a node of its own."""
-    return _bytes_of_exchange(config.exchange, config.density, config.value_format, ranks) / config.local_steps
+    """The bytes that a rank sends in a step for a tensor of ``ENTRIES``, if every rank is on a node
+    of its own.
+    """
+    return (
+        _bytes_of_exchange(config.exchange, config.density, config.value_format, ranks)
+        / config.local_steps
+    )
 
 
 @lru_cache(maxsize=1024)
 def _bytes_of_exchange(exchange: str, density: float, value_format: str, ranks: int) -> float:
-    plan_for = partial(plan_bucket, ("tensor",), (ENTRIES,), (density,), torch.float32, value_format, 0)
+    plan_for = partial(
+        plan_bucket, ("tensor",), (ENTRIES,), (density,), torch.float32, value_format, 0
+    )
     layout = NodeLayout(tuple((rank, 0) for rank in range(ranks)))
     name = choose(plan_for, layout).name if exchange == "auto" else exchange
     costs = costs_of(plan_for, layout)
-    return costs.get(name, costs["all_gather"])  # by node, with several ranks on each: between nodes
+    # By node, with several ranks on each: between nodes.
+    return costs.get(name, costs["all_gather"])

@@ -1,4 +1,5 @@
-"""All that this package uses of Lightning's private parts (2.6) from outside, where no public hook lies.
+"""All that this package uses of Lightning's private parts (2.6) from outside, where no public hook
+lies.
 
 A strategy also inherits private attributes and overrides private methods, which its own file shows.
 """
@@ -8,7 +9,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-# How Fabric accumulates gradients; and the mark by which Lightning knows a folder of a distributed checkpoint.
+# How Fabric accumulates gradients; and the mark by which Lightning knows a folder of a distributed
+# checkpoint.
 from lightning.fabric.strategies.strategy import _BackwardSyncControl as BackwardSyncControl
 from lightning.fabric.utilities.load import _METADATA_FILENAME as METADATA_FILENAME
 
@@ -17,11 +19,15 @@ SIGNAL_CHECKPOINT = "hpc_ckpt_"  # how Lightning's checkpoints on a signal begin
 _AGREEMENT = "_broadcast_sigterm_tensor"
 
 
-def handle_signals(trainer: pl.Trainer, handler: Callable[[int, Any], None], are_carried: bool) -> None:
-    """Have Lightning register this handler, which records signals, instead of its own; it removes it when the run ends.
+def handle_signals(
+    trainer: pl.Trainer, handler: Callable[[int, Any], None], are_carried: bool
+) -> None:
+    """Have Lightning register this handler, which records signals, instead of its own; it removes
+    it when the run ends.
 
-    Lightning's handlers start a broadcast or a save in the middle of a step. Before every batch Lightning agrees on
-    SIGTERM by a broadcast, which is a round trip. Lifelines carry signals for nothing, so then there is no broadcast.
+    Lightning's handlers start a broadcast or a save in the middle of a step. Before every batch
+    Lightning agrees on SIGTERM by a broadcast, which is a round trip. Lifelines carry signals for
+    nothing, so then there is no broadcast.
     """
     connector: Any = trainer._signal_connector
     connector._sigterm_notifier_fn = connector._slurm_sigusr_handler_fn = handler
@@ -60,7 +66,9 @@ def checkpoint_of(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def restore_from_agreed(trainer: pl.Trainer, agreed: Callable[[Any], Any]) -> None:
-    """Have Lightning restore from the path that ``agreed`` makes of its own choice, None for no checkpoint."""
+    """Have Lightning restore from the path that ``agreed`` makes of its own choice, None for no
+    checkpoint.
+    """
     connector: Any = trainer._checkpoint_connector
 
     def resume_start(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:

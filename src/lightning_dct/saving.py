@@ -1,4 +1,6 @@
-"""The half of a strategy that saves and loads: Lightning's checkpoint, and beside it the state of each rank."""
+"""The half of a strategy that saves and loads: Lightning's checkpoint, and beside it the state of
+each rank.
+"""
 
 import os
 import secrets
@@ -46,9 +48,12 @@ ROWS_KEY = f"{saved.CHECKPOINT_KEY}_rows"
 
 
 class CheckpointedStrategy(ParallelStrategy):
-    """Saves and restores the state of each rank; see :mod:`lightning_dct.checkpoint.format` for the files."""
+    """Saves and restores the state of each rank; see :mod:`lightning_dct.checkpoint.format` for the
+    files.
+    """
 
-    # Number of ranks that together hold one replica of the parameters, and whether each has a shard of all of them.
+    # Number of ranks that together hold one replica of the parameters, and whether each has a shard
+    # of all of them.
     stages = 1
     holds_shards: ClassVar[bool] = False
     # The advice to a user with sharded tables; empty if the strategy can hold them.
@@ -57,7 +62,8 @@ class CheckpointedStrategy(ParallelStrategy):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        # Data parallelism, and traffic inside the model: activations, embedding rows and their gradients.
+        # Data parallelism, and traffic inside the model: activations, embedding rows and their
+        # gradients.
         self.traffic = Traffic()
         self.split_traffic = Traffic()
         # Thresholds, residuals and counters of this rank; fit sets it.
@@ -67,10 +73,12 @@ class CheckpointedStrategy(ParallelStrategy):
         self.lifeline: Lifeline | None = None
         # Gradients of a checkpoint that wait for their step, by parameter.
         self._accumulated: dict[str, Tensor] = {}
-        # Those that have made a step since the last backward: the gradients of others wait for theirs.
+        # Those that have made a step since the last backward: the gradients of others wait for
+        # theirs.
         self._stepped: set[Optimizer] = set()
-        # On rank 0, checkpoints that may be being written, with the files that they make outdated; and the names of all
-        # saves. On a disk that rank 0 does not see, the files that are outdated when the last save is complete.
+        # On rank 0, checkpoints that may be being written, with the files that they make outdated;
+        # and the names of all saves. On a disk that rank 0 does not see, the files that are
+        # outdated when the last save is complete.
         self._unfinished: dict[str, list[str]] = {}
         self._outdated: list[str] = []
         self._saves: set[str] = set()
@@ -85,7 +93,9 @@ class CheckpointedStrategy(ParallelStrategy):
 
     @property
     def _attached_trainer(self) -> pl.Trainer | None:
-        """The Trainer; None in a process that only starts the ranks, where the module is in none (`dct_spawn`)."""
+        """The Trainer; None in a process that only starts the ranks, where the module is in none
+        (`dct_spawn`).
+        """
         # Type checkers do not know `_trainer`, and substitutes for a module may have none.
         trainer: pl.Trainer | None = getattr(self.lightning_module, "_trainer", None)
         return trainer
@@ -105,22 +115,34 @@ class CheckpointedStrategy(ParallelStrategy):
         tables = modules_of(model, ShardedEmbeddingBags)
         if tables and self.without_tables:
             raise ValueError(
-                f"`{type(self).__name__}` cannot hold `ShardedEmbeddingBags` ({', '.join(map(repr, tables))}), which"
-                f" are spread over all ranks. {self.without_tables}"
+                f"`{type(self).__name__}` cannot hold `ShardedEmbeddingBags`"
+                f" ({', '.join(map(repr, tables))}), which are spread over all ranks."
+                f" {self.without_tables}"
             )
         launched = getattr(self, "_start_method", "popen")
         trainer = self._attached_trainer
-        if tables and launched != "popen" and trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+        if (
+            tables
+            and launched != "popen"
+            and trainer is not None
+            and trainer.state.fn == TrainerFn.FITTING
+        ):
             raise ValueError(
-                f"The rows of sharded tables ({', '.join(map(repr, tables))}) would end with the processes that"
-                f" `start_method={launched!r}` starts, which send back the weights of one rank. Train them in a script"
-                " with `strategy='dct'`, which a notebook can write with `%%writefile` and run."
+                f"The rows of sharded tables ({', '.join(map(repr, tables))}) would end with the"
+                f" processes that `start_method={launched!r}` starts, which send back the weights"
+                " of one rank. Train them in a script with `strategy='dct'`, which a notebook can"
+                " write with `%%writefile` and run."
             )
         for module in tables.values():
             module.materialize()
             module.evaluated_with = tuple(tables.values())
-        # DistributedDataParallel, which sees compiled modules' names, would give every rank the rows of rank 0.
-        names = [name for name, one in model.named_parameters() if any(one is t.weight for t in tables.values())]
+        # DistributedDataParallel, which sees compiled modules' names, would give every rank the
+        # rows of rank 0.
+        names = [
+            name
+            for name, one in model.named_parameters()
+            if any(one is t.weight for t in tables.values())
+        ]
         before = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
         model._ddp_params_and_buffers_to_ignore = sorted({*before, *names, *map(plain_name, names)})
         return tables
@@ -135,19 +157,28 @@ class CheckpointedStrategy(ParallelStrategy):
             private.restore_from_agreed(trainer, self._agreed_checkpoint)
 
     def own_place(self, path: str) -> str:
-        """Where this host has what rank 0 has at a path: in its own ``default_root_dir``, if it is in rank 0's."""
+        """Where this host has what rank 0 has at a path: in its own ``default_root_dir``, if it is
+        in rank 0's.
+        """
         first, own = (root.rstrip("/") for root in self._roots)
-        return own + path.removeprefix(first) if first != own and path.startswith(f"{first}/") else path
+        return (
+            own + path.removeprefix(first)
+            if first != own and path.startswith(f"{first}/")
+            else path
+        )
 
     def _agreed_checkpoint(self, chosen: Any) -> Any:
-        """The checkpoint to resume from, which rank 0 has chosen: others may not even find the last or the best one."""
+        """The checkpoint to resume from, which rank 0 has chosen: others may not even find the last
+        or the best one.
+        """
         everyone = gather_objects("" if chosen is None else str(chosen))
         if not everyone[0]:
             others = {rank: path for rank, path in enumerate(everyone) if path}
             if others:
                 rank_zero_warn(
-                    f"Rank 0 finds no checkpoint, so the run starts anew, although other ranks find some: {others}. To"
-                    " continue from it, make its host the one with rank 0, or give its path."
+                    "Rank 0 finds no checkpoint, so the run starts anew, although other ranks find"
+                    f" some: {others}. To continue from it, make its host the one with rank 0, or"
+                    " give its path."
                 )
             return None
         path = self.own_place(everyone[0])
@@ -155,7 +186,9 @@ class CheckpointedStrategy(ParallelStrategy):
         return chosen if is_own else path
 
     def on_train_start(self) -> None:
-        """Restore accumulated gradients of a checkpoint: Lightning has just set all gradients to zero."""
+        """Restore accumulated gradients of a checkpoint: Lightning has just set all gradients to
+        zero.
+        """
         super().on_train_start()
         warn_of_uploads(self._module.trainer.loggers)
         for parameter, name in self._parameter_names().items():
@@ -173,7 +206,9 @@ class CheckpointedStrategy(ParallelStrategy):
         self._stepped.clear()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The model's state with the shared weights, which ``on_save_checkpoint`` sees, too, until the save ends."""
+        """The model's state with the shared weights, which ``on_save_checkpoint`` sees, too, until
+        the save ends.
+        """
         if self.updates is not None:  # an earlier save may have failed in a hook
             self._is_shown_to_save = not self.updates.weights.shown
             self.updates.weights.show()
@@ -189,7 +224,8 @@ class CheckpointedStrategy(ParallelStrategy):
         """Reads and writes files: an ``AtomicCheckpointIO`` unless the user has chosen another."""
         if self._checkpoint_io is None:
             self._checkpoint_io = files.AtomicCheckpointIO()
-        elif getattr(self._checkpoint_io, "checkpoint_io", self) is None:  # Lightning's wrapper without content
+        elif getattr(self._checkpoint_io, "checkpoint_io", self) is None:
+            # Lightning's wrapper without content.
             self._checkpoint_io.checkpoint_io = files.AtomicCheckpointIO()  # type: ignore[attr-defined]
         return self._checkpoint_io
 
@@ -197,11 +233,15 @@ class CheckpointedStrategy(ParallelStrategy):
     def checkpoint_io(self, io: CheckpointIO) -> None:
         self._checkpoint_io = io
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Save Lightning's checkpoint from rank 0, and beside it the compression state and the rows of every rank.
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+    ) -> None:
+        """Save Lightning's checkpoint from rank 0, and beside it the compression state and the rows
+        of every rank.
 
         Raises:
-            RuntimeError: A rank has died or failed. Callbacks that save on an exception may see this.
+            RuntimeError: A rank has died or failed. Callbacks that save on an exception may see
+                this.
         """
         try:
             self._save(checkpoint, filepath, storage_options)
@@ -212,14 +252,17 @@ class CheckpointedStrategy(ParallelStrategy):
             if self._is_shown_to_save and self.updates is not None:
                 self.updates.weights.hide()
             self._is_shown_to_save = False
-            # A callback may save on an exception where no training was: in the process that starts the ranks.
+            # A callback may save on an exception where no training was: in the process that starts
+            # the ranks.
             callbacks: list[Any] = getattr(self._attached_trainer, "callbacks", [])
             for advice in (one for one in callbacks if isinstance(one, RunAdvice)):
                 advice.pause()  # Lightning tells no callback of a save of weights alone
 
     def _save(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None) -> None:
         if self.lifeline is not None and self.lifeline.failure:
-            raise RuntimeError(f"No checkpoint is saved, because a save needs all ranks. {self.lifeline.failure}.")
+            raise RuntimeError(
+                f"No checkpoint is saved, because a save needs all ranks. {self.lifeline.failure}."
+            )
         if self.synchronizer is not None:
             # This raises if a corrupt payload has arrived: such a step is not saved.
             self.synchronizer.flush()
@@ -228,7 +271,11 @@ class CheckpointedStrategy(ParallelStrategy):
         groups = reading.checksum_of_groups(checkpoint.get("optimizer_states", []))
 
         def begin() -> tuple[str, str, int]:
-            return str(filepath), self._begin_saving(str(filepath)) if self.is_global_zero else "", groups
+            return (
+                str(filepath),
+                self._begin_saving(str(filepath)) if self.is_global_zero else "",
+                groups,
+            )
 
         self.come_to("a checkpoint to save")
         path, save, groups = files.write_on_all_ranks(begin, str(filepath))[0]
@@ -239,23 +286,35 @@ class CheckpointedStrategy(ParallelStrategy):
             # Rank 0 has finished all earlier saves.
             for file in self._outdated:
                 self.checkpoint_io.remove_checkpoint(file)
-            self._outdated = [file for file in saved.files_beside(path) if saved.save_of(file) != save]
+            self._outdated = [
+                file for file in saved.files_beside(path) if saved.save_of(file) != save
+            ]
         tables = self.sharded_tables()
         # Checkpoints of weights alone have no optimizer states.
         has_state = self.synchronizer is not None and "optimizer_states" in checkpoint
         if has_state or tables:
-            steps = int(checkpoint["global_step"]) if self.synchronizer is None else self.synchronizer.synchronisations
-            note = saved.make_note(self.world_size, steps, save, has_state, bool(tables), self.stages)
+            steps = (
+                int(checkpoint["global_step"])
+                if self.synchronizer is None
+                else self.synchronizer.synchronisations
+            )
+            note = saved.make_note(
+                self.world_size, steps, save, has_state, bool(tables), self.stages
+            )
             written = [""] * self.world_size
             if has_state:
-                io, state = files.write_at_once(self.checkpoint_io), {**self._state(), "groups": groups}
+                io = files.write_at_once(self.checkpoint_io)
+                state = {**self._state(), "groups": groups}
                 write = partial(saved.write_state, io, path, note, self.global_rank, state)
                 written = files.write_on_all_ranks(write, path)
             if tables:
                 save_rows(saved.rows_path(path, note), tables, self.optimizers if has_state else [])
             # Lightning's file comes last and points at files that all ranks have completed.
-            checkpoint[saved.CHECKPOINT_KEY] = saved.seal(note, written, places_of(self, path, note))
-        # Of averages Lightning saves a copy of the module, whose thresholds are those before training.
+            checkpoint[saved.CHECKPOINT_KEY] = saved.seal(
+                note, written, places_of(self, path, note)
+            )
+        # Of averages Lightning saves a copy of the module, whose thresholds are those before
+        # training.
         compressed = self.compressed_modules()
         for name, value in checkpoint.get("current_model_state", {}).items():
             if plain_name(name.removesuffix("._extra_state")) in compressed:
@@ -265,7 +324,9 @@ class CheckpointedStrategy(ParallelStrategy):
             write_lightnings()  # together
         else:
             files.write_on_all_ranks(write_lightnings, path)
-        if os.path.basename(path).startswith(private.SIGNAL_CHECKPOINT) and files.cleans_own_disk(self, path):
+        if os.path.basename(path).startswith(private.SIGNAL_CHECKPOINT) and files.cleans_own_disk(
+            self, path
+        ):
             files.leave_sign(path)
         if self.is_global_zero:
             self._unfinished[path] = self._outdated
@@ -273,16 +334,21 @@ class CheckpointedStrategy(ParallelStrategy):
             self._finish_saving()
 
     def _begin_saving(self, path: str) -> str:
-        """Keep other runs from saving the checkpoint, and return the name of this save; on rank 0."""
+        """Keep other runs from saving the checkpoint, and return the name of this save; on rank
+        0.
+        """
         files.lock(path)
-        save, outdated = secrets.token_hex(4), saved.files_beside(path)
+        save = secrets.token_hex(4)
+        outdated = saved.files_beside(path)
         if path in self._saves and not all(saved.save_of(file) in self._saves for file in outdated):
             rank_zero_warn(
-                f"Another run saves {path!r} too, and each run replaces the other's checkpoint. {files.OWN_FOLDERS}"
+                f"Another run saves {path!r} too, and each run replaces the other's checkpoint."
+                f" {files.OWN_FOLDERS}"
             )
         self._saves |= {path, save}
         # A save that fails removes nothing: the checkpoint still points at these files.
-        self._unfinished[path], self._outdated = [], outdated
+        self._unfinished[path] = []
+        self._outdated = outdated
         return save
 
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -297,7 +363,9 @@ class CheckpointedStrategy(ParallelStrategy):
         if self.is_global_zero:
             self.checkpoint_io.remove_checkpoint(saved.state_folder(str(filepath)))
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
         """Load Lightning's checkpoint and, when fitting, this rank's compression state beside it.
 
         Raises:
@@ -305,12 +373,14 @@ class CheckpointedStrategy(ParallelStrategy):
             CheckpointError: A file is damaged, was changed or belongs to another checkpoint.
             ValueError: It is a folder of shards.
         """
-        self.come_to("a checkpoint to load")  # also after an error on one rank in a search for a learning rate
+        # Also after an error on one rank in a search for a learning rate.
+        self.come_to("a checkpoint to load")
         path = saved.resolve_symlink(str(checkpoint_path))
         if not self.holds_shards and os.path.isdir(path):
             raise ValueError(
-                f"The checkpoint {path!r} is a folder of shards, which only `strategy='dct_fsdp'` reads. For other"
-                " strategies save with `DCTFSDPStrategy(save_distributed_checkpoint=False)`."
+                f"The checkpoint {path!r} is a folder of shards, which only `strategy='dct_fsdp'`"
+                " reads. For other strategies save with"
+                " `DCTFSDPStrategy(save_distributed_checkpoint=False)`."
             )
         with received(self, path) as here:
             with (
@@ -335,16 +405,20 @@ class CheckpointedStrategy(ParallelStrategy):
             if note.get("has_state"):
                 checkpoint[STATE_KEY] = reading.restore_state(self, path, note, weights_only)
             else:
-                rank_zero_info(f"{checkpoint_path} holds no state of DCTStrategy: residuals start at zero.")
+                rank_zero_info(
+                    f"{checkpoint_path} holds no state of DCTStrategy: residuals start at zero."
+                )
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the weights; sharded rows come from the folder beside the checkpoint."""
         if isinstance(self.precision_plugin, DoublePrecision):
-            # Lightning converts the module later, and weights loaded as fp32 would pass for edited ones.
+            # Lightning converts the module later, and weights loaded as fp32 would pass for edited
+            # ones.
             self.precision_plugin.convert_module(self._module)
         if self.updates is not None:
-            # They stay in mid-run, after a search for a rate: callbacks that average load theirs next, and hooks look.
+            # They stay in mid-run, after a search for a rate: callbacks that average load theirs
+            # next, and hooks look.
             self.updates.weights.show()
         tables = self.sharded_tables()
         with saved_in_shards(tables):
@@ -358,7 +432,8 @@ class CheckpointedStrategy(ParallelStrategy):
         This rank's own states, and those of sharded rows, come from the folder.
 
         Raises:
-            ValueError: The checkpoint is of another model. Raised on every rank, like the following.
+            ValueError: The checkpoint is of another model. Raised on every rank, like the
+                following.
             CheckpointError: The checkpoint is corrupt, or the ranks have read different ones.
         """
         state = checkpoint.get(STATE_KEY)
@@ -376,16 +451,28 @@ class CheckpointedStrategy(ParallelStrategy):
         if ROWS_KEY in checkpoint:
             load_row_states(checkpoint[ROWS_KEY], self.sharded_tables(), self.optimizers)
 
-    def _load_optimizer_states(self, checkpoint: Mapping[str, Any], own: Sequence[Mapping[str, Any]]) -> None:
-        """Load this rank's own states of the optimizers if there are any, and otherwise those of the checkpoint."""
+    def _load_optimizer_states(
+        self, checkpoint: Mapping[str, Any], own: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Load this rank's own states of the optimizers if there are any, and otherwise those of
+        the checkpoint.
+        """
         if own and {} not in checkpoint["optimizer_states"]:  # of a folder, which nobody edits
-            own = reading.with_edited_groups(own, checkpoint["optimizer_states"], checkpoint[STATE_KEY].get("groups"))
-        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": list(own)} if own else checkpoint)
+            own = reading.with_edited_groups(
+                own, checkpoint["optimizer_states"], checkpoint[STATE_KEY].get("groups")
+            )
+        super().load_optimizer_state_dict(
+            {**checkpoint, "optimizer_states": list(own)} if own else checkpoint
+        )
 
     def _state(self) -> dict[str, Any]:
         assert self.synchronizer is not None
         # With updates every rank's optimizer has its own state, and its loss scaler, too.
-        own = [] if self.updates is None else [self._own_state_of(optimizer) for optimizer in self.optimizers]
+        own = (
+            []
+            if self.updates is None
+            else [self._own_state_of(optimizer) for optimizer in self.optimizers]
+        )
         scaler = {} if self.updates is None else self.precision_plugin.state_dict()
         return {
             **self.synchronizer.state_dict(),
@@ -393,15 +480,27 @@ class CheckpointedStrategy(ParallelStrategy):
             "scaler": scaler,
             "split_traffic": self.split_traffic.state_dict(),
             "accumulated": self._accumulated_gradients(),
-            "modules": {name: module.compression_state() for name, module in self.compressed_modules().items()},
+            "modules": {
+                name: module.compression_state()
+                for name, module in self.compressed_modules().items()
+            },
         }
 
     def _own_state_of(self, optimizer: Optimizer) -> dict[str, Any]:
-        return without_rows(Strategy.optimizer_state(self, optimizer), optimizer, self.sharded_tables())
+        return without_rows(
+            Strategy.optimizer_state(self, optimizer), optimizer, self.sharded_tables()
+        )
 
     def _accumulated_gradients(self) -> dict[str, Tensor]:
-        """Gradients of micro-batches whose optimizer step is still to come; Lightning does not save them."""
-        groups = [group for one in self.optimizers if one not in self._stepped for group in one.param_groups]
+        """Gradients of micro-batches whose optimizer step is still to come; Lightning does not save
+        them.
+        """
+        groups = [
+            group
+            for one in self.optimizers
+            if one not in self._stepped
+            for group in one.param_groups
+        ]
         waiting = {parameter for group in groups for parameter in group["params"]}
         return {
             name: parameter.grad.detach().to("cpu", copy=True)
@@ -435,14 +534,18 @@ class CheckpointedStrategy(ParallelStrategy):
 
 
 def warn_of_uploads(loggers: Iterable[Logger]) -> None:
-    """Warn of loggers that upload checkpoints as single files; those of W&B, MLflow and Lightning AI can."""
+    """Warn of loggers that upload checkpoints as single files; those of W&B, MLflow and Lightning
+    AI can.
+    """
     for logger in loggers:
         if getattr(logger, "_log_model", False) in (True, "all"):
-            # The folder cannot be uploaded here either: with several nodes each disk has a part of it.
+            # The folder cannot be uploaded here either: with several nodes each disk has a part of
+            # it.
             rank_zero_warn(
-                f"`{type(logger).__name__}(log_model=...)` uploads each checkpoint `x.ckpt` as one file, without the"
-                " folder `x.ckpt.dct` beside it. Upload the folder as well before the machine is gone, for W&B with"
-                " `artifact.add_dir('x.ckpt.dct', name='model.ckpt.dct')`, and put it beside the checkpoint to resume."
-                " Without the folder, a run continues only with `missing_state='reset'`, which loses the ranks'"
-                " residuals. The rows of sharded tables are lost too."
+                f"`{type(logger).__name__}(log_model=...)` uploads each checkpoint `x.ckpt` as one"
+                " file, without the folder `x.ckpt.dct` beside it. Upload the folder as well"
+                " before the machine is gone, for W&B with `artifact.add_dir('x.ckpt.dct',"
+                " name='model.ckpt.dct')`, and put it beside the checkpoint to resume. Without the"
+                " folder, a run continues only with `missing_state='reset'`, which loses the"
+                " ranks' residuals. The rows of sharded tables are lost too."
             )

@@ -13,7 +13,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dct.base_strategy import DCTStrategyBase
 from lightning_dct.callbacks.schedules import ThresholdRefresh
-from lightning_dct.config import Compress, DCTConfig, ExchangeName, MissingState, ValueFormat, check_keywords
+from lightning_dct.config import (
+    Compress,
+    DCTConfig,
+    ExchangeName,
+    MissingState,
+    ValueFormat,
+    check_keywords,
+)
 from lightning_dct.failures.collective_order import EXCHANGE
 from lightning_dct.kernels import KernelName
 from lightning_dct.law import Given
@@ -23,13 +30,15 @@ from lightning_dct.sync.updates import UpdateSynchronizer
 
 
 class DCTStrategy(DCTStrategyBase, DDPStrategy):
-    """Data-parallel training that sends only entries above a threshold and keeps the rest in a residual.
+    """Data-parallel training that sends only entries above a threshold and keeps the rest in a
+    residual.
 
-    Every rank trains its own weights with the user's optimizer. After every ``local_steps`` optimizer steps the ranks
-    exchange the *updates* of their weights, compressed by Dynamic Communication Thresholding (Gupta et al., KDD 2021);
-    see :mod:`lightning_dct.sync.updates` for the equations. Validation, checkpoints and the end of fit use the
-    weights that all ranks share. With ``compress="gradients"`` the ranks exchange gradients in every backward instead,
-    as the paper does. Everything else is as in :class:`~lightning.pytorch.strategies.DDPStrategy`.
+    Every rank trains its own weights with the user's optimizer. After every ``local_steps``
+    optimizer steps the ranks exchange the *updates* of their weights, compressed by Dynamic
+    Communication Thresholding (Gupta et al., KDD 2021); see :mod:`lightning_dct.sync.updates` for
+    the equations. Validation, checkpoints and the end of fit use the weights that all ranks share.
+    With ``compress="gradients"`` the ranks exchange gradients in every backward instead, as the
+    paper does. Everything else is as in :class:`~lightning.pytorch.strategies.DDPStrategy`.
 
     Example::
 
@@ -38,28 +47,35 @@ class DCTStrategy(DCTStrategyBase, DDPStrategy):
     Args:
         accelerator: As for DDPStrategy.
         compress: ``"updates"`` of weights, or ``"gradients"``.
-        local_steps: Optimizer steps from one exchange of updates to the next; by default as the length of the run
-            allows.
-        warmup_steps: Optimizer steps in which updates are exchanged after every step, but fewer entries each time.
-        residual_decay: Factor on an update's residual after each exchange of the warm-up, in (0, 1]; None for 0.95
-            less half the density, and for 0.95 with SGD.
-        share_second_moments: Average over the ranks what an optimizer has learnt about the size of gradients.
-        overlap_steps: Optimizer steps for which an exchange may be in flight during training, at most ``local_steps``.
-        density: Share of each tensor's entries that an exchange sends, in (0, 1]; by default as the length of the run
-            allows.
+        local_steps: Optimizer steps from one exchange of updates to the next; by default as the
+            length of the run allows.
+        warmup_steps: Optimizer steps in which updates are exchanged after every step, but fewer
+            entries each time.
+        residual_decay: Factor on an update's residual after each exchange of the warm-up, in (0,
+            1]; None for 0.95 less half the density, and for 0.95 with SGD.
+        share_second_moments: Average over the ranks what an optimizer has learnt about the size of
+            gradients.
+        overlap_steps: Optimizer steps for which an exchange may be in flight during training, at
+            most ``local_steps``.
+        density: Share of each tensor's entries that an exchange sends, in (0, 1]; by default as the
+            length of the run allows.
         density_per_parameter: Densities for some parameters, by name pattern.
-        project: Brings weights back into their bounds after each step, such as a clamp: a function of the module that
-            changes its weights in place. It is called with a rank's own weights in the module, and with the shared
-            ones, so it must be a projection: weights within the bounds stay as they are. A run warns of one that moves
-            weights each time, as a soft threshold or a decay does. Processes that are started with ``"spawn"`` need a
-            function that can be pickled.
-        missing_state: ``"error"``, or ``"reset"`` to resume also without the folder that was saved with a checkpoint.
-        lifelines: False to disable everything that keeps ranks from waiting for one that has died, failed or been
-            signalled: see ``docs/reliability.md``. A number is the port at which rank 0 listens, by default a free one;
-            under torchrun it also listens at the next one.
-        gradient_as_bucket_view: As for DistributedDataParallel: gradients are views of the buckets, without copies.
-        **kwargs: Everything DDPStrategy and DistributedDataParallel take, by keyword. ``process_group`` may also be a
-            function without arguments that returns the group; it is called once the processes are up.
+        project: Brings weights back into their bounds after each step, such as a clamp: a function
+            of the module that changes its weights in place. It is called with a rank's own weights
+            in the module, and with the shared ones, so it must be a projection: weights within the
+            bounds stay as they are. A run warns of one that moves weights each time, as a soft
+            threshold or a decay does. Processes that are started with ``"spawn"`` need a function
+            that can be pickled.
+        missing_state: ``"error"``, or ``"reset"`` to resume also without the folder that was saved
+            with a checkpoint.
+        lifelines: False to disable everything that keeps ranks from waiting for one that has died,
+            failed or been signalled: see ``docs/reliability.md``. A number is the port at which
+            rank 0 listens, by default a free one; under torchrun it also listens at the next one.
+        gradient_as_bucket_view: As for DistributedDataParallel: gradients are views of the buckets,
+            without copies.
+        **kwargs: Everything DDPStrategy and DistributedDataParallel take, by keyword.
+            ``process_group`` may also be a function without arguments that returns the group; it is
+            called once the processes are up.
 
     See :class:`~lightning_dct.DCTConfig` for all settings.
 
@@ -97,38 +113,66 @@ class DCTStrategy(DCTStrategyBase, DDPStrategy):
     ) -> None:
         arguments = locals()
         check_keywords(type(self), kwargs, DCTConfig, DDPStrategy, DistributedDataParallel)
-        for setting in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period"):
+        for setting in (
+            "ddp_comm_hook",
+            "ddp_comm_state",
+            "ddp_comm_wrapper",
+            "model_averaging_period",
+        ):
             if kwargs.get(setting) is not None:
                 raise ValueError(
-                    f"`DCTStrategy` registers its own communication hook and cannot take `{setting}`. Use"
-                    " `DDPStrategy` for another hook, or leave the setting out."
+                    "`DCTStrategy` registers its own communication hook and cannot take"
+                    f" `{setting}`. Use `DDPStrategy` for another hook, or leave the setting out."
                 )
         self.project = project
         settings = {field.name: arguments[field.name] for field in fields(DCTConfig)}
         given = Given.of({**settings, "density_per_parameter": density_per_parameter or {}})
         super().__init__(
-            given, lifelines, accelerator=accelerator, gradient_as_bucket_view=gradient_as_bucket_view, **kwargs
+            given,
+            lifelines,
+            accelerator=accelerator,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            **kwargs,
         )
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Synchronise parameters that a callback has unfrozen: DDP ignores those that were frozen when it was made."""
+        """Synchronise parameters that a callback has unfrozen: DDP ignores those that were frozen
+        when it was made.
+        """
         super().on_train_batch_start(batch, batch_idx)
-        if isinstance(self.model, DistributedDataParallel) and not self._trainable() <= self._synchronised:
+        if (
+            isinstance(self.model, DistributedDataParallel)
+            and not self._trainable() <= self._synchronised
+        ):
             names = sorted(name for p, name in self._parameter_names().items() if p.requires_grad)
             what = f"{EXCHANGE} of {zlib.crc32(repr(names).encode()):x}"
             assert self.synchronizer is not None
             self.synchronizer.come_to(what, f"{len(names)} trainable parameters, more than before")
-            rank_zero_info("Parameters have become trainable: DCTStrategy wraps the model again to synchronise them.")
+            rank_zero_info(
+                "Parameters have become trainable: DCTStrategy wraps the model again to synchronise"
+                " them."
+            )
             self.model._remove_autograd_hooks()
             self.model = self._module
             self.configure_ddp()
 
     def configure_ddp(self) -> None:
-        """Wrap the model and register the hook if gradients are exchanged; with updates it trains by itself."""
+        """Wrap the model and register the hook if gradients are exchanged; with updates it trains
+        by itself.
+        """
         trainer: Any = self._module.trainer
-        refresh = [callback.every_n_steps for callback in trainer.callbacks if isinstance(callback, ThresholdRefresh)]
+        refresh = [
+            callback.every_n_steps
+            for callback in trainer.callbacks
+            if isinstance(callback, ThresholdRefresh)
+        ]
         # Before DistributedDataParallel's own collectives, which may hang if models differ.
-        setup.check_settings(self.config, self._module, self._ddp_kwargs, {"ThresholdRefresh(every_n_steps)": refresh})
+        setup.check_settings(
+            self.config,
+            self._module,
+            self._ddp_kwargs,
+            {"ThresholdRefresh(every_n_steps)": refresh},
+        )
         self.is_fitting = True
         if self.config.compress == "updates":
             self.synchronizer = self._make_updates()
@@ -146,8 +190,11 @@ class DCTStrategy(DCTStrategyBase, DDPStrategy):
 
     def _make_updates(self) -> UpdateSynchronizer:
         assert self.model is not None
-        group, buffers = self._ddp_kwargs.get("process_group"), setup.exchanges_buffers(self._ddp_kwargs)
-        return setup.make_update_synchronizer(self, self.model, group, buffers, lambda: self.optimizers)
+        group = self._ddp_kwargs.get("process_group")
+        buffers = setup.exchanges_buffers(self._ddp_kwargs)
+        return setup.make_update_synchronizer(
+            self, self.model, group, buffers, lambda: self.optimizers
+        )
 
     def on_exception(self, exception: BaseException) -> None:
         """Name this strategy where Lightning's message on unused parameters names DDP's."""

@@ -1,7 +1,8 @@
-"""TorchRec's collections of embedding tables, spread over the ranks: change one import (extra ``torchrec``).
+"""TorchRec's collections of embedding tables, spread over the ranks: change one import (extra
+``torchrec``).
 
-The classes have the constructor, ``forward`` and configurations of those of the same names in TorchRec, so its models
-take them::
+The classes have the constructor, ``forward`` and configurations of those of the same names in
+TorchRec, so its models take them::
 
     from torchrec.models.dlrm import DLRM
     from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -11,8 +12,9 @@ take them::
     tables = [EmbeddingBagConfig(num_embeddings=1000, embedding_dim=16, name="items", feature_names=["seen", "bought"])]
     model = DLRM(EmbeddingBagCollection(tables=tables), 13, [64, 16], [64, 1])
 
-Tables of one dim and data type are one :class:`~lightning_dct.ShardedEmbeddingBags`, whose settings of the exchange the
-constructor takes too. A ``state_dict`` of TorchRec loads; :meth:`whole_state_dict` gives one back.
+Tables of one dim and data type are one :class:`~lightning_dct.ShardedEmbeddingBags`, whose settings
+of the exchange the constructor takes too. A ``state_dict`` of TorchRec loads;
+:meth:`whole_state_dict` gives one back.
 """
 
 import itertools
@@ -46,9 +48,9 @@ try:
     from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 except ImportError as error:
     raise ImportError(
-        "`lightning_dct.torchrec` needs TorchRec: `pip install '.[torchrec]'` in a clone of lightning_dct. On a CPU,"
-        " `pip install --no-deps torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0`. Without it use"
-        " `lightning_dct.ShardedEmbeddingBags`."
+        "`lightning_dct.torchrec` needs TorchRec: `pip install '.[torchrec]'` in a clone of"
+        " lightning_dct. On a CPU, `pip install --no-deps torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0`."
+        " Without it use `lightning_dct.ShardedEmbeddingBags`."
     ) from error
 
 __all__ = ["EmbeddingBagCollection", "EmbeddingBagConfig", "EmbeddingCollection", "EmbeddingConfig"]
@@ -73,14 +75,17 @@ class _Tables(nn.Module):
         described = [_table_of(config) for config in configs]
         if not described:
             raise ValueError("`tables` is empty: give a configuration for each table.")
-        if twice := next((one.name for one in configs if [o.name for o in configs].count(one.name) > 1), None):
+        if twice := next(
+            (one.name for one in configs if [o.name for o in configs].count(one.name) > 1), None
+        ):
             raise ValueError(f"Duplicate table name {twice}")
         groups: dict[tuple[int, Any], list[EmbeddingTable]] = {}
         for table in described:
             groups.setdefault((table.dim, table.dtype), []).append(table)
         seed = settings.get("seed", 0)
         self.shards = nn.ModuleList(
-            self.kind(tables, **{**settings, "seed": seed + number}) for number, tables in enumerate(groups.values())
+            self.kind(tables, **{**settings, "seed": seed + number})
+            for number, tables in enumerate(groups.values())
         )
         if self._device.type not in ("cpu", "meta"):
             self.shards.to(self._device)
@@ -90,7 +95,9 @@ class _Tables(nn.Module):
         for number, shard in enumerate(self._groups()):
             for place, table_number in enumerate(shard.features.table_of):
                 places[shard.tables[table_number].name].append((number, place))
-        self._places = list(itertools.chain.from_iterable(places[config.name] for config in configs))
+        self._places = list(
+            itertools.chain.from_iterable(places[config.name] for config in configs)
+        )
         self._register_load_state_dict_pre_hook(self._take_whole_tables)
 
     @property
@@ -109,11 +116,16 @@ class _Tables(nn.Module):
     def whole_state_dict(self, folder: str | Path) -> dict[str, Tensor]:
         """Give all tables back as TorchRec's ``state_dict`` has them; a collective call.
 
-        Rank 0 writes a file for each table into ``folder``, which ``torch.load`` reads, and maps the tensors from these
-        files, so no rank ever has more than its own rows and 65,536 others. Other ranks get an empty dict.
+        Rank 0 writes a file for each table into ``folder``, which ``torch.load`` reads, and maps
+        the tensors from these files, so no rank ever has more than its own rows and 65,536 others.
+        Other ranks get an empty dict.
         """
         gathered = [gather_tables(shard, folder) for shard in self._groups()]
-        return {f"{self.prefix}.{name}.weight": rows for found in gathered for name, rows in found.items()}
+        return {
+            f"{self.prefix}.{name}.weight": rows
+            for found in gathered
+            for name, rows in found.items()
+        }
 
     def _groups(self) -> list[ShardedEmbeddingBags]:
         return list(self.shards)  # type: ignore[arg-type]
@@ -121,7 +133,11 @@ class _Tables(nn.Module):
     def _lookups(self, features: KeyedJaggedTensor, weighted: bool) -> list[Any]:
         """Start the look-ups of all groups; the same number on every rank."""
         return [
-            shard.request(*_inputs_of(features, shard.features, weighted=weighted, unequal=self._is_unequal(features)))
+            shard.request(
+                *_inputs_of(
+                    features, shard.features, weighted=weighted, unequal=self._is_unequal(features)
+                )
+            )
             for shard in self._groups()
         ]
 
@@ -130,10 +146,13 @@ class _Tables(nn.Module):
 
     def _take_whole_tables(self, state: dict[str, Any], prefix: str, *arguments: Any) -> None:
         """Load the tables of TorchRec's ``state_dict``, if these are in it."""
-        names = {config.name: f"{prefix}{self.prefix}.{config.name}.weight" for config in self._configs}
+        names = {
+            config.name: f"{prefix}{self.prefix}.{config.name}.weight" for config in self._configs
+        }
         if not any(key in state for key in names.values()):
             return
-        missing, errors = arguments[2], arguments[4]
+        missing = arguments[2]
+        errors = arguments[4]
         for number, shard in enumerate(self._groups()):
             own = [names[table.name] for table in shard.tables]
             absent = [key for key in own if key not in state]
@@ -151,19 +170,22 @@ class _Tables(nn.Module):
 
 
 class EmbeddingBagCollection(_Tables, EmbeddingBagCollectionInterface):
-    """TorchRec's ``EmbeddingBagCollection``, spread over the ranks, which send each other changes of rows.
+    """TorchRec's ``EmbeddingBagCollection``, spread over the ranks, which send each other changes
+    of rows.
 
     Args:
-        tables: Their configurations. ``init_fn`` may be any function that fills a tensor in place; it sees at most
-            65,536 rows at a time. Uniform initial values, the default, cost no bytes.
-        is_weighted: Whether ``forward`` multiplies rows by the weights of the input. A mean is then the weighted sum
-            over the number of rows.
+        tables: Their configurations. ``init_fn`` may be any function that fills a tensor in place;
+            it sees at most 65,536 rows at a time. Uniform initial values, the default, cost no
+            bytes.
+        is_weighted: Whether ``forward`` multiplies rows by the weights of the input. A mean is then
+            the weighted sum over the number of rows.
         device: As for TorchRec. A strategy moves the rows to its own device.
         **settings: ``density``, ``value_format``, ``refresh_every``, ``cache_rows`` and ``seed`` of
             :class:`~lightning_dct.ShardedEmbeddingBags`.
 
     Raises:
-        ValueError: A configuration asks for what sharded tables do not have; the message says what to do instead.
+        ValueError: A configuration asks for what sharded tables do not have; the message says what
+            to do instead.
     """
 
     prefix = "embedding_bags"
@@ -178,16 +200,23 @@ class EmbeddingBagCollection(_Tables, EmbeddingBagCollectionInterface):
     ) -> None:
         super().__init__(tables, device, settings)
         self._is_weighted = is_weighted
-        self._length_per_key = [config.embedding_dim for config in tables for _ in config.feature_names]
+        self._length_per_key = [
+            config.embedding_dim for config in tables for _ in config.feature_names
+        ]
         self._keys = list(itertools.chain.from_iterable(self._embedding_names))
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Look up and pool: a ``KeyedTensor`` with values float32 ``[batch, sum of dims]``, in the order of tables."""
+        """Look up and pool: a ``KeyedTensor`` with values float32 ``[batch, sum of dims]``, in the
+        order of tables.
+        """
         features = maybe_td_to_kjt(features, None)
         lookups = self._lookups(features, self._is_weighted)
         pooled = [lookup.pooled() for lookup in lookups]
         if self._is_unequal(features):
-            parts = [self._expand(features, shard, bags) for shard, bags in zip(self._groups(), pooled, strict=True)]
+            parts = [
+                self._expand(features, shard, bags)
+                for shard, bags in zip(self._groups(), pooled, strict=True)
+            ]
         elif len(pooled) == 1:
             values = pooled[0].flatten(1).float()
             return KeyedTensor(keys=self._keys, length_per_key=self._length_per_key, values=values)
@@ -196,17 +225,25 @@ class EmbeddingBagCollection(_Tables, EmbeddingBagCollectionInterface):
         values = torch.cat([parts[group][place] for group, place in self._places], dim=1)
         return KeyedTensor(keys=self._keys, length_per_key=self._length_per_key, values=values)
 
-    def _expand(self, features: KeyedJaggedTensor, shard: ShardedEmbeddingBags, bags: Tensor) -> list[Tensor]:
-        """The bags of each feature of a batch without repeated samples, by sample of the whole batch."""
+    def _expand(
+        self, features: KeyedJaggedTensor, shard: ShardedEmbeddingBags, bags: Tensor
+    ) -> list[Tensor]:
+        """The bags of each feature of a batch without repeated samples, by sample of the whole
+        batch.
+        """
         inverse = features.inverse_indices_or_none()
         if inverse is None:
             raise ValueError(
-                "The features have different numbers of samples: give the `KeyedJaggedTensor` its `inverse_indices`."
+                "The features have different numbers of samples: give the `KeyedJaggedTensor` its"
+                " `inverse_indices`."
             )
         samples = dict(zip(features.keys(), features.stride_per_key(), strict=True))
         at = dict(zip(inverse[0], inverse[1], strict=True))
         each = bags.float().split([samples[name] for name in shard.features.names])
-        return [part.index_select(0, at[name]) for name, part in zip(shard.features.names, each, strict=True)]
+        return [
+            part.index_select(0, at[name])
+            for name, part in zip(shard.features.names, each, strict=True)
+        ]
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """The configurations of the tables."""
@@ -218,7 +255,8 @@ class EmbeddingBagCollection(_Tables, EmbeddingBagCollectionInterface):
 
 
 class EmbeddingCollection(_Tables, EmbeddingCollectionInterface):
-    """TorchRec's ``EmbeddingCollection``, for sequences: rows that are not pooled, spread over the ranks.
+    """TorchRec's ``EmbeddingCollection``, for sequences: rows that are not pooled, spread over the
+    ranks.
 
     Args:
         tables: Their configurations, all of one dim.
@@ -241,7 +279,9 @@ class EmbeddingCollection(_Tables, EmbeddingCollectionInterface):
         **settings: Any,
     ) -> None:
         if len({config.embedding_dim for config in tables}) > 1:
-            raise ValueError("All tables in a EmbeddingCollection are required to have same embedding dimension.")
+            raise ValueError(
+                "All tables in a EmbeddingCollection are required to have same embedding dimension."
+            )
         super().__init__(tables, device, settings)
         self._need_indices = need_indices
 
@@ -249,9 +289,18 @@ class EmbeddingCollection(_Tables, EmbeddingCollectionInterface):
         """Look up: of each feature a ``JaggedTensor`` with values float32 ``[look-ups, dim]``."""
         features = maybe_td_to_kjt(features, None)
         rows: list[Sequence[Tensor]] = []
-        given = {name: (values, lengths) for name, values, lengths, _ in _by_feature(features, weighted=False)}
-        for shard, lookup in zip(self._groups(), self._lookups(features, weighted=False), strict=True):
-            rows.append(lookup.rows().float().split([given[name][0].numel() for name in shard.features.names]))
+        given = {
+            name: (values, lengths)
+            for name, values, lengths, _ in _by_feature(features, weighted=False)
+        }
+        for shard, lookup in zip(
+            self._groups(), self._lookups(features, weighted=False), strict=True
+        ):
+            rows.append(
+                lookup.rows()
+                .float()
+                .split([given[name][0].numel() for name in shard.features.names])
+            )
         found = {}
         names = zip(self._places, itertools.chain.from_iterable(self._embedding_names), strict=True)
         for (group, place), name in names:
@@ -281,16 +330,25 @@ def _table_of(config: Any) -> EmbeddingTable:
     """The description of a table from its configuration."""
     if config.data_type not in DATA_TYPES:
         raise ValueError(
-            f"Table {config.name!r} has data_type={config.data_type}: rows are trained in FP32, FP16 or BF16. Quantise"
-            " them for inference, after `whole_state_dict`."
+            f"Table {config.name!r} has data_type={config.data_type}: rows are trained in FP32,"
+            " FP16 or BF16. Quantise them for inference, after `whole_state_dict`."
         )
     if getattr(config, "use_virtual_table", False):
-        raise ValueError(f"Table {config.name!r} is virtual: use `lightning_dct.GrowingEmbeddingBags`.")
+        raise ValueError(
+            f"Table {config.name!r} is virtual: use `lightning_dct.GrowingEmbeddingBags`."
+        )
     pooling = getattr(config, "pooling", PoolingType.SUM)
     if pooling not in POOLINGS:
-        raise ValueError(f"Table {config.name!r} has pooling={pooling}: use SUM, MEAN or an `EmbeddingCollection`.")
+        raise ValueError(
+            f"Table {config.name!r} has pooling={pooling}: use SUM, MEAN or an"
+            " `EmbeddingCollection`."
+        )
     initial: tuple[float, float] | Callable[[Tensor], Any] = config.init_fn
-    if isinstance(config.init_fn, partial) and config.init_fn.func is nn.init.uniform_ and not config.init_fn.args:
+    if (
+        isinstance(config.init_fn, partial)
+        and config.init_fn.func is nn.init.uniform_
+        and not config.init_fn.args
+    ):
         bounds = {"a": 0.0, "b": 1.0, **config.init_fn.keywords}
         initial = bounds["a"], bounds["b"]
     elif config.init_fn is None:
@@ -308,9 +366,11 @@ def _table_of(config: Any) -> EmbeddingTable:
 
 def _by_feature(features: KeyedJaggedTensor, *, weighted: bool) -> list[tuple[str, Any, Any, Any]]:
     """Of each feature of a batch: its name, values, lengths and weights."""
-    starts, samples = features.offset_per_key(), features.stride_per_key()
+    starts = features.offset_per_key()
+    samples = features.stride_per_key()
     sizes = [stop - start for start, stop in itertools.pairwise(starts)]
-    values, lengths = features.values().split(sizes), features.lengths().split(samples)
+    values = features.values().split(sizes)
+    lengths = features.lengths().split(samples)
     weights = features.weights().split(sizes) if weighted else [None] * len(sizes)
     return list(zip(features.keys(), values, lengths, weights, strict=True))
 
@@ -318,13 +378,23 @@ def _by_feature(features: KeyedJaggedTensor, *, weighted: bool) -> list[tuple[st
 def _inputs_of(
     features: KeyedJaggedTensor, wanted: Features, *, weighted: bool, unequal: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, list[int] | None]:
-    """Ids, offsets, weights and samples of some of the features, in the order in which tables want them."""
+    """Ids, offsets, weights and samples of some of the features, in the order in which tables want
+    them.
+    """
     samples = dict(zip(features.keys(), features.stride_per_key(), strict=True))
     if missing := [name for name in wanted.names if name not in samples]:
-        raise KeyError(f"The batch has no feature {missing[0]!r}; it has {', '.join(map(repr, features.keys()))}.")
+        raise KeyError(
+            f"The batch has no feature {missing[0]!r}; it has"
+            f" {', '.join(map(repr, features.keys()))}."
+        )
     of_each = [samples[name] for name in wanted.names] if unequal else None
     if tuple(features.keys()) == wanted.names:
-        return features.values(), features.offsets(), features.weights() if weighted else None, of_each
+        return (
+            features.values(),
+            features.offsets(),
+            features.weights() if weighted else None,
+            of_each,
+        )
     parts = {name: part for name, *part in _by_feature(features, weighted=weighted)}
     values, lengths = (torch.cat([parts[name][place] for name in wanted.names]) for place in (0, 1))
     offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])

@@ -1,12 +1,14 @@
-"""Counts the bytes and the time that communication costs, and writes them as text: no torch, no Lightning.
+"""Counts the bytes and the time that communication costs, and writes them as text: no torch, no
+Lightning.
 
-Each payload is counted at its collective, as the bytes that this rank sends for it, and beside them the bytes that the
-dense fp32 exchange of the same tensors would have sent. An all-reduce and an all-gather count as rings, an all-to-all
-as the parts of other ranks.
+Each payload is counted at its collective, as the bytes that this rank sends for it, and beside them
+the bytes that the dense fp32 exchange of the same tensors would have sent. An all-reduce and an
+all-gather count as rings, an all-to-all as the parts of other ranks.
 
-If nodes of ``L`` ranks exchange gradients by node, ``bytes_sent`` and ``bytes_dense`` are bytes *between* nodes, and
-bytes inside a node have a total of their own. A ring over all ranks in the order of the nodes leaves a node at one of
-its ``L`` ranks, so ``1 / L`` of a rank's bytes in a ring count as sent between nodes.
+If nodes of ``L`` ranks exchange gradients by node, ``bytes_sent`` and ``bytes_dense`` are bytes
+*between* nodes, and bytes inside a node have a total of their own. A ring over all ranks in the
+order of the nodes leaves a node at one of its ``L`` ranks, so ``1 / L`` of a rank's bytes in a ring
+count as sent between nodes.
 
 A compression ratio is always ``bytes_dense / bytes_sent``.
 """
@@ -27,7 +29,9 @@ TAG_BYTES = 8
 
 
 def all_reduce_bytes(num_bytes: int, world_size: int) -> int:
-    """Bytes one rank sends in a ring all-reduce of ``num_bytes`` bytes over ``world_size`` ranks."""
+    """Bytes one rank sends in a ring all-reduce of ``num_bytes`` bytes over ``world_size``
+    ranks.
+    """
     return -(-2 * (world_size - 1) * num_bytes // world_size)
 
 
@@ -37,7 +41,8 @@ def all_gather_bytes(num_bytes: int, world_size: int) -> int:
 
 
 def bytes_between_nodes(num_bytes: int, world_size: int, ranks_per_node: int) -> int:
-    """The part of one rank's bytes in a ring that crosses between nodes, on average over the ranks of a node.
+    """The part of one rank's bytes in a ring that crosses between nodes, on average over the ranks
+    of a node.
 
     With one rank a node, that is all of ``num_bytes``.
     """
@@ -52,10 +57,12 @@ class TrafficTotals:
         steps: Optimizer steps, of all optimizers together; with gradients, synchronisations.
         bytes_sent: Bytes this rank handed to collectives, headers and padding included.
         bytes_dense: Bytes that the dense fp32 exchange of the same tensors would have sent.
-        entries_sent: Tensor entries in the bytes sent. A GPU reports them late: the number is complete after
-            :meth:`~lightning_dct.sync.gradients.GradientSynchronizer.flush`, which logging and saving call.
+        entries_sent: Tensor entries in the bytes sent. A GPU reports them late: the number is
+            complete after :meth:`~lightning_dct.sync.gradients.GradientSynchronizer.flush`, which
+            logging and saving call.
         entries: Tensor entries that were due.
-        seconds: Time of compression and decompression, without the network. A GPU reports times late, too.
+        seconds: Time of compression and decompression, without the network. A GPU reports times
+            late, too.
         refreshes: How often the thresholds were selected anew.
         bytes_inside_node: Bytes this rank sent inside its node, if these have a total of their own.
         seconds_waiting: Time spent waiting for payloads: for the network, and for slower ranks.
@@ -78,7 +85,9 @@ class TrafficTotals:
     bytes_of_buffers: int = 0
 
     def __sub__(self, earlier: TrafficTotals) -> TrafficTotals:
-        return TrafficTotals(*(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)))
+        return TrafficTotals(
+            *(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self))
+        )
 
     @property
     def compression_ratio(self) -> float:
@@ -92,7 +101,10 @@ class TrafficTotals:
 
 
 class Clock:
-    """Wall time of the host. :class:`~lightning_dct.compress.awaited.StreamClock` is that of a GPU."""
+    """Wall time of the host.
+
+    :class:`~lightning_dct.compress.awaited.StreamClock` is that of a GPU.
+    """
 
     mark: Callable[[], Any] = staticmethod(perf_counter)  # marks a moment
 
@@ -106,7 +118,8 @@ class Clock:
 
 
 class Traffic:
-    """The counter itself; ``span`` makes the context, given the name of some work, in which profilers show that work.
+    """The counter itself; ``span`` makes the context, given the name of some work, in which
+    profilers show that work.
 
     Example:
         >>> traffic = Traffic()
@@ -117,12 +130,17 @@ class Traffic:
     """
 
     def __init__(
-        self, span: Callable[[str], AbstractContextManager[Any]] = nullcontext, clock: Clock | None = None
+        self,
+        span: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+        clock: Clock | None = None,
     ) -> None:
-        self.span, self.clock = span, clock or Clock()
-        # Work whose end may not have come yet: the total it counts in, the clock, and the marks around it.
+        self.span = span
+        self.clock = clock or Clock()
+        # Work whose end may not have come yet: the total it counts in, the clock, and the marks
+        # around it.
         self._timed: deque[tuple[str, Clock, Any, Any]] = deque()
-        # A dict, because every step adds several times: to replace a frozen dataclass takes ten times as long.
+        # A dict, because every step adds several times: to replace a frozen dataclass takes ten
+        # times as long.
         self._counts: dict[str, Any] = asdict(TrafficTotals())
 
     def __getstate__(self) -> dict[str, Any]:
@@ -141,7 +159,9 @@ class Traffic:
 
     @contextmanager
     def timed(self, work: str | None = None, total: str = "seconds") -> Iterator[None]:
-        """Add the time within to a total, by default that of compressing; profilers show work that has a name."""
+        """Add the time within to a total, by default that of compressing; profilers show work that
+        has a name.
+        """
         clock = self.clock
         start = clock.mark()
         try:

@@ -24,7 +24,9 @@ from rows_by_loop import scales_by_loop
 from strategies_for_hypothesis import examples
 
 shapes = st.lists(st.integers(0, 6), min_size=0, max_size=4).map(tuple)
-numbers = st.floats(width=16, allow_nan=False, allow_infinity=False) | st.sampled_from([0.0, 1.0, -1.0, 1e-40])
+numbers = st.floats(width=16, allow_nan=False, allow_infinity=False) | st.sampled_from(
+    [0.0, 1.0, -1.0, 1e-40]
+)
 
 
 @pytest.fixture(autouse=True, params=["torch", "fastest"])
@@ -44,7 +46,9 @@ def layouts(draw: st.DrawFn) -> ActivationLayout:
 @st.composite
 def layouts_and_entries(draw: st.DrawFn) -> tuple[ActivationLayout, Tensor, Tensor | None]:
     layout = draw(layouts())
-    dense = torch.tensor(draw(st.lists(numbers, min_size=layout.numel, max_size=layout.numel)), dtype=torch.float32)
+    dense = torch.tensor(
+        draw(st.lists(numbers, min_size=layout.numel, max_size=layout.numel)), dtype=torch.float32
+    )
     positions = None
     if not layout.sends_everything:
         chosen = draw(st.sets(st.integers(0, layout.numel - 1), max_size=layout.capacity))
@@ -52,15 +56,23 @@ def layouts_and_entries(draw: st.DrawFn) -> tuple[ActivationLayout, Tensor, Tens
     return layout, dense.view(layout.shape), positions
 
 
-def decoded_by_loop(dense: Tensor, positions: Tensor | None, row_length: int, value_format: str) -> list[float]:
+def decoded_by_loop(
+    dense: Tensor, positions: Tensor | None, row_length: int, value_format: str
+) -> list[float]:
     """What arrives, to nearest, by the docstring of the rows."""
     flat = dense.reshape(-1).tolist()
     sent = list(range(len(flat))) if positions is None else positions.tolist()
     out = [0.0] * len(flat)
     if value_format in LEVELS:
         rows = sorted({place // row_length for place in sent})
-        largest = [max(abs(flat[place]) for place in sent if place // row_length == row) for row in rows]
-        scales = dict(zip(rows, scales_by_loop(largest, LEVELS[value_format]), strict=True)) if rows else {}
+        largest = [
+            max(abs(flat[place]) for place in sent if place // row_length == row) for row in rows
+        ]
+        scales = (
+            dict(zip(rows, scales_by_loop(largest, LEVELS[value_format]), strict=True))
+            if rows
+            else {}
+        )
     for place in sent:
         if value_format == "fp32":
             out[place] = flat[place]
@@ -69,7 +81,9 @@ def decoded_by_loop(dense: Tensor, positions: Tensor | None, row_length: int, va
         else:
             scale = np.float32(scales[place // row_length])
             step = round(float(np.float32(flat[place]) / scale)) if scale else 0
-            out[place] = float(scale * np.float32(max(-LEVELS[value_format], min(LEVELS[value_format], step))))
+            out[place] = float(
+                scale * np.float32(max(-LEVELS[value_format], min(LEVELS[value_format], step)))
+            )
     return out
 
 
@@ -81,7 +95,9 @@ def test_round_trip_by_loop(case: tuple[ActivationLayout, Tensor, Tensor | None]
     assert encoded.shape == (layout.forward_bytes,)
     received, places = decode_forward(layout, encoded)
     assert received.shape == layout.shape
-    assert received.reshape(-1).tolist() == decoded_by_loop(dense, positions, layout.row_length, layout.forward_format)
+    assert received.reshape(-1).tolist() == decoded_by_loop(
+        dense, positions, layout.row_length, layout.forward_format
+    )
     assert (places is None) == (positions is None)
     if positions is not None and places is not None:
         assert places.tolist() == positions.tolist()
@@ -99,7 +115,9 @@ def test_round_trip_by_loop(case: tuple[ActivationLayout, Tensor, Tensor | None]
 
 @pytest.mark.parametrize("value_format", ROW_FORMATS)
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
-def test_broken_entries_arrive_broken_and_alone_in_their_row(value_format: str, broken: float) -> None:
+def test_broken_entries_arrive_broken_and_alone_in_their_row(
+    value_format: str, broken: float
+) -> None:
     split = SplitPoint(density=0.25, forward_format=value_format, backward_format=value_format)
     activations = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
     activations[3, 5] = broken
@@ -116,16 +134,22 @@ def test_broken_entries_arrive_broken_and_alone_in_their_row(value_format: str, 
 
 
 def test_a_compiled_network_rounds_alike() -> None:
-    """Oracle: the network that is not compiled. What is before and after the border is compiled, once for all steps."""
+    """Oracle: the network that is not compiled.
+
+    What is before and after the border is compiled, once for all steps.
+    """
     gradients = []
     counters.clear()
     for compiled in (False, True):
         torch.compiler.reset()
         torch.manual_seed(0)
         split = SplitPoint(density=1.0, forward_format="int8", backward_format="int4")
-        first, last = nn.Linear(8, 5), nn.Linear(5, 2)
+        first = nn.Linear(8, 5)
+        last = nn.Linear(5, 2)
 
-        def network(inputs: Tensor, first: Any = first, split: Any = split, last: Any = last) -> Any:
+        def network(
+            inputs: Tensor, first: Any = first, split: Any = split, last: Any = last
+        ) -> Any:
             return last(split(first(inputs)))
 
         called = torch.compile(network, backend="eager") if compiled else network
@@ -146,7 +170,11 @@ def test_largest_half_precision_numbers_stay_finite() -> None:
 
 def test_sizes_for_a_transformer() -> None:
     """[2048, 768] at 5%: how many times fewer bytes than dense fp32."""
-    for value_format, forward, backward in [("bf16", 28.7, 39.9), ("int8", 44.2, 77.9), ("int4", 61.1, 152.0)]:
+    for value_format, forward, backward in [
+        ("bf16", 28.7, 39.9),
+        ("int8", 44.2, 77.9),
+        ("int4", 61.1, 152.0),
+    ]:
         split = SplitPoint(0.05, forward_format=value_format, backward_format=value_format)  # type: ignore[arg-type]
         layout = split.layout((2048, 768))
         assert 4 * layout.numel / layout.forward_bytes > forward

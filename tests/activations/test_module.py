@@ -36,7 +36,9 @@ def test_refreshes_at_the_first_step_and_in_time(refresh_every: int) -> None:
      (10, [0, 4, 8, 0, 4, 9, 10], [0, 0, 10])],
     ids=["batches of one step", "steps that are skipped", "another fit"],
 )  # fmt: skip
-def test_refreshes_come_late_but_once(refresh_every: int, steps: list[int], expected: list[int]) -> None:
+def test_refreshes_come_late_but_once(
+    refresh_every: int, steps: list[int], expected: list[int]
+) -> None:
     assert selected_at(module(refresh_every), steps) == expected
 
 
@@ -69,7 +71,8 @@ def test_the_clock_travels_with_the_model(refresh_every: int, cut: int) -> None:
 
 
 def test_a_model_saved_after_its_first_step_goes_on_with_its_thresholds() -> None:
-    saved, resumed = module(10), module(10)
+    saved = module(10)
+    resumed = module(10)
     assert selected_at(saved, [0]) == [0]
     resumed.load_state_dict(saved.state_dict())
     assert selected_at(resumed, [1, 2, 10]) == [10]

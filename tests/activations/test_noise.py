@@ -18,14 +18,17 @@ def hashed_by_loop(x: int) -> int:
 
 
 def test_numbers_are_the_documented_hash() -> None:
-    seed, stream, count = 12345, 1, 5
+    seed = 12345
+    stream = 1
+    count = 5
     fingerprint = int(CONTENT.view(torch.int32).to(torch.int64).sum())
     salted = (seed * 0x9E3779B97F4A7C15 + (stream + 1) * 0xBF58476D1CE4E5B9) & ((1 << 62) - 1)
     key = fingerprint + salted
     low = hashed_by_loop(key & 0x7FFFFFFF)
     high = hashed_by_loop((key >> 31 & 0x7FFFFFFF) ^ low)
     expected = [
-        (hashed_by_loop((hashed_by_loop(place ^ low) + high) & 0xFFFFFFFF) & 0xFFFFFF) / 2**24 for place in range(count)
+        (hashed_by_loop((hashed_by_loop(place ^ low) + high) & 0xFFFFFFFF) & 0xFFFFFF) / 2**24
+        for place in range(count)
     ]
     assert uniform(count, salt(seed, stream), CONTENT).tolist() == expected
 
@@ -62,7 +65,9 @@ def test_numbers_are_a_pure_function_whatever_zeros_the_content_ends_in() -> Non
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("content", [torch.empty(0), torch.tensor([math.nan, math.inf]), torch.randn(3, 4).bfloat16()])
+@pytest.mark.parametrize(
+    "content", [torch.empty(0), torch.tensor([math.nan, math.inf]), torch.randn(3, 4).bfloat16()]
+)
 def test_any_content(content: torch.Tensor) -> None:
     assert uniform(0, salt(0, 0), content).shape == (0,)
     assert uniform(3, salt((1 << 63) - 1, 2), content).dtype == torch.float32

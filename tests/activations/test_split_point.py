@@ -49,9 +49,16 @@ def test_the_largest_are_kept() -> None:
 )
 @examples(120)
 def test_one_process_sees_what_the_wire_gives(
-    shape: tuple[int, ...], density: float, formats: tuple[Any, Any], dtype: torch.dtype, training: bool, seed: int
+    shape: tuple[int, ...],
+    density: float,
+    formats: tuple[Any, Any],
+    dtype: torch.dtype,
+    training: bool,
+    seed: int,
 ) -> None:
-    split = SplitPoint(density, forward_format=formats[0], backward_format=formats[1], seed=seed).train(training)
+    split = SplitPoint(
+        density, forward_format=formats[0], backward_format=formats[1], seed=seed
+    ).train(training)
     wired = copy.deepcopy(split)
     for step in range(3):
         split.advance(step)
@@ -103,7 +110,9 @@ def test_a_gradient_that_is_one_number_for_all(shape: tuple[int, ...]) -> None:
 
 
 def test_bytes_that_would_travel_are_counted_where_gradients_come_back() -> None:
-    """Oracle: what a pipeline counts for the same layout: positions and values forward, whole words of values back."""
+    """Oracle: what a pipeline counts for the same layout: positions and values forward, whole words
+    of values back.
+    """
     split = SplitPoint(density=0.2, forward_format="int8", backward_format="int4")
     layout = split.layout((6, 8))
     model = nn.Sequential(nn.Linear(8, 8), split)
@@ -125,7 +134,9 @@ def test_overflow_keeps_the_largest_and_is_counted() -> None:
     assert split.overflows == 0
     louder = normal(20, 20, seed=1) * 5
     received = split(louder)
-    assert set(received.view(-1).nonzero().squeeze(1).tolist()) == largest_by_sorting(louder.view(-1).tolist(), 40)
+    assert set(received.view(-1).nonzero().squeeze(1).tolist()) == largest_by_sorting(
+        louder.view(-1).tolist(), 40
+    )
     assert split.overflows == 1
     assert split.thresholds_in_use()[0] > 2 * split.threshold
 
@@ -190,7 +201,8 @@ def test_thresholds_stay_as_they_are_during_a_step() -> None:
     first = split(normal(20, 20, seed=1) * 0.9)
     for seed in (2, 3):
         split(normal(20, 20, seed=seed) * 3)
-        split.advance(1)  # Lightning begins a batch; with accumulated gradients the step is the same
+        # Lightning begins a batch; with accumulated gradients the step is the same.
+        split.advance(1)
     assert torch.equal(split(normal(20, 20, seed=1) * 0.9), first)
     split(normal(20, 20, seed=4) * 3)
     split.advance(2)
@@ -209,7 +221,11 @@ def test_activation_checkpointing_sees_the_same_mask(settings: dict[str, Any]) -
             split.advance(step)
             for micro_batch in range(2):
                 activations = normal(12, 10, seed=10 * step + micro_batch)
-                out = checkpoint(model, activations, use_reentrant=False) if recompute else model(activations)
+                out = (
+                    checkpoint(model, activations, use_reentrant=False)
+                    if recompute
+                    else model(activations)
+                )
                 out.square().sum().backward()
         grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         return grads, split.get_extra_state(), split.overflows
@@ -227,8 +243,11 @@ def test_activation_checkpointing_sees_the_same_mask(settings: dict[str, Any]) -
 @pytest.mark.parametrize("value_format", ["int8", "int4"])
 def test_rounding_is_unbiased_both_ways(value_format: Any) -> None:
     split = SplitPoint(density=1.0, forward_format=value_format, backward_format=value_format)
-    trials, forward, backward = 500, torch.zeros(4, 8), torch.zeros(4, 8)
-    activations, gradient = normal(4, 8).requires_grad_(), normal(4, 8, seed=1)
+    trials = 500
+    forward = torch.zeros(4, 8)
+    backward = torch.zeros(4, 8)
+    activations = normal(4, 8).requires_grad_()
+    gradient = normal(4, 8, seed=1)
     for step in range(trials):
         split.advance(step)
         activations.grad = None
@@ -238,11 +257,15 @@ def test_rounding_is_unbiased_both_ways(value_format: Any) -> None:
         assert activations.grad is not None
         backward += activations.grad
     for mean, value in ((forward / trials, activations.detach()), (backward / trials, gradient)):
-        step_size = value.abs().amax(1, keepdim=True) / (127 if value_format == "int8" else 7) * 1.01
+        step_size = (
+            value.abs().amax(1, keepdim=True) / (127 if value_format == "int8" else 7) * 1.01
+        )
         assert bool(((mean - value).abs() < 5 * 0.5 * step_size / math.sqrt(trials)).all())
 
 
-def test_micro_batches_and_steps_are_rounded_differently_and_the_global_generator_is_left_alone() -> None:
+def test_micro_batches_and_steps_are_rounded_differently_and_the_global_generator_is_left_alone() -> (
+    None
+):
     split = SplitPoint(density=1.0, forward_format="int4")
     state = torch.get_rng_state()
     activations = normal(1, 64)
@@ -254,7 +277,9 @@ def test_micro_batches_and_steps_are_rounded_differently_and_the_global_generato
     split.advance(1)
     assert not torch.equal(split(activations), first)
     assert torch.equal(torch.get_rng_state(), state)
-    assert not torch.equal(SplitPoint(density=1.0, forward_format="int4", seed=1)(activations), first)
+    assert not torch.equal(
+        SplitPoint(density=1.0, forward_format="int4", seed=1)(activations), first
+    )
 
 
 # Evaluation
@@ -289,7 +314,7 @@ def test_evaluation_before_training_selects_from_its_own_batch() -> None:
 # State
 
 
-@pytest.mark.parametrize("saved_after", [34, 35])  # two forwards a step: between two steps, and within one
+@pytest.mark.parametrize("saved_after", [34, 35])
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(saved_after: int) -> None:
     def make() -> SplitPoint:
         return SplitPoint(density=0.2, forward_format="int4", refresh_every=12)
@@ -333,7 +358,9 @@ def test_another_world_goes_on_with_the_threshold_of_the_first_rank_that_has_one
         split(normal(20, 20, seed=rank))
     resumed = SplitPoint(density=0.2)
     resumed.load_compression_state([split.compression_state() for split in ranks])
-    assert resumed.thresholds_in_use() == ranks[1].thresholds_in_use() != ranks[2].thresholds_in_use()
+    assert (
+        resumed.thresholds_in_use() == ranks[1].thresholds_in_use() != ranks[2].thresholds_in_use()
+    )
     assert not resumed.refresh_requested
 
 
@@ -357,7 +384,9 @@ def test_what_is_shown_and_logged() -> None:
         ({"seed": -1}, ValueError, "`seed`"),
     ],
 )
-def test_wrong_settings_are_named(settings: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_wrong_settings_are_named(
+    settings: dict[str, Any], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         SplitPoint(**settings)
 
@@ -368,7 +397,9 @@ def test_wrong_settings_are_named(settings: dict[str, Any], error: type[Exceptio
 )
 def test_what_is_no_tensor_of_numbers_is_refused(activations: Any, given: str) -> None:
     """An LSTM returns a tuple."""
-    with pytest.raises(TypeError, match=f"one tensor of floating-point activations and was given {given}"):
+    with pytest.raises(
+        TypeError, match=f"one tensor of floating-point activations and was given {given}"
+    ):
         SplitPoint(density=0.5)(activations)
 
 
@@ -378,4 +409,6 @@ def test_activations_import_neither_lightning_nor_torch_distributed() -> None:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             for name in names:
-                assert not name.startswith(("lightning.", "pytorch_lightning", "torch.distributed")), (path, name)
+                assert not name.startswith(
+                    ("lightning.", "pytorch_lightning", "torch.distributed")
+                ), (path, name)

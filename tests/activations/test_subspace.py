@@ -1,4 +1,6 @@
-"""Few numbers a token and what the receiver knows, against the equations in plain matrix algebra."""
+"""Few numbers a token and what the receiver knows, against the equations in plain matrix
+algebra.
+"""
 
 from typing import Any
 
@@ -22,9 +24,11 @@ TOKENS = torch.tensor([[0, 3, 1], [2, 3, 0]])
 def test_by_its_equations() -> None:
     """Oracle: U U^T h + 5 A[token] and U U^T g; the table has its own gradient, the basis none."""
     modules = subspace(10, 4, num_tokens=5, **LOSSLESS)
-    basis, table = modules[0].weight.t(), modules[2].anchor.weight
+    basis = modules[0].weight.t()
+    table = modules[2].anchor.weight
     torch.testing.assert_close(basis.t() @ basis, torch.eye(4))
-    activations, gradient = normal(2, 3, 10).requires_grad_(), normal(2, 3, 10, seed=1)
+    activations = normal(2, 3, 10).requires_grad_()
+    gradient = normal(2, 3, 10, seed=1)
     received = SplitSequential(*modules)(activations, tokens=TOKENS)
     received.backward(gradient)
     torch.testing.assert_close(received, activations @ basis @ basis.t() + 5 * table[TOKENS])
@@ -45,10 +49,13 @@ def test_a_mean_where_there_are_no_tokens() -> None:
 
 
 def test_what_crosses_is_counted_against_the_whole_width() -> None:
-    """Oracle: a header; 8 bits a coordinate forward and 4 back, a byte a token and 4 bytes, back to whole words."""
+    """Oracle: a header; 8 bits a coordinate forward and 4 back, a byte a token and 4 bytes, back to
+    whole words.
+    """
     into, point, back = subspace(64, 7, forward_format="int8", backward_format="int4")
     back(point(into(normal(6, 64).requires_grad_()))).sum().backward()
-    # With nothing trained before the border, a gradient is asked for all the same: `requires_grad_` above.
+    # With nothing trained before the border, a gradient is asked for all the same: `requires_grad_`
+    # above.
     totals = point.traffic.totals
     assert totals.bytes_sent == (12 + 4 + 6 + 6 * 7) + -(-(4 + 6 + 3 * 7) // 4) * 4
     assert (totals.bytes_dense, totals.entries_sent) == (2 * 4 * 6 * 64, 2 * 6 * 7)
@@ -64,31 +71,46 @@ def test_every_rank_draws_the_same_basis_whatever_it_drew_before() -> None:
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"rank": 17}, ValueError, "`rank` is 17 and the activations have a `width` of 16.*Choose a `rank` below 16"),
+        (
+            {"rank": 17},
+            ValueError,
+            "`rank` is 17 and the activations have a `width` of 16.*Choose a `rank` below 16",
+        ),
         ({"rank": 0}, ValueError, "`rank` must be at least 1"),
         ({"rank": 2.0}, TypeError, "`rank` must be a whole number"),
         ({"rank": 4, "num_tokens": 0}, ValueError, "`num_tokens` must be at least 1"),
         ({"rank": 4, "forward_format": "1bit"}, ValueError, "`forward_format` must be one of"),
     ],
 )
-def test_wrong_settings_are_named(settings: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_wrong_settings_are_named(
+    settings: dict[str, Any], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         subspace(16, **settings)
 
 
 def test_no_ids_and_inputs_that_are_no_tokens_are_named() -> None:
     network = SplitSequential(nn.Linear(8, 16), *subspace(16, 4, num_tokens=5))
-    with pytest.raises(TypeError, match=r"takes 'tokens', which .* call it as in `self.network\(inputs, tokens="):
+    with pytest.raises(
+        TypeError, match=r"takes 'tokens', which .* call it as in `self.network\(inputs, tokens="
+    ):
         network(normal(3, 8))
     for tokens in (normal(3), torch.zeros(3, 8).long()):
-        with pytest.raises(ValueError, match="without `num_tokens` if the network's input is not a sequence of tokens"):
+        with pytest.raises(
+            ValueError,
+            match="without `num_tokens` if the network's input is not a sequence of tokens",
+        ):
             network(normal(3, 8), tokens=tokens)
 
 
 def test_a_model_learns_through_it_what_the_token_alone_does_not_say() -> None:
-    """Oracle: a target that needs the sender's input and the token; without training the border loses most of both."""
+    """Oracle: a target that needs the sender's input and the token; without training the border
+    loses most of both.
+    """
     torch.manual_seed(0)
-    network = SplitSequential(nn.Linear(6, 32), nn.Tanh(), *subspace(32, 4, num_tokens=4), nn.Tanh(), nn.Linear(32, 1))
+    network = SplitSequential(
+        nn.Linear(6, 32), nn.Tanh(), *subspace(32, 4, num_tokens=4), nn.Tanh(), nn.Linear(32, 1)
+    )
     optimizer = torch.optim.Adam([p for p in network.parameters() if p.requires_grad], lr=0.02)
     losses = []
     for step in range(200):

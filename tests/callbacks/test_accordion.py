@@ -1,4 +1,6 @@
-"""AccordionSchedule: what it decides, on real ranks, against the gradients that have reached the optimizer."""
+"""AccordionSchedule: what it decides, on real ranks, against the gradients that have reached the
+optimizer.
+"""
 
 from itertools import pairwise
 from pathlib import Path
@@ -12,10 +14,21 @@ from lightning.pytorch.plugins import MixedPrecision
 
 from distributed.resuming import fit_half
 from distributed.test_loss_scaling import Overflowing
-from distributed.training import Applied, Module, Run, Watch, assert_replicas_equal, fit, loader, trainer_for
+from distributed.training import (
+    Applied,
+    Module,
+    Run,
+    Watch,
+    assert_replicas_equal,
+    fit,
+    loader,
+    trainer_for,
+)
 from lightning_dct import AccordionSchedule, DCTPipelineStrategy, DCTStrategy
 
-LOW, HIGH, THRESHOLD = 0.05, 0.5, 0.3
+LOW = 0.05
+HIGH = 0.5
+THRESHOLD = 0.3
 
 
 def densities(trainer: Trainer) -> float:
@@ -23,23 +36,34 @@ def densities(trainer: Trainer) -> float:
 
 
 def train(interval: int, settings: dict[str, Any]) -> tuple[Run, list[float]]:
-    applied, norms = Applied(), []
+    applied = Applied()
+    norms = []
 
     def look(trainer: Trainer) -> tuple[int, float, float]:
         synchronisations = trainer.strategy.synchronizer.synchronisations
         if synchronisations == interval * (len(norms) + 1):
-            norms.append(sum(float(entries.square().sum()) for entries in applied.sums.values()) ** 0.5)
+            norms.append(
+                sum(float(entries.square().sum()) for entries in applied.sums.values()) ** 0.5
+            )
             applied.sums = {}
         return synchronisations, densities(trainer), trainer.strategy.traffic.totals.bytes_sent
 
     plugins = []
     if "scaled" in settings:
-        plugins = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**12))]
+        plugins = [
+            MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**12))
+        ]
     module = Overflowing(bool(plugins))
     module.optimizer_settings = {"lr": 0.2}
-    callbacks = [applied, AccordionSchedule(LOW, HIGH, settings.get("threshold", THRESHOLD), every_n_steps=interval)]
+    callbacks = [
+        applied,
+        AccordionSchedule(LOW, HIGH, settings.get("threshold", THRESHOLD), every_n_steps=interval),
+    ]
     strategy = DCTStrategy(
-        compress="gradients", density=0.7, value_format="bf16", exchange=settings.get("exchange", "auto")
+        compress="gradients",
+        density=0.7,
+        value_format="bf16",
+        exchange=settings.get("exchange", "auto"),
     )
     accumulate = settings.get("accumulate", 1)
     run = fit(
@@ -54,15 +78,23 @@ def train(interval: int, settings: dict[str, Any]) -> tuple[Run, list[float]]:
     return run, norms
 
 
-@pytest.mark.parametrize("settings", [{"accumulate": 2}, {"scaled": True, "exchange": "two_phase", "threshold": 0.2}])
-def test_switches_by_the_norm_of_the_accumulated_gradients(ranks: Any, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "settings", [{"accumulate": 2}, {"scaled": True, "exchange": "two_phase", "threshold": 0.2}]
+)
+def test_switches_by_the_norm_of_the_accumulated_gradients(
+    ranks: Any, settings: dict[str, Any]
+) -> None:
     """Oracle: algorithm 1 on the sums of the gradients that reached the optimizer."""
     results = ranks(2).run(train, 5, settings)
     assert_replicas_equal([run for run, _ in results])
     for run, norms in results:
         expected = [HIGH, HIGH]
         for previous, norm in pairwise(norms):
-            expected.append(HIGH if abs(previous - norm) / previous >= settings.get("threshold", THRESHOLD) else LOW)
+            expected.append(
+                HIGH
+                if abs(previous - norm) / previous >= settings.get("threshold", THRESHOLD)
+                else LOW
+            )
         assert len(set(expected[2:])) == 2, norms
         sent: dict[float, set[int]] = {}
         before = 0, 0
@@ -94,13 +126,18 @@ def train_epochs() -> list[float]:
 
 
 def test_a_drop_of_the_learning_rate_is_critical(ranks: Any) -> None:
-    """Oracle: all but equal gradients in every epoch, sent whole; the epochs whose learning rate has just halved."""
+    """Oracle: all but equal gradients in every epoch, sent whole; the epochs whose learning rate
+    has just halved.
+    """
     assert ranks(2).run(train_epochs)[0] == [1.0, 1.0, 0.9, 1.0, 0.9, 1.0, 0.9]
 
 
 def train_updates(interval: int) -> tuple[list[tuple[int, float]], list[float]]:
-    """The density after each batch, and the norm of what the shared weights have moved by in each interval."""
-    norms, before = [], []
+    """The density after each batch, and the norm of what the shared weights have moved by in each
+    interval.
+    """
+    norms = []
+    before = []
 
     def look(trainer: Trainer) -> tuple[int, float]:
         strategy: Any = trainer.strategy
@@ -115,10 +152,13 @@ def train_updates(interval: int) -> tuple[list[tuple[int, float]], list[float]]:
     def begin(trainer: Trainer, module: Module) -> None:
         before.append(torch.cat([one.detach().flatten().double() for one in module.parameters()]))
 
-    watch, module = Watch(look=look), Module(None, torch.optim.SGD, lr=0.2)
+    watch = Watch(look=look)
+    module = Module(None, torch.optim.SGD, lr=0.2)
     watch.on_train_start = begin  # type: ignore[method-assign]
     schedule = AccordionSchedule(LOW, HIGH, 0.1, every_n_steps=interval)
-    run = fit(DCTStrategy(local_steps=1, warmup_steps=0), module, 40, watch=watch, callbacks=[schedule])
+    run = fit(
+        DCTStrategy(local_steps=1, warmup_steps=0), module, 40, watch=watch, callbacks=[schedule]
+    )
     return run.seen, norms
 
 
@@ -142,7 +182,8 @@ class Constant(Module):
 
 
 def fit_twice(compress: Any) -> list[float]:
-    module, watch = Constant(None, torch.optim.SGD, lr=0.01), Watch(look=densities)
+    module = Constant(None, torch.optim.SGD, lr=0.01)
+    watch = Watch(look=densities)
     callbacks = [watch, AccordionSchedule(0.9, 1.0, THRESHOLD, every_n_steps=5)]
     trainer = trainer_for(DCTStrategy(compress=compress), callbacks=callbacks)
     for epochs in (1, 2):
@@ -153,7 +194,9 @@ def fit_twice(compress: Any) -> list[float]:
 
 @pytest.mark.parametrize("compress", ["updates", "gradients"])
 def test_a_second_fit_begins_an_interval(ranks: Any, compress: str) -> None:
-    """The interval that the first fit has cut short after four of five steps does not count: all are alike."""
+    """The interval that the first fit has cut short after four of five steps does not count: all
+    are alike.
+    """
     assert ranks(2).run(fit_twice, compress)[0] == [1.0] * 10 + [0.9] * 18
 
 
@@ -183,6 +226,13 @@ def test_settings_are_checked(arguments: Any, message: str) -> None:
 
 
 def test_pipelines_are_refused() -> None:
-    trainer = Trainer(accelerator="cpu", devices=2, strategy=DCTPipelineStrategy(compress="gradients"), logger=False)
-    with pytest.raises(MisconfigurationException, match="`AccordionSchedule` decides by the whole model"):
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=DCTPipelineStrategy(compress="gradients"),
+        logger=False,
+    )
+    with pytest.raises(
+        MisconfigurationException, match="`AccordionSchedule` decides by the whole model"
+    ):
         AccordionSchedule(0.01, 0.1).setup(trainer, Module(), "fit")

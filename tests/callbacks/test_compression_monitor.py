@@ -70,7 +70,11 @@ def test_bytes_for_people(num_bytes: int, text: str) -> None:
 
 
 def test_bytes_inside_the_node_are_shown_where_there_are_any() -> None:
-    inside = dict(summary_rows(TrafficTotals(steps=1, bytes_sent=5, bytes_dense=10, bytes_inside_node=2_000_000)))
+    inside = dict(
+        summary_rows(
+            TrafficTotals(steps=1, bytes_sent=5, bytes_dense=10, bytes_inside_node=2_000_000)
+        )
+    )
     assert inside["bytes sent"] == "5 B instead of 10 B dense in fp32, and 2.00 MB inside the node"
 
 
@@ -82,7 +86,8 @@ def test_summary() -> None:
 
 
 def test_rows_of_growing_tables_are_counted_where_there_are_any() -> None:
-    monitor, trainer = CompressionMonitor(), FakeTrainer(Traffic(), split_traffic=Traffic())
+    monitor = CompressionMonitor()
+    trainer = FakeTrainer(Traffic(), split_traffic=Traffic())
     monitor.on_train_start(trainer, MODULE)  # type: ignore[arg-type]
     for admitted, evicted in ((0, 0), (5, 0), (4, 3)):
         trainer.strategy.split_traffic.add(steps=1, admitted_rows=admitted, evicted_rows=evicted)
@@ -97,7 +102,8 @@ def test_rows_of_growing_tables_are_counted_where_there_are_any() -> None:
 
 
 def test_values_are_those_since_the_last_log() -> None:
-    monitor, trainer = CompressionMonitor(), FakeTrainer(Traffic())
+    monitor = CompressionMonitor()
+    trainer = FakeTrainer(Traffic())
     monitor.on_train_start(trainer, MODULE)  # type: ignore[arg-type]
     for logs, sent in ((True, 10), (False, 20), (False, 30), (True, 50)):
         trainer._logger_connector.should_update_logs = logs
@@ -110,33 +116,52 @@ def test_values_are_those_since_the_last_log() -> None:
 
 
 def test_a_ratio_counts_the_steps_before_an_exchange_also_if_they_were_logged() -> None:
-    """Every fourth step exchanges updates, and each is logged; rows of tables are exchanged in every step."""
-    monitor, trainer = CompressionMonitor(), FakeTrainer(Traffic(), split_traffic=Traffic())
+    """Every fourth step exchanges updates, and each is logged; rows of tables are exchanged in
+    every step.
+    """
+    monitor = CompressionMonitor()
+    trainer = FakeTrainer(Traffic(), split_traffic=Traffic())
     monitor.on_train_start(trainer, MODULE)  # type: ignore[arg-type]
     for step in range(8):
         trainer.strategy.split_traffic.add(steps=1, bytes_sent=20, bytes_dense=200)
-        trainer.batch(monitor, steps=1, bytes_sent=80 * (step % 4 == 3), bytes_dense=100, seconds=0.5)
+        trainer.batch(
+            monitor, steps=1, bytes_sent=80 * (step % 4 == 3), bytes_dense=100, seconds=0.5
+        )
     logged = [metrics for _, metrics in trainer.loggers[0].logged]
-    assert [metrics.get("dct/dp/compression_ratio") for metrics in logged] == 2 * [None, None, None, 400 / 80]
+    assert [metrics.get("dct/dp/compression_ratio") for metrics in logged] == 2 * [
+        None,
+        None,
+        None,
+        400 / 80,
+    ]
     assert [metrics["dct/mp/compression_ratio"] for metrics in logged] == 8 * [10.0]
-    assert [metrics["dct/compression_ratio"] for metrics in logged] == 2 * [10.0, 10.0, 10.0, (400 + 200) / 100]
+    assert [metrics["dct/compression_ratio"] for metrics in logged] == 2 * [
+        10.0,
+        10.0,
+        10.0,
+        (400 + 200) / 100,
+    ]
     assert [metrics["dct/overhead_ms"] for metrics in logged] == 8 * [500.0]
 
 
 def test_what_is_due_in_a_batch_without_a_step_is_logged_with_the_next_step() -> None:
     """As where an optimizer steps by hand in even batches, and odd ones are logged."""
-    monitor, trainer = CompressionMonitor(), FakeTrainer(Traffic())
+    monitor = CompressionMonitor()
+    trainer = FakeTrainer(Traffic())
     monitor.on_train_start(trainer, MODULE)  # type: ignore[arg-type]
     for batch in range(9):
         trainer._logger_connector.should_update_logs = batch % 4 == 3
-        trainer.batch(monitor, steps=batch % 2 == 0, bytes_sent=10 * (batch % 2 == 0), bytes_dense=100)
+        trainer.batch(
+            monitor, steps=batch % 2 == 0, bytes_sent=10 * (batch % 2 == 0), bytes_dense=100
+        )
     logged = trainer.loggers[0].logged
     assert [step for step, _ in logged] == [4, 8]
     assert [metrics["dct/dp/bytes_sent"] for _, metrics in logged] == [30, 50]
 
 
 def test_a_single_process_logs_no_ratio() -> None:
-    monitor, trainer = CompressionMonitor(), FakeTrainer(Traffic())
+    monitor = CompressionMonitor()
+    trainer = FakeTrainer(Traffic())
     monitor.on_train_start(trainer, MODULE)  # type: ignore[arg-type]
     trainer.batch(monitor, steps=1, entries=10, entries_sent=10)
     (_, metrics) = trainer.loggers[0].logged[0]
@@ -152,7 +177,8 @@ def test_table_at_the_end_covers_this_fit_only(capsys: pytest.CaptureFixture[str
         norm=lambda: math.hypot(*feedback.norms().values()),
         flush=lambda: None,
     )
-    monitor, trainer = CompressionMonitor(), FakeTrainer(Traffic(), synchronizer=synchronizer)
+    monitor = CompressionMonitor()
+    trainer = FakeTrainer(Traffic(), synchronizer=synchronizer)
     trainer.strategy.traffic.add(steps=1000, bytes_sent=10**9, bytes_dense=10**9)
     monitor.on_train_start(trainer, MODULE)  # type: ignore[arg-type]
     trainer.batch(monitor, steps=3, bytes_sent=10, bytes_dense=1000, entries=100, entries_sent=5)
@@ -181,7 +207,8 @@ def test_what_is_not_sent_yet_is_told_where_it_is_known(
 ) -> None:
     names = {torch.nn.Parameter(torch.tensor([weight])): "weight"}
     updates = SimpleNamespace(parameter_names=names, norm=lambda: torch.tensor(norm))
-    monitor, trainer = CompressionMonitor(), FakeTrainer(Traffic(), updates=updates)
+    monitor = CompressionMonitor()
+    trainer = FakeTrainer(Traffic(), updates=updates)
     monitor.on_train_start(trainer, MODULE)  # type: ignore[arg-type]
     trainer.batch(monitor, steps=3, bytes_sent=10, bytes_dense=1000, entries=100, entries_sent=5)
     monitor.on_fit_end(trainer, MODULE)  # type: ignore[arg-type]
@@ -189,7 +216,11 @@ def test_what_is_not_sent_yet_is_told_where_it_is_known(
 
 
 def test_warns_once_where_nothing_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    trainer = trainer_for("auto", max_steps=3, limit_val_batches=0, callbacks=[CompressionMonitor()])
-    (said,) = [text for text in warnings_of(trainer.fit, BoringModel()) if "CompressionMonitor" in text]
+    trainer = trainer_for(
+        "auto", max_steps=3, limit_val_batches=0, callbacks=[CompressionMonitor()]
+    )
+    (said,) = [
+        text for text in warnings_of(trainer.fit, BoringModel()) if "CompressionMonitor" in text
+    ]
     assert "SingleDeviceStrategy does not count its traffic. Use `Trainer(strategy='dct')`" in said
     assert "Synchronisation" not in capsys.readouterr().out

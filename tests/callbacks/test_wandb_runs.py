@@ -1,4 +1,6 @@
-"""What W&B gets, read back from an offline run of two ranks whose model is split and whose gradients are compressed."""
+"""What W&B gets, read back from an offline run of two ranks whose model is split and whose
+gradients are compressed.
+"""
 
 import os
 from pathlib import Path
@@ -19,13 +21,20 @@ from lightning_dct.callbacks.wandb_runs import STEP, SUMMARIES, sections, settin
 from offline_runs import OfflineRun
 from rivals.hooks import CountedDDPStrategy
 
-TENSORS = {"dct/dp/log10_density", "dct/dp/log10_threshold", "dct/dp/log10_residual_norm", "dct/dp/tensors"}
+TENSORS = {
+    "dct/dp/log10_density",
+    "dct/dp/log10_threshold",
+    "dct/dp/log10_residual_norm",
+    "dct/dp/tensors",
+}
 TENSORS |= {"dct/mp/log10_threshold"}
 
 
 class Split(Module):
     def __init__(self) -> None:
-        super().__init__(nn.Sequential(nn.Linear(40, 24), SplitPoint(density=0.2), nn.Linear(24, 8)))
+        super().__init__(
+            nn.Sequential(nn.Linear(40, 24), SplitPoint(density=0.2), nn.Linear(24, 8))
+        )
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.loss(batch)
@@ -35,15 +44,19 @@ class Split(Module):
 
 
 def train(folder: Path) -> tuple[dict[str, Any], list[tuple[int, dict[str, float]]]]:
-    """Train, and give what the rank saves of its gradients, and what a logger that is not W&B's was given."""
-    memory, strategy = (
-        Memory(),
-        DCTStrategy(compress="gradients", density=0.05, value_format="bf16", min_tensor_size=128),
+    """Train, and give what the rank saves of its gradients, and what a logger that is not W&B's was
+    given.
+    """
+    memory = Memory()
+    strategy = DCTStrategy(
+        compress="gradients", density=0.05, value_format="bf16", min_tensor_size=128
     )
     with patch.dict(os.environ, {"WANDB_SILENT": "true", "WANDB_DIR": str(folder)}):
         logger = WandbLogger(project="tests", save_dir=folder, offline=True)
         monitor = CompressionMonitor(tensors_every_n_steps=4)
-        trainer = trainer_for(strategy, logger=[logger, memory], log_every_n_steps=2, callbacks=[monitor])
+        trainer = trainer_for(
+            strategy, logger=[logger, memory], log_every_n_steps=2, callbacks=[monitor]
+        )
         trainer.fit(Split(), loader(12, 40, 8))
         if rank() == 0:
             logger.experiment.finish()
@@ -51,7 +64,9 @@ def train(folder: Path) -> tuple[dict[str, Any], list[tuple[int, dict[str, float
 
 
 @pytest.fixture(scope="module")
-def trained(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[OfflineRun, dict[str, Any], list[Any]]:
+def trained(
+    ranks: Any, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[OfflineRun, dict[str, Any], list[Any]]:
     folder = tmp_path_factory.mktemp("wandb")
     state, rows = ranks(2).run(train, folder)[0]
     return OfflineRun(folder), state, rows
@@ -77,7 +92,11 @@ def test_other_loggers_get_scalars_only(trained: Any) -> None:
     assert [step for step, _ in scalars] == [1, 3, 5, 7, 9, 11]
     assert all(isinstance(value, int | float) for _, row in scalars for value in row.values())
     by_step = {row[STEP]: row for row in run.history if "dct/compression_ratio" in row}
-    assert all(by_step[step][key] == pytest.approx(value) for step, row in scalars for key, value in row.items())
+    assert all(
+        by_step[step][key] == pytest.approx(value)
+        for step, row in scalars
+        for key, value in row.items()
+    )
 
 
 def test_axis_and_summaries(trained: Any) -> None:
@@ -90,10 +109,18 @@ def test_axis_and_summaries(trained: Any) -> None:
     }
     logged = [row["dct/overhead_ms"] for row in run.history if "dct/overhead_ms" in row]
     summary = run.state["summary"]
-    assert summary["dct/overhead_ms"] == {"max": max(logged), "mean": pytest.approx(sum(logged) / len(logged))}
-    dense, sent = (sum(summary[f"dct/{part}/bytes_{kind}"] for part in ("dp", "mp")) for kind in ("dense", "sent"))
+    assert summary["dct/overhead_ms"] == {
+        "max": max(logged),
+        "mean": pytest.approx(sum(logged) / len(logged)),
+    }
+    dense, sent = (
+        sum(summary[f"dct/{part}/bytes_{kind}"] for part in ("dp", "mp"))
+        for kind in ("dense", "sent")
+    )
     assert summary["dct/run_compression_ratio"] == pytest.approx(dense / sent)
-    assert summary["dct/dp/bytes_sent"] == max(row.get("dct/dp/bytes_sent", 0) for row in run.history)
+    assert summary["dct/dp/bytes_sent"] == max(
+        row.get("dct/dp/bytes_sent", 0) for row in run.history
+    )
 
 
 def test_settings(trained: Any) -> None:
@@ -112,7 +139,10 @@ def test_settings(trained: Any) -> None:
         (CountedDDPStrategy("fp16"), {"strategy": "ddp_fp16"}),
         (CountedDDPStrategy("powersgd"), {"strategy": "powersgd"}),
         (SimpleNamespace(config={"zero_optimization": {}}), {"strategy": "SimpleNamespace"}),
-        (DCTPipelineStrategy(micro_batches=8), {"strategy": "dct_pipeline", "stages": 2, "micro_batches": 8}),
+        (
+            DCTPipelineStrategy(micro_batches=8),
+            {"strategy": "dct_pipeline", "stages": 2, "micro_batches": 8},
+        ),
     ],
 )
 def test_settings_tell_strategies_apart(strategy: Any, settings: dict[str, Any]) -> None:
@@ -133,12 +163,20 @@ def test_table_of_tensors(trained: Any) -> None:
     ]
     assert [row[2] for row in rows] == [48 / 960, 1.0, 10 / 192, 1.0]
     thresholds = state["thresholds"]["values"]
-    assert [row[3] for row in rows] == [pytest.approx(thresholds[row[0]]) if row[2] < 1 else None for row in rows]
+    assert [row[3] for row in rows] == [
+        pytest.approx(thresholds[row[0]]) if row[2] < 1 else None for row in rows
+    ]
     norms = {name: float(residual.norm()) for name, residual in state["residuals"].items()}
-    assert [row[4] for row in rows] == [pytest.approx(norms.get(row[0], 0.0), rel=1e-5) for row in rows]
+    assert [row[4] for row in rows] == [
+        pytest.approx(norms.get(row[0], 0.0), rel=1e-5) for row in rows
+    ]
     last = run.state["summary"]
     assert sum(last["dct/dp/log10_density"]["values"]) == 4
-    assert sum(last["dct/dp/log10_threshold"]["values"]) == sum(last["dct/dp/log10_residual_norm"]["values"]) == 2
+    assert (
+        sum(last["dct/dp/log10_threshold"]["values"])
+        == sum(last["dct/dp/log10_residual_norm"]["values"])
+        == 2
+    )
     assert sum(last["dct/mp/log10_threshold"]["values"]) == 1
 
 

@@ -1,8 +1,10 @@
-"""Long runs of many replicas on one card, of as many steps as fit: ``compile RANKS NUMBER``, ``time``, ``train S``.
+"""Long runs of many replicas on one card, of as many steps as fit: ``compile RANKS NUMBER``,
+``time``, ``train S``.
 
-``compile`` compiles the kernels of one training, by the number of its settings, so that several at once fill the cache.
-``time`` writes how many milliseconds a step of all trainings takes, and ``train`` makes so many steps. Its files are of
-``experiments/replicas.py``, whose command (docs/evidence/run_length.md) makes the table from them, without training.
+``compile`` compiles the kernels of one training, by the number of its settings, so that several at
+once fill the cache. ``time`` writes how many milliseconds a step of all trainings takes, and
+``train`` makes so many steps. Its files are of ``experiments/replicas.py``, whose command
+(docs/evidence/run_length.md) makes the table from them, without training.
 """
 
 import json
@@ -24,17 +26,25 @@ from replicated.training import Job
 
 SHARED = ("experiment=lm", "data.context_length=64", "data.batch_size=4")
 # By ranks: a setting of earlier runs, and what the law takes after 60,000 steps.
-STEPS_AND_DENSITIES = {4: ((4, 0.1), (1, 0.015)), 8: ((4, 0.1), (1, 0.015)), 16: ((4, 0.1), (1, 0.03))}
+STEPS_AND_DENSITIES = {
+    4: ((4, 0.1), (1, 0.015)),
+    8: ((4, 0.1), (1, 0.015)),
+    16: ((4, 0.1), (1, 0.03)),
+}
 SETTINGS = {
     ranks: [f"strategy.local_steps={steps} strategy.density={density}" for steps, density in pairs]
     for ranks, pairs in STEPS_AND_DENSITIES.items()
 }
-DENSE_RATES, RATE, MOST_STEPS = (0.002, 0.004), 0.002, 60_000
+DENSE_RATES = (0.002, 0.004)
+RATE = 0.002
+MOST_STEPS = 60_000
 SEEDS = {4: 2, 8: 2, 16: 1}
 MEASURED = Path("/tmp/milliseconds")
 
 
-def job(ranks: int, strategy: str, seed: int, rate: float, steps: int, more: Sequence[str] = ()) -> Job:
+def job(
+    ranks: int, strategy: str, seed: int, rate: float, steps: int, more: Sequence[str] = ()
+) -> Job:
     words = (*SHARED, *strategy.split(), f"seed={seed}", f"model.learning_rate={rate}")
     return Job((*words, *more), ranks, steps, device="cuda")
 
@@ -43,16 +53,24 @@ def jobs(steps: int, more: Sequence[str] = ()) -> Iterator[Job]:
     for ranks, seeds in SEEDS.items():
         for seed in range(seeds):
             yield from (job(ranks, "strategy=ddp", seed, rate, steps) for rate in DENSE_RATES)
-            yield from (job(ranks, f"strategy=dct {one}", seed, RATE, steps, more) for one in SETTINGS[ranks])
+            yield from (
+                job(ranks, f"strategy=dct {one}", seed, RATE, steps, more)
+                for one in SETTINGS[ranks]
+            )
 
 
 def compile_kernels(ranks: int, settings: str) -> None:
-    (one,) = SideBySide([job(ranks, f"strategy=dct {settings}", 0, RATE, MOST_STEPS, ["data=documentation"])]).trainings
+    (one,) = SideBySide(
+        [job(ranks, f"strategy=dct {settings}", 0, RATE, MOST_STEPS, ["data=documentation"])]
+    ).trainings
     exchanges = one.exchanges
     assert exchanges is not None
-    config, gains = exchanges.config, None
+    config = exchanges.config
+    gains = None
     if config.exchanges_every_step:
-        gains = {name: TensorCoherence(shape_of(own[0])).gain(ranks) for name, own in one.weights.items()}
+        gains = {
+            name: TensorCoherence(shape_of(own[0])).gain(ranks) for name, own in one.weights.items()
+        }
     for now in (gains, gains, {}):  # without any at the end
         exchanges.exchange(1, Sending(1, lost=1 - config.kept_of_residuals(True), gains=now), False)
     exchanges.exchange(config.local_steps, Sending(1, gains=gains), True)
@@ -70,20 +88,30 @@ def measure() -> None:
     milliseconds = 1e3 * spent / 128
     MEASURED.write_text(str(milliseconds))
     memory = torch.cuda.max_memory_allocated() / 1e9
-    print(f"{milliseconds:.2f} ms a step of {len(together.trainings)} trainings, {memory:.1f} GB", flush=True)
+    print(
+        f"{milliseconds:.2f} ms a step of {len(together.trainings)} trainings, {memory:.1f} GB",
+        flush=True,
+    )
 
 
 def train(seconds: float) -> None:
     steps = min(MOST_STEPS, int(1e3 * seconds / float(MEASURED.read_text())) // 2500 * 2500)
-    all_jobs, folder = list(jobs(steps)), Path(os.environ.get("OUT", "outputs")) / "long"
-    runs, started = replicas.Runs(folder, 1, 1), time.perf_counter()
+    all_jobs = list(jobs(steps))
+    folder = Path(os.environ.get("OUT", "outputs")) / "long"
+    runs = replicas.Runs(folder, 1, 1)
+    started = time.perf_counter()
     print(f"{steps:,} steps of {len(all_jobs)} trainings", flush=True)
     told: set[int] = set()
 
     def report(step: int, losses: Sequence[float]) -> None:
         if losses and step not in told:
             told.add(step)
-            print(step, f"{time.perf_counter() - started:.0f} s", *(f"{loss:.4f}" for loss in losses), flush=True)
+            print(
+                step,
+                f"{time.perf_counter() - started:.0f} s",
+                *(f"{loss:.4f}" for loss in losses),
+                flush=True,
+            )
 
     for one, figures in zip(all_jobs, train_side_by_side(all_jobs, report), strict=True):
         (folder / runs.file_of(one).name).write_text(json.dumps({"job": asdict(one), **figures}))

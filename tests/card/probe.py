@@ -1,4 +1,6 @@
-"""Whether two ranks on one card can do NCCL's collectives in this environment: ``probe.py RANK``, twice."""
+"""Whether two ranks on one card can do NCCL's collectives in this environment: ``probe.py RANK``,
+twice.
+"""
 
 import os
 import sys
@@ -10,16 +12,25 @@ import torch.distributed as dist
 
 backend = os.environ.get("PROBE", "nccl")
 device = torch.device("cuda", 0) if backend == "nccl" else torch.device("cpu")
-rank, begun = int(sys.argv[1]), time.time()
+rank = int(sys.argv[1])
+begun = time.time()
 dist.init_process_group(
-    backend, init_method=f"file://{os.environ['PROBE_STORE']}", rank=rank, world_size=2, timeout=timedelta(seconds=30)
+    backend,
+    init_method=f"file://{os.environ['PROBE_STORE']}",
+    rank=rank,
+    world_size=2,
+    timeout=timedelta(seconds=30),
 )
 number = torch.full((1000,), rank + 1.0, device=device)
 dist.all_reduce(number)
 rows = torch.empty(2, 1000, dtype=torch.uint8, device=device)
-dist.all_gather_into_tensor(rows.view(-1), torch.full((1000,), rank, dtype=torch.uint8, device=device))
+dist.all_gather_into_tensor(
+    rows.view(-1), torch.full((1000,), rank, dtype=torch.uint8, device=device)
+)
 parts = torch.empty(10, dtype=torch.uint8, device=device)
-dist.all_to_all_single(parts, torch.full((10,), rank, dtype=torch.uint8, device=device), [5, 5], [5, 5])
+dist.all_to_all_single(
+    parts, torch.full((10,), rank, dtype=torch.uint8, device=device), [5, 5], [5, 5]
+)
 again = dist.new_group([0, 1], backend=backend)
 dist.all_reduce(number, group=again)
 assert [int(number[0]), int(rows[1, 0]), int(parts[9])] == [6, 1, 1]

@@ -21,7 +21,8 @@ def reports(monkeypatch: pytest.MonkeyPatch) -> list[check.Report]:
     monkeypatch.setattr(check, "data_address", lambda *_: ("127.0.0.1", ""))
     monkeypatch.setattr(check, "ENOUGH_S", 0.0)  # after the first bytes
     monkeypatch.setattr("lightning_dct.failures.hosts.is_loopback", lambda _: False)
-    port, found = free_port(), []
+    port = free_port()
+    found = []
 
     def listen() -> None:
         names.own = "one"
@@ -50,7 +51,9 @@ def test_both_ends_print_the_same_table(reports: list[check.Report]) -> None:
 
 
 @pytest.mark.parametrize("words", [[], ["--listen", "10.0.0.1"]])
-def test_one_end_listens_and_the_other_calls(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_end_listens_and_the_other_calls(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["check", *words]) == 1
     assert "check --listen` on one host" in capsys.readouterr().err
 

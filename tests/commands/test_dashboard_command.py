@@ -29,15 +29,37 @@ class Server(ThreadingHTTPServer):
     def answer(self, query: str, variables: dict[str, Any]) -> dict[str, Any]:
         if "upsertView" in query:
             self.saved.append(variables)
-            return {"upsertView": {"view": {"id": "view", "name": variables["name"]}, "inserted": True}}
+            return {
+                "upsertView": {"view": {"id": "view", "name": variables["name"]}, "inserted": True}
+            }
         if "project(" in query:
             known = (variables["entity"], variables["name"]) in {("me", "runs"), ("team", "runs")}
-            project = {"__typename": "Project", "id": "p", "name": variables["name"], "entityName": "me"}
+            project = {
+                "__typename": "Project",
+                "id": "p",
+                "name": variables["name"],
+                "entityName": "me",
+            }
             return {
-                "project": {**project, "createdAt": "2026-01-01", "isBenchmark": False, "user": None} if known else None
+                "project": {
+                    **project,
+                    "createdAt": "2026-01-01",
+                    "isBenchmark": False,
+                    "user": None,
+                }
+                if known
+                else None
             }
         assert "viewer" in query, query
-        return {"viewer": {"id": "u", "entity": "me", "username": "me", "flags": "{}", "teams": {"edges": []}}}
+        return {
+            "viewer": {
+                "id": "u",
+                "entity": "me",
+                "username": "me",
+                "flags": "{}",
+                "teams": {"edges": []},
+            }
+        }
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -90,8 +112,15 @@ def names(spec: dict[str, Any]) -> list[str]:
     return [section["name"] for section in spec["section"]["panelBankConfig"]["sections"]]
 
 
-def test_pushes_all_sections_and_prints_where(logged_in: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["dashboard", "--project", "runs", "--name", "Traffic", "--quality", "val_loss", "auc"]) == 0
+def test_pushes_all_sections_and_prints_where(
+    logged_in: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(
+            ["dashboard", "--project", "runs", "--name", "Traffic", "--quality", "val_loss", "auc"]
+        )
+        == 0
+    )
     (view,) = logged_in.saved
     assert {key: view[key] for key in ("entityName", "projectName", "displayName", "type")} == {
         "entityName": "me",  # whoever is logged in
@@ -100,7 +129,8 @@ def test_pushes_all_sections_and_prints_where(logged_in: Server, capsys: pytest.
         "type": "project-view",
     }
     assert (
-        capsys.readouterr().out == f"{logged_in.url}/me/runs?nw={view['name'].removeprefix('nw-').removesuffix('-v')}\n"
+        capsys.readouterr().out
+        == f"{logged_in.url}/me/runs?nw={view['name'].removeprefix('nw-').removesuffix('-v')}\n"
     )
     spec = json.loads(view["spec"])
     assert names(spec) == list(sections())
@@ -109,7 +139,8 @@ def test_pushes_all_sections_and_prints_where(logged_in: Server, capsys: pytest.
     assert quality[2]["config"]["yAxis"] == "summary:auc"
     grouping = [(key["section"], key["name"]) for key in spec["section"]["runSets"][0]["grouping"]]
     assert grouping == [
-        ("config", f"lightning_dct.value.{setting}") for setting in ("strategy", "density", "value_format")
+        ("config", f"lightning_dct.value.{setting}")
+        for setting in ("strategy", "density", "value_format")
     ]
 
 
@@ -119,7 +150,9 @@ def test_environment_says_where(
     monkeypatch.setenv("WANDB_ENTITY", "team")
     monkeypatch.setenv("WANDB_PROJECT", "runs")
     assert main(["dashboard"]) == 0
-    assert [(view["entityName"], view["projectName"]) for view in logged_in.saved] == [("team", "runs")]
+    assert [(view["entityName"], view["projectName"]) for view in logged_in.saved] == [
+        ("team", "runs")
+    ]
     assert "/team/runs?" in capsys.readouterr().out
 
 
@@ -130,19 +163,30 @@ def test_output_needs_no_network_and_no_login(
         raise AssertionError("the network was used")
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
-    one, other = tmp_path / "one.json", tmp_path / "other.json"
+    one = tmp_path / "one.json"
+    other = tmp_path / "other.json"
     for file in (one, other):
-        assert main(["dashboard", "--project", "runs", "--entity", "team", "--output", str(file)]) == 0
+        assert (
+            main(["dashboard", "--project", "runs", "--entity", "team", "--output", str(file)]) == 0
+        )
     assert one.read_text() == other.read_text()
     view = json.loads(one.read_text())
-    assert (view["entity"], view["project"], view["displayName"]) == ("team", "runs", "lightning_dct")
+    assert (view["entity"], view["project"], view["displayName"]) == (
+        "team",
+        "runs",
+        "lightning_dct",
+    )
     assert names(view["spec"]) == list(sections())
     assert capsys.readouterr().out == f"{one}\n{other}\n"
 
 
-def test_a_dashboard_replaces_a_dashboard_and_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dashboard_replaces_a_dashboard_and_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Oracle: one line that names the argument, and what was there is there still."""
-    checkpoint, settings, empty, own = (tmp_path / name for name in ("x.ckpt", "settings.json", "empty", "own.json"))
+    checkpoint, settings, empty, own = (
+        tmp_path / name for name in ("x.ckpt", "settings.json", "empty", "own.json")
+    )
     kept = {checkpoint: b"PK\x03\x04 weights", settings: b'{\n  "density": 0.03\n}\n'}
     for file, content in kept.items():
         file.write_bytes(content)
@@ -168,7 +212,9 @@ def test_unknown_project(logged_in: Server, capsys: pytest.CaptureFixture[str]) 
     assert not logged_in.saved
 
 
-def test_not_logged_in(server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_not_logged_in(
+    server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("WANDB_BASE_URL", server.url)
     wandb.teardown()  # it remembers the key of an earlier test
     assert main(["dashboard", "--project", "runs"]) == 1
@@ -194,8 +240,12 @@ def test_no_project(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("package", ["wandb", "wandb_workspaces"])
-def test_missing_extra(package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in [name for name in sys.modules if name.startswith(("wandb_workspaces", f"{package}."))]:
+def test_missing_extra(
+    package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [
+        name for name in sys.modules if name.startswith(("wandb_workspaces", f"{package}."))
+    ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
     assert main(["dashboard", "--project", "runs", "--output", "never-written.json"]) == 1

@@ -14,14 +14,21 @@ from strategies_for_hypothesis import FORMATS, examples
 
 
 def plan(sizes: list[int], densities: list[float] | float = 0.01, **settings: Any) -> BucketPlan:
-    settings = {"dtype": torch.float32, "value_format": "bf16", "min_tensor_size": 0, "link_traversals": 2, **settings}
+    settings = {
+        "dtype": torch.float32,
+        "value_format": "bf16",
+        "min_tensor_size": 0,
+        "link_traversals": 2,
+        **settings,
+    }
     if isinstance(densities, float):
         densities = [densities] * len(sizes)
     return plan_bucket([f"p{index}" for index in range(len(sizes))], sizes, densities, **settings)
 
 
 @pytest.mark.parametrize(
-    ("density", "size", "target"), [(0.07, 100, 7), (0.29, 100, 29), (1e-9, 1000, 1), (0.56, 10**9, 56 * 10**7)]
+    ("density", "size", "target"),
+    [(0.07, 100, 7), (0.29, 100, 29), (1e-9, 1000, 1), (0.56, 10**9, 56 * 10**7)],
 )
 def test_no_entry_more_from_floating_point(density: float, size: int, target: int) -> None:
     assert plan([size], density).targets == (target,)
@@ -47,13 +54,16 @@ def test_full_density_goes_whole() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("value_format", FORMATS)
-@pytest.mark.parametrize(("density", "world_size"), [(0.001, 64), (0.01, 8), (0.1, 3), (0.1, 64), (0.3, 2), (0.7, 2)])
+@pytest.mark.parametrize(
+    ("density", "world_size"), [(0.001, 64), (0.01, 8), (0.1, 3), (0.1, 64), (0.3, 2), (0.7, 2)]
+)
 def test_goes_whole_when_an_all_reduce_is_cheaper(
     density: float, world_size: int, value_format: str, dtype: torch.dtype
 ) -> None:
     size = 10_000
     target = math.ceil(density * size - 1e-9)
-    # Bits through one rank's link: all-gather W payloads; ring all-reduce 2 tensors (both times (W - 1) / W).
+    # Bits through one rank's link: all-gather W payloads; ring all-reduce 2 tensors (both times (W
+    # - 1) / W).
     gathered = world_size * target * (BITS_PER_VALUE[value_format] + 2 + math.log2(size / target))
     reduced = 2 * size * torch.finfo(dtype).bits
     made = plan([size], density, link_traversals=world_size, value_format=value_format, dtype=dtype)
@@ -62,12 +72,21 @@ def test_goes_whole_when_an_all_reduce_is_cheaper(
 
 @given(data=st.data(), world_size=st.integers(1, 9), value_format=st.sampled_from(FORMATS))
 @examples(60)
-def test_a_tensors_neighbours_do_not_matter(data: st.DataObject, world_size: int, value_format: str) -> None:
+def test_a_tensors_neighbours_do_not_matter(
+    data: st.DataObject, world_size: int, value_format: str
+) -> None:
     sizes = data.draw(st.lists(st.integers(1, 5000), min_size=1, max_size=6))
     densities = data.draw(st.lists(st.floats(1e-4, 1.0), min_size=len(sizes), max_size=len(sizes)))
-    rules: dict[str, Any] = {"link_traversals": world_size, "value_format": value_format, "min_tensor_size": 100}
+    rules: dict[str, Any] = {
+        "link_traversals": world_size,
+        "value_format": value_format,
+        "min_tensor_size": 100,
+    }
     together = plan(sizes, densities, **rules)
-    alone = [plan([size], [density], **rules).targets[0] for size, density in zip(sizes, densities, strict=True)]
+    alone = [
+        plan([size], [density], **rules).targets[0]
+        for size, density in zip(sizes, densities, strict=True)
+    ]
     assert list(together.targets) == alone
 
 
@@ -81,7 +100,9 @@ def test_bounds_indices_and_layout() -> None:
     assert made.layout == PayloadLayout((1024, 512), (10, 10), "bf16", 4 * 10)
     assert made.first == (0, 1024)
     words, beyond = made.beyond
-    assert [[word, f"{mask:032b}".rstrip("0")] for word, mask in zip(words, beyond, strict=True)] == [
+    assert [
+        [word, f"{mask:032b}".rstrip("0")] for word, mask in zip(words, beyond, strict=True)
+    ] == [
         [31, 24 * "1"],
         [47, 12 * "1"],
     ]

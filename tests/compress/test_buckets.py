@@ -12,7 +12,8 @@ from lightning_dct.compress.codec import compress, decompress
 from lightning_dct.compress.error_feedback import ErrorFeedback
 from strategies_for_hypothesis import FORMATS
 
-SIZES, TARGETS = (300, 50, 200, 1), (6, 0, 10, 0)
+SIZES = (300, 50, 200, 1)
+TARGETS = (6, 0, 10, 0)
 STARTS = (7, 307, 500, 701)  # nothing, a neighbour, a gap, a gap, and 3 entries behind
 LENGTH = 705
 
@@ -32,7 +33,9 @@ feedback = partial(ErrorFeedback, {}, adapt_threshold=False, undoable=False)
     ("dtype", "deferred"), [(torch.float32, {0}), (torch.bfloat16, set()), (torch.float64, {1, 2})]
 )
 @pytest.mark.parametrize("value_format", FORMATS)
-def test_gaps_between_the_tensors_change_nothing(value_format: str, dtype: torch.dtype, deferred: set[int]) -> None:
+def test_gaps_between_the_tensors_change_nothing(
+    value_format: str, dtype: torch.dtype, deferred: set[int]
+) -> None:
     together = BucketPlan(("a", "b", "c", "d"), SIZES, TARGETS, dtype, value_format)
     apart = replace(together, starts=STARTS)
     noise = torch.Generator().manual_seed(1)
@@ -57,7 +60,8 @@ def test_gaps_between_the_tensors_change_nothing(value_format: str, dtype: torch
 def test_sums_of_half_precision_gradients_are_taken_in_fp32() -> None:
     """Whole tensors travel in the plan's dtype whatever the buffer's."""
     plan = BucketPlan(("a", "b"), (100, 3), (2, 0), torch.bfloat16, "fp32")
-    gradient, sums = torch.full((103,), 1.0, dtype=torch.bfloat16), torch.zeros(103)
+    gradient = torch.full((103,), 1.0, dtype=torch.bfloat16)
+    sums = torch.zeros(103)
     gradient[100:] = 2.0**-7
     sent = [
         compress(feedback(), Bucket([part], [torch.zeros(103)], 1.0), plan, set()).payload
@@ -73,4 +77,7 @@ def test_a_plan_without_tensors_writes_nothing() -> None:
     plan = BucketPlan((), (), (), torch.float32, "2bit", starts=())
     buffer = torch.ones(5)
     sent = compress(feedback(), Bucket([buffer], [torch.ones(5)], 1.0), plan, set())
-    assert decompress(feedback(), Received(sent.payload[None], plan, 1.0, own=0), buffer).tolist() == [1.0] * 5
+    assert (
+        decompress(feedback(), Received(sent.payload[None], plan, 1.0, own=0), buffer).tolist()
+        == [1.0] * 5
+    )

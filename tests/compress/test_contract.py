@@ -1,4 +1,5 @@
-"""The contract: plain torch, numba and Triton pack the same bytes, and add the same numbers to the last bit.
+"""The contract: plain torch, numba and Triton pack the same bytes, and add the same numbers to the
+last bit.
 
 Triton's kernels run in its interpreter, or on a card.
 """
@@ -18,7 +19,14 @@ from torch import Tensor
 
 from interpreted import WAYS, bits, device_of, way_of
 from lightning_dct.compress import on_gpu
-from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Gain, Received, Sending, SentPayload
+from lightning_dct.compress.bucket_plan import (
+    Bucket,
+    BucketPlan,
+    Gain,
+    Received,
+    Sending,
+    SentPayload,
+)
 from lightning_dct.compress.codec import apply, compress, decompress
 from lightning_dct.compress.error_feedback import ErrorFeedback
 from lightning_dct.exchange.sharding import sums_of
@@ -27,7 +35,9 @@ from lightning_dct.wire.positions import PayloadError
 from strategies_for_hypothesis import FORMATS, examples
 
 # Bitmaps; the second and the last tensor are sent dense, and the fourth has flags beyond its end.
-PLAN = BucketPlan(("a", "b", "c", "d", "e"), (2300, 50, 200, 33, 1), (700, 0, 60, 9, 0), torch.float32, "bf16")
+PLAN = BucketPlan(
+    ("a", "b", "c", "d", "e"), (2300, 50, 200, 33, 1), (700, 0, 60, 9, 0), torch.float32, "bf16"
+)
 # Elias-Fano, with five low bits and more, and with fewer.
 FEW = replace(PLAN, targets=(20, 0, 2, 1, 0))
 SOME = replace(PLAN, targets=(200, 0, 20, 3, 0))
@@ -36,12 +46,18 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
 class Rank:
-    """One rank that packs bucket after bucket one of the ways, and adds the payload beside the one before."""
+    """One rank that packs bucket after bucket one of the ways, and adds the payload beside the one
+    before.
+    """
 
     tag = 7
 
-    def __init__(self, way: str, plan: BucketPlan, of_updates: bool, adapt_threshold: bool = True) -> None:
-        self.way, self.plan, self.of_updates = way, plan, of_updates
+    def __init__(
+        self, way: str, plan: BucketPlan, of_updates: bool, adapt_threshold: bool = True
+    ) -> None:
+        self.way = way
+        self.plan = plan
+        self.of_updates = of_updates
         self.device = device_of(way)
         with way_of(way) as kernel:
             self.feedback = ErrorFeedback({}, adapt_threshold, undoable=False, kernel=kernel)
@@ -50,35 +66,59 @@ class Rank:
         self.base = torch.zeros(length + 2, dtype=plan.residual_dtype, device=self.device)
         self.own = self.base.clone()
 
-    def step(self, news: Tensor, deferred: set[int], others_keep: bool = False, lost: float = 0.0) -> dict[str, Any]:
+    def step(
+        self, news: Tensor, deferred: set[int], others_keep: bool = False, lost: float = 0.0
+    ) -> dict[str, Any]:
         """What it has sent, and what is left everywhere."""
         with way_of(self.way):
-            self.feedback.selected, scale = False, None if self.of_updates else 0.5
+            self.feedback.selected = False
+            scale = None if self.of_updates else 0.5
             new = self.own.add_(news.to(self.device)) if self.of_updates else news.to(self.device)
             bucket = Bucket([new], [self.base], scale, others_keep)
-            sent = compress(self.feedback, bucket, self.plan, deferred, Sending(self.tag, lost=lost))
-            kept = {"base": self.base.cpu().clone(), "own": self.own.cpu().clone(), "sent": sent.payload.cpu()}
-            payloads = torch.stack([sent.payload, sent.payload if self.before is None else self.before])
+            sent = compress(
+                self.feedback, bucket, self.plan, deferred, Sending(self.tag, lost=lost)
+            )
+            kept = {
+                "base": self.base.cpu().clone(),
+                "own": self.own.cpu().clone(),
+                "sent": sent.payload.cpu(),
+            }
+            payloads = torch.stack(
+                [sent.payload, sent.payload if self.before is None else self.before]
+            )
             self.before = sent.payload
             for gains in (gains_for(self.plan), None):
                 received = Received(payloads, self.plan, 0.4, 0, how=Sending(self.tag, gains=gains))
                 if self.of_updates and gains is None:
                     apply(self.feedback, received, bucket)
-                    kept |= {"base after": self.base.cpu().clone(), "own after": self.own.cpu().clone()}
+                    kept |= {
+                        "base after": self.base.cpu().clone(),
+                        "own after": self.own.cpu().clone(),
+                    }
                 else:
-                    kept[f"mean {gains is None}"] = decompress(self.feedback, received, torch.full_like(new, 3.0)).cpu()
+                    kept[f"mean {gains is None}"] = decompress(
+                        self.feedback, received, torch.full_like(new, 3.0)
+                    ).cpu()
             self.feedback.awaited.synchronize()
-            kept["entries"] = int(torch.as_tensor(sent.num_entries).sum()), sent.num_dense, self.feedback.selected
+            kept["entries"] = (
+                int(torch.as_tensor(sent.num_entries).sum()),
+                sent.num_dense,
+                self.feedback.selected,
+            )
             return kept
 
 
 def gains_for(plan: BucketPlan) -> dict[str, Gain]:
     """Of every other tensor: rows of one to seven entries."""
-    made, gains = torch.Generator().manual_seed(3), {}
+    made = torch.Generator().manual_seed(3)
+    gains = {}
     for number, (name, size) in enumerate(zip(plan.names, plan.sizes, strict=True)):
         if number % 2 == 0:
             width = next(width for width in (7, 5, 4, 3, 2, 1) if size % width == 0)
-            rows, columns = (torch.rand(n, dtype=torch.float64, generator=made) + 0.5 for n in (size // width, width))
+            rows, columns = (
+                torch.rand(n, dtype=torch.float64, generator=made) + 0.5
+                for n in (size // width, width)
+            )
             gains[name] = Gain(rows, columns)
     return gains
 
@@ -96,12 +136,15 @@ def assert_same_ways(
             assert wanted.pop("entries", None) in (found["entries"], None)
             sent = [unpack_without_tag(plan, kept["sent"]) for kept in (wanted, found)]
             for name, numbers in wanted.items():
-                # Which of its many bit patterns a NaN has depends on its place in the processor's vectors.
+                # Which of its many bit patterns a NaN has depends on its place in the processor's
+                # vectors.
                 nans = name == "sent" and any(bool(one.values.isnan().any()) for one in sent)
                 assert nans or assert_same(numbers, found[name]), (other.way, name)
             assert torch.equal(sent[0].positions, sent[1].positions)
             assert assert_same(sent[0].values, sent[1].values)
-            thresholds, of_other = (rank.feedback.thresholds.state_dict() for rank in (expected, other))
+            thresholds, of_other = (
+                rank.feedback.thresholds.state_dict() for rank in (expected, other)
+            )
             assert thresholds["targets"] == of_other["targets"]
             assert of_other["values"] == pytest.approx(thresholds["values"], rel=1e-13)
 
@@ -109,7 +152,9 @@ def assert_same_ways(
 def assert_same(numbers: Tensor, others: Tensor) -> bool:
     if numbers.is_floating_point():
         nans = numbers.isnan()
-        return torch.equal(nans, others.isnan()) and torch.equal(bits(numbers)[~nans], bits(others)[~nans])
+        return torch.equal(nans, others.isnan()) and torch.equal(
+            bits(numbers)[~nans], bits(others)[~nans]
+        )
     return torch.equal(numbers, others)
 
 
@@ -138,7 +183,9 @@ def noise(plan: BucketPlan, steps: int) -> Iterator[Tensor]:
 )
 def test_gradients(value_format: str, dtype: torch.dtype, code: str) -> None:
     """With gaps between the tensors, and tensors of which nothing is sent."""
-    plan = replace(PLANS[code], value_format=value_format, dtype=dtype, starts=(1, 2302, 2360, 2561, 2600))
+    plan = replace(
+        PLANS[code], value_format=value_format, dtype=dtype, starts=(1, 2302, 2360, 2561, 2600)
+    )
     deferred = [set(), {0, 1}]
     assert_same_ways(plan, list(zip(noise(plan, len(deferred)), deferred, strict=True)))
 
@@ -164,9 +211,17 @@ def test_sums_that_others_keep() -> None:
 
 @pytest.mark.parametrize(
     ("value_format", "broken"),
-    [("1bit", math.nan), *(pytest.param(name, -math.inf, marks=pytest.mark.slow) for name in ("2bit", "bf16", "fp32"))],
+    [
+        ("1bit", math.nan),
+        *(
+            pytest.param(name, -math.inf, marks=pytest.mark.slow)
+            for name in ("2bit", "bf16", "fp32")
+        ),
+    ],
 )
-def test_infinite_and_nan_entries_arrive_and_spare_the_residual(value_format: str, broken: float) -> None:
+def test_infinite_and_nan_entries_arrive_and_spare_the_residual(
+    value_format: str, broken: float
+) -> None:
     plan = replace(SOME, value_format=value_format)
     gradients = list(noise(plan, 2))
     gradients[0][[5, 7, 2360]] = broken
@@ -174,7 +229,9 @@ def test_infinite_and_nan_entries_arrive_and_spare_the_residual(value_format: st
     assert_same_ways(plan, [(gradient, set()) for gradient in gradients])
 
 
-numbers = st.sampled_from([0.0, 0.5, -0.5, 1.0, -1.0, 1e-40, 3e38]) | st.floats(width=32, allow_nan=False)
+numbers = st.sampled_from([0.0, 0.5, -0.5, 1.0, -1.0, 1e-40, 3e38]) | st.floats(
+    width=32, allow_nan=False
+)
 rarely_broken = st.sampled_from([0.5, -1.0, math.nan, math.inf])
 
 
@@ -184,7 +241,8 @@ def test_whatever_the_numbers_and_sizes(data: st.DataObject) -> None:
     """Ties, denormals, overflowing sums, empty and full selections."""
     sizes = tuple(data.draw(st.lists(st.integers(1, 70), min_size=1, max_size=3)))
     targets = tuple(data.draw(st.integers(0, size)) for size in sizes)
-    dtype, value_format = data.draw(st.sampled_from(DTYPES)), data.draw(st.sampled_from(FORMATS))
+    dtype = data.draw(st.sampled_from(DTYPES))
+    value_format = data.draw(st.sampled_from(FORMATS))
     plan = BucketPlan(tuple("abc"[: len(sizes)]), sizes, targets, dtype, value_format)
     kind = data.draw(st.sampled_from([numbers, numbers, rarely_broken]))
     drawn = st.lists(kind, min_size=sum(sizes) + 2, max_size=sum(sizes) + 2)
@@ -202,7 +260,8 @@ def test_with_too_many_picks_the_largest_go_and_the_rest_stays() -> None:
     rank.feedback.thresholds.set("a", 10, 0.25)
     gradient = torch.arange(1, 1003) / 1000.0
     kept = rank.step(gradient, set())
-    # A sample of the 501 says that about ten reach 0.99: 11 do, of which all but the first are left.
+    # A sample of the 501 says that about ten reach 0.99: 11 do, of which all but the first are
+    # left.
     largest = list(range(990, 1000))
     assert kept["entries"][0] == 10
     assert unpack_without_tag(plan, kept["sent"]).positions.tolist() == largest
@@ -216,13 +275,16 @@ def test_with_too_many_picks_the_largest_go_and_the_rest_stays() -> None:
 
 @pytest.mark.parametrize("code", ["bitmap", "few"])
 def test_harm_is_found_and_nothing_is_read_out_of_bounds(code: str) -> None:
-    """Headers, positions beyond the end of a tensor or more than the header says, and whatever bytes."""
+    """Headers, positions beyond the end of a tensor or more than the header says, and whatever
+    bytes.
+    """
     plan = replace(PLANS[code], value_format="1bit")
     intact = Rank("triton", plan, of_updates=True).step(next(noise(plan, 1)), set())["sent"]
     generator = torch.Generator().manual_seed(0)
     some = torch.randint(36, plan.num_bytes - 220, (6,), generator=generator).tolist()
     for place in [0, 1, 2, 4, 8, 29, *some]:
-        payload, told = intact.clone(), []
+        payload = intact.clone()
+        told = []
         payload[place] ^= 1 << int(torch.randint(8, (1,), generator=generator))
         for way in ("numba", "triton"):
             rank = Rank(way, plan, of_updates=True)
@@ -245,9 +307,13 @@ def test_harm_is_found_and_nothing_is_read_out_of_bounds(code: str) -> None:
         with way_of("triton"):
             rows = torch.stack([payload, payload]).to(rank.device)
             apply(
-                rank.feedback, Received(rows, plan, 0.5, own=0, how=Sending(7)), Bucket([rank.own], [rank.base], None)
+                rank.feedback,
+                Received(rows, plan, 0.5, own=0, how=Sending(7)),
+                Bucket([rank.own], [rank.base], None),
             )
-            with pytest.raises(PayloadError, match=r"^Gradients from rank 0, Gradients from rank 1"):
+            with pytest.raises(
+                PayloadError, match=r"^Gradients from rank 0, Gradients from rank 1"
+            ):
                 rank.feedback.awaited.synchronize()
 
 
@@ -269,16 +335,23 @@ def test_another_tag_is_another_step() -> None:
 
 @pytest.mark.parametrize("sum_code", ["bitmap", "some"])
 def test_own_payload_beside_the_sums(sum_code: str) -> None:
-    """As of an owner: several payloads in a row, and this rank's own in another format, as far as it is in the sums."""
+    """As of an owner: several payloads in a row, and this rank's own in another format, as far as
+    it is in the sums.
+    """
     parts = [replace(PLANS[sum_code], value_format="1bit", starts=(1, 2302, 2360, 2561, 2600))]
-    parts.append(BucketPlan(("f", "g"), (90, 20), (9, 0), torch.float32, "1bit", starts=(2700, 2800)))
-    plan, sums = BucketPlan.joined(parts), BucketPlan.joined([sums_of(part) for part in parts])
+    parts.append(
+        BucketPlan(("f", "g"), (90, 20), (9, 0), torch.float32, "1bit", starts=(2700, 2800))
+    )
+    plan = BucketPlan.joined(parts)
+    sums = BucketPlan.joined([sums_of(part) for part in parts])
     ended = []
     for way in WAYS:
         with way_of(way) as kernel:
             noise_of = torch.Generator().manual_seed(3)
             feedback = ErrorFeedback({}, adapt_threshold=True, undoable=False, kernel=kernel)
-            own, base, total, left = (torch.randn(2900, generator=noise_of).to(device_of(way)) for _ in range(4))
+            own, base, total, left = (
+                torch.randn(2900, generator=noise_of).to(device_of(way)) for _ in range(4)
+            )
             sent = compress(feedback, Bucket([own], [base], None), plan, set(), Sending(9))
             of_sums = ErrorFeedback({}, adapt_threshold=True, undoable=False, kernel=kernel)
             spread = compress(of_sums, Bucket([total], [left], 1.0), sums, set(), Sending(9))
@@ -286,7 +359,9 @@ def test_own_payload_beside_the_sums(sum_code: str) -> None:
             received = Received(spread.payload[None], sums, 0.25, mine, what="Sums", how=Sending(9))
             apply(feedback, received, Bucket([own], [base], None))
             feedback.awaited.synchronize()
-            ended.append([sent.payload.cpu(), spread.payload.cpu(), own.cpu(), base.cpu(), left.cpu()])
+            ended.append(
+                [sent.payload.cpu(), spread.payload.cpu(), own.cpu(), base.cpu(), left.cpu()]
+            )
     for others in ended[1:]:
         assert all(map(torch.equal, ended[0], others))
 

@@ -1,4 +1,6 @@
-"""The contract over whole exchanges: emulated ranks end with the same bits, whichever way they pack and add."""
+"""The contract over whole exchanges: emulated ranks end with the same bits, whichever way they pack
+and add.
+"""
 
 import math
 import warnings
@@ -21,21 +23,32 @@ from one_card import DEVICE
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world_size", "exchange", "ranks_per_node"), [(2, "two_phase", 1), (4, "hierarchical", 2)])
+@pytest.mark.parametrize(
+    ("world_size", "exchange", "ranks_per_node"), [(2, "two_phase", 1), (4, "hierarchical", 2)]
+)
 def test_exchanges_of_gradients(world_size: int, exchange: str, ranks_per_node: int) -> None:
     """Over other buckets, a tensor that is not used, a step that is lost and a refresh."""
     sizes = {"a": 700, "b": 50, "c": 350, "d": 70}
     settings = {"density": 0.1, "min_tensor_size": 60, "value_format": "2bit"}
     runs = {
         way: EmulatedRanks(
-            sizes, world_size, exchange, ranks_per_node, loss_scale=lambda: 4.0, defer_unused=True, **settings
+            sizes,
+            world_size,
+            exchange,
+            ranks_per_node,
+            loss_scale=lambda: 4.0,
+            defer_unused=True,
+            **settings,
         )
         for way in WAYS[1:]
     }
     noise = torch.Generator().manual_seed(1)
-    for step, buckets in enumerate([[["d", "c", "b", "a"]], [["c"], ["b", "a"], ["d"]], [["d", "c", "b", "a"]]]):
+    for step, buckets in enumerate(
+        [[["d", "c", "b", "a"]], [["c"], ["b", "a"], ["d"]], [["d", "c", "b", "a"]]]
+    ):
         gradients = [
-            {name: torch.randn(size, generator=noise).pow(3) for name, size in sizes.items()} for _ in range(world_size)
+            {name: torch.randn(size, generator=noise).pow(3) for name, size in sizes.items()}
+            for _ in range(world_size)
         ]
         gradients[0]["c"][:] = 0.0
         if step == 1:
@@ -47,11 +60,16 @@ def test_exchanges_of_gradients(world_size: int, exchange: str, ranks_per_node: 
             with way_of(way):
                 means.append(on(CPU, ranks.step(on(device_of(way), gradients), buckets)))
         for expected_mean, mean in zip(*means, strict=True):
-            assert all(torch.equal(expected_mean[name].nan_to_num(7.0), mean[name].nan_to_num(7.0)) for name in sizes)
+            assert all(
+                torch.equal(expected_mean[name].nan_to_num(7.0), mean[name].nan_to_num(7.0))
+                for name in sizes
+            )
         for expected, found in zip(*(ranks.synchronizers for ranks in runs.values()), strict=True):
             thresholds = expected.thresholds.state_dict()["values"]
             assert found.thresholds.state_dict()["values"] == pytest.approx(thresholds, rel=1e-12)
-    for expected_state, state in zip(*(on(CPU, ranks.state_dicts()) for ranks in runs.values()), strict=True):
+    for expected_state, state in zip(
+        *(on(CPU, ranks.state_dicts()) for ranks in runs.values()), strict=True
+    ):
         times = {"seconds": 0, "seconds_waiting": 0}
         assert {**state["traffic"], **times} == {**expected_state["traffic"], **times}
         assert state["thresholds"]["targets"] == expected_state["thresholds"]["targets"]
@@ -60,7 +78,10 @@ def test_exchanges_of_gradients(world_size: int, exchange: str, ranks_per_node: 
         for name, residual in expected_state["residuals"].items():
             assert torch.equal(bits(residual), bits(state["residuals"][name]))
         for name, pieces in expected_state["owned"].items():
-            assert all(torch.equal(bits(piece), bits(state["owned"][name][start])) for start, piece in pieces.items())
+            assert all(
+                torch.equal(bits(piece), bits(state["owned"][name][start]))
+                for start, piece in pieces.items()
+            )
 
 
 class UpdatingRanks:
@@ -77,10 +98,16 @@ class UpdatingRanks:
     ) -> None:
         settings = {"local_steps": 1, "min_tensor_size": 60, **given}
         emulated = EmulatedRanks(sizes, world_size, exchange, ranks_per_node)
-        self.noise, self.synchronizers, self.optimizers = torch.Generator().manual_seed(1), [], []
+        self.noise = torch.Generator().manual_seed(1)
+        self.synchronizers = []
+        self.optimizers = []
         for rank in range(world_size):
-            parameters = {name: nn.Parameter(torch.linspace(-1, 1, size).to(device)) for name, size in sizes.items()}
-            optimizer, config = torch.optim.SGD(parameters.values(), lr=1.0), DCTConfig(**settings)
+            parameters = {
+                name: nn.Parameter(torch.linspace(-1, 1, size).to(device))
+                for name, size in sizes.items()
+            }
+            optimizer = torch.optim.SGD(parameters.values(), lr=1.0)
+            config = DCTConfig(**settings)
             self.optimizers.append(optimizer)
             self.synchronizers.append(
                 UpdateSynchronizer(
@@ -95,7 +122,10 @@ class UpdatingRanks:
 
     def step(self, broken: float | None = None) -> None:
         changes = [
-            [torch.randn(p.shape, generator=self.noise).pow(3) for p in optimizer.param_groups[0]["params"]]
+            [
+                torch.randn(p.shape, generator=self.noise).pow(3)
+                for p in optimizer.param_groups[0]["params"]
+            ]
             for optimizer in self.optimizers
         ]
         if broken is not None:
@@ -113,9 +143,12 @@ class UpdatingRanks:
     def state_dicts(self) -> list[dict[str, Any]]:
         states = []
         for own in self.synchronizers:
-            state, weights = own.state_dict(), own.weights
+            state = own.state_dict()
+            weights = own.weights
             shared = {name: weights.shared(name) for name in weights.parameters}
-            states.append(on(CPU, {part: state[part] for part in ("weights", "owned")} | {"shared": shared}))
+            states.append(
+                on(CPU, {part: state[part] for part in ("weights", "owned")} | {"shared": shared})
+            )
         return states
 
 
@@ -148,7 +181,9 @@ def test_exchanges_of_updates(
     states = []
     for way in WAYS[1:]:
         with way_of(way):
-            ranks = UpdatingRanks(world_size, exchange, ranks_per_node, SIZES, device_of(way), **settings)
+            ranks = UpdatingRanks(
+                world_size, exchange, ranks_per_node, SIZES, device_of(way), **settings
+            )
             for _ in range(2):
                 ranks.step()
             states.append(ranks.state_dicts())
@@ -159,21 +194,33 @@ def test_a_rank_that_sends_nan_is_named_once_its_numbers_are_known() -> None:
     name_broken_sender.cache_clear()
     with way_of("triton"), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        ranks = UpdatingRanks(2, "all_gather", 1, {"a": 1400, "b": 50}, device_of("triton"), warmup_steps=0)
+        ranks = UpdatingRanks(
+            2, "all_gather", 1, {"a": 1400, "b": 50}, device_of("triton"), warmup_steps=0
+        )
         ranks.step()
         assert not said
         ranks.step(math.nan)
         ranks.step()
-    assert any("Updates from rank 1 of the process group are infinite or NaN" in str(one.message) for one in said)
+    assert any(
+        "Updates from rank 1 of the process group are infinite or NaN" in str(one.message)
+        for one in said
+    )
 
 
 @pytest.mark.parametrize("saved", [True, False])
 def test_harm_is_reported_once_it_is_known_and_before_anything_is_saved(
     saved: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    harm(monkeypatch, ranks := EmulatedRanks({"a": 1400}, 2, "two_phase", density=0.2), 1, middle=True)
+    harm(
+        monkeypatch,
+        ranks := EmulatedRanks({"a": 1400}, 2, "two_phase", density=0.2),
+        1,
+        middle=True,
+    )
     local = [{"a": torch.randn(1400, device=DEVICE)} for _ in range(2)]
     with way_of("triton"):
         ranks.step(local)
-        with pytest.raises(PayloadError, match=r"^Sums from rank 1 of the process group: the payload is corrupt"):
+        with pytest.raises(
+            PayloadError, match=r"^Sums from rank 1 of the process group: the payload is corrupt"
+        ):
             ranks.state_dicts() if saved else ranks.step(local)

@@ -11,7 +11,12 @@ from torch import Tensor
 
 from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Compressed, OwnedPiece
 from lightning_dct.compress.codec import compress
-from lightning_dct.compress.error_feedback import ErrorFeedback, Residuals, add_pieces, pieces_extent
+from lightning_dct.compress.error_feedback import (
+    ErrorFeedback,
+    Residuals,
+    add_pieces,
+    pieces_extent,
+)
 from lightning_dct.kernels import cpu_kernel
 from strategies_for_hypothesis import examples
 
@@ -35,7 +40,10 @@ def state(**owned: dict[int, list[float]]) -> dict[str, Any]:
     return {
         "thresholds": {"values": {}, "targets": {}},
         "residuals": {"a": torch.ones(6)},
-        "owned": {name: {start: torch.tensor(part) for start, part in parts.items()} for name, parts in owned.items()},
+        "owned": {
+            name: {start: torch.tensor(part) for start, part in parts.items()}
+            for name, parts in owned.items()
+        },
     }
 
 
@@ -46,7 +54,8 @@ def test_state() -> None:
         "a": [1.0] * 6,
     }
     assert {
-        name: {start: piece.tolist() for start, piece in parts.items()} for name, parts in saved["owned"].items()
+        name: {start: piece.tolist() for start, piece in parts.items()}
+        for name, parts in saved["owned"].items()
     } == {"b": {0: [10.0] * 3}, "a": {2: [10.0] * 3}}
     again = ErrorFeedback(PIECES, adapt_threshold=True, undoable=False)
     again.load_state_dict(saved, {"a": 6, "b": 3})
@@ -54,13 +63,17 @@ def test_state() -> None:
     assert sum(norm**2 for norm in again.norms().values()) == pytest.approx(9 * 1.0 + 6 * 100.0)
 
 
-def test_the_kernel_that_was_asked_for_is_the_one_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_that_was_asked_for_is_the_one_that_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     plan = BucketPlan(("b", "a"), (3, 6), (1, 1), torch.float32, "fp32")
 
     def compressed(kernel: str) -> Compressed:
         made = ErrorFeedback(PIECES, adapt_threshold=True, undoable=False, kernel=kernel)
         made.begin()
-        return compress(made, Bucket([torch.ones(9)], [made.residual_of(plan, CPU)], 1.0), plan, set())
+        return compress(
+            made, Bucket([torch.ones(9)], [made.residual_of(plan, CPU)], 1.0), plan, set()
+        )
 
     assert compressed("torch").num_entries == 2
     cpu_kernel.cache_clear()  # another test may have asked for numba, where it is installed
@@ -71,7 +84,9 @@ def test_the_kernel_that_was_asked_for_is_the_one_that_runs(monkeypatch: pytest.
 
 def test_pieces_of_another_owner_become_residuals() -> None:
     taken = feedback()
-    taken.load_state_dict(state(a={2: [5.0, 6.0, 7.0], 0: [3.0, 4.0]}, b={1: [9.0, 9.0]}), {"a": 6, "b": 3})
+    taken.load_state_dict(
+        state(a={2: [5.0, 6.0, 7.0], 0: [3.0, 4.0]}, b={1: [9.0, 9.0]}), {"a": 6, "b": 3}
+    )
     assert taken.owned.view("a[2:5]").tolist() == [5.0, 6.0, 7.0]
     assert taken.owned.view("b") is None
     assert taken.residuals.view("a").tolist() == [4.0, 5.0, 1.0, 1.0, 1.0, 1.0]
@@ -79,7 +94,9 @@ def test_pieces_of_another_owner_become_residuals() -> None:
 
 
 def test_pieces_beyond_the_parameter_are_refused() -> None:
-    with pytest.raises(ValueError, match="residual of parameter 'a' has 7 entries, the model's parameter has 6"):
+    with pytest.raises(
+        ValueError, match="residual of parameter 'a' has 7 entries, the model's parameter has 6"
+    ):
         feedback().load_state_dict(state(a={5: [1.0, 1.0]}), {"a": 6, "b": 3})
 
 
@@ -146,16 +163,23 @@ def test_the_same_bucket_gets_the_same_buffer() -> None:
     assert flat(residuals, ["b", "a"]) is not buffer
 
 
-@given(generations=st.lists(st.tuples(bucket_lists, st.integers(1, 5)), min_size=1, max_size=6), reload=st.booleans())
+@given(
+    generations=st.lists(st.tuples(bucket_lists, st.integers(1, 5)), min_size=1, max_size=6),
+    reload=st.booleans(),
+)
 @examples(60)
-def test_every_residual_follows_its_name(generations: list[tuple[list[list[str]], int]], reload: bool) -> None:
+def test_every_residual_follows_its_name(
+    generations: list[tuple[list[list[str]], int]], reload: bool
+) -> None:
     residuals = Residuals()
     expected = {name: torch.zeros(size) for name, size in SIZES.items()}
     number = 0.0
     for buckets, used in generations:
         for names in buckets[:used]:
             buffer = flat(residuals, names)
-            for name, part in zip(names, buffer.split([SIZES[name] for name in names]), strict=True):
+            for name, part in zip(
+                names, buffer.split([SIZES[name] for name in names]), strict=True
+            ):
                 assert torch.equal(part, expected[name])
                 number += 1
                 part += number
@@ -174,7 +198,11 @@ def test_buffers_that_lost_a_name_are_forgotten() -> None:
     flat(residuals, ["b", "c"]).add_(10.0)
     assert flat(residuals, ["a", "b"]).tolist() == [1.0, 11.0, 11.0, 11.0]
     assert flat(residuals, ["c"]).tolist() == [12.0] * 4
-    assert len({view.untyped_storage().data_ptr() for view in residuals._flat.values()}) == len(residuals._flat) == 2
+    assert (
+        len({view.untyped_storage().data_ptr() for view in residuals._flat.values()})
+        == len(residuals._flat)
+        == 2
+    )
 
 
 def test_dtype_of_a_new_buffer() -> None:
@@ -194,11 +222,15 @@ def test_norms() -> None:
 
 
 def test_state_round_trip() -> None:
-    residuals, resumed = Residuals(), Residuals()
+    residuals = Residuals()
+    resumed = Residuals()
     flat(residuals, ["c", "b"]).copy_(torch.arange(7.0))
     state = residuals.state_dict()
     residuals._flat[("c", "b")].zero_()
-    assert {name: values.tolist() for name, values in state.items()} == {"c": [0, 1, 2, 3], "b": [4, 5, 6]}
+    assert {name: values.tolist() for name, values in state.items()} == {
+        "c": [0, 1, 2, 3],
+        "b": [4, 5, 6],
+    }
     flat(resumed, ["a"]).fill_(9.0)
     resumed.load_state_dict(state)
     assert resumed.view("a") is None

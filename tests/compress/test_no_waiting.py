@@ -39,12 +39,22 @@ class Waits(Exception):
 
 
 class NoWaitingOperation(TorchDispatchMode):
-    """Raises where the host would wait for a GPU: results whose shape or value it needs, copies from or to it.
+    """Raises where the host would wait for a GPU: results whose shape or value it needs, copies
+    from or to it.
 
-    A tensor on torch's "meta" device stands for one on a GPU: it has no values that anybody could look at.
+    A tensor on torch's "meta" device stands for one on a GPU: it has no values that anybody could
+    look at.
     """
 
-    WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal", "bincount", "repeat_interleave"}
+    WAITING = {
+        "_local_scalar_dense",
+        "nonzero",
+        "masked_select",
+        "_unique2",
+        "equal",
+        "bincount",
+        "repeat_interleave",
+    }
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::")
@@ -54,7 +64,9 @@ class NoWaitingOperation(TorchDispatchMode):
             index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
         ):
             raise Waits(f"{name} with a mask")
-        devices = {part.device.type for part in tree_leaves((args, kwargs)) if isinstance(part, Tensor)}
+        devices = {
+            part.device.type for part in tree_leaves((args, kwargs)) if isinstance(part, Tensor)
+        }
         if name == "_to_copy" and kwargs.get("device") is not None:
             devices.add(torch.device(kwargs["device"]).type)
         if len(devices) > 1:
@@ -108,12 +120,15 @@ class Streams:
         self.told: list[tuple[str, str]] = []
         self.backward, self.beside = (SimpleNamespace(name=name) for name in ("backward", "beside"))
         for stream in (self.backward, self.beside):
-            stream.wait_stream = lambda other, name=stream.name: self.told.append((name, other.name))
+            stream.wait_stream = lambda other, name=stream.name: self.told.append(
+                (name, other.name)
+            )
         self.current = self.backward
 
     @contextmanager
     def switched_to(self, stream: Any) -> Iterator[None]:
-        before, self.current = self.current, stream
+        before = self.current
+        self.current = stream
         yield
         self.current = before
 
@@ -127,7 +142,9 @@ class Connected:
 
     @staticmethod
     def all_gather_single(output: Tensor, mine: Tensor, **_: Any) -> Any:
-        return SimpleNamespace(wait=lambda: output.copy_(mine.repeat(output.numel() // mine.numel())))
+        return SimpleNamespace(
+            wait=lambda: output.copy_(mine.repeat(output.numel() // mine.numel()))
+        )
 
     @staticmethod
     def all_to_all_single(output: Tensor, *_: Any, **__: Any) -> Any:
@@ -149,7 +166,9 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> Streams:
     monkeypatch.setattr(codec, "threshold_from", lambda values, size, target: 1.0)
     monkeypatch.setattr(on_gpu, "_launch", lambda *_, **__: None)
     monkeypatch.setattr(collectives, "dist", Connected)
-    monkeypatch.setattr(base, "Future", lambda devices: SimpleNamespace(set_result=lambda mean: None))
+    monkeypatch.setattr(
+        base, "Future", lambda devices: SimpleNamespace(set_result=lambda mean: None)
+    )
     # It copies to the host without waiting, but here there is nothing that could be copied.
     monkeypatch.setattr(Awaited, "poll", lambda self: None)
     return streams
@@ -159,23 +178,34 @@ def step(ranks: EmulatedRanks, dtype: torch.dtype, bucket_sizes: list[int]) -> N
     """Rank 0 hands its buckets over, of so many parameters each."""
     parameters: list[nn.Parameter] = list(ranks._parameters[0].values())
     for index, count in enumerate(bucket_sizes):
-        part, parameters = parameters[:count], parameters[count:]
-        buffer = torch.empty(sum(parameter.numel() for parameter in part), dtype=dtype, device="meta")
+        part = parameters[:count]
+        parameters = parameters[count:]
+        buffer = torch.empty(
+            sum(parameter.numel() for parameter in part), dtype=dtype, device="meta"
+        )
         ranks.synchronizers[0].hook(None, fake_bucket(index, buffer, part, is_last=not parameters))  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("pretended_gpu")
 @pytest.mark.parametrize(
-    ("value_format", "dtype"), [*((name, torch.float32) for name in FORMATS), ("bf16", torch.bfloat16)]
+    ("value_format", "dtype"),
+    [*((name, torch.float32) for name in FORMATS), ("bf16", torch.bfloat16)],
 )
 @EVERY_EXCHANGE
 def test_nobody_waits_for_a_gpu(
     world_size: int, exchange: str, ranks_per_node: int, value_format: str, dtype: torch.dtype
 ) -> None:
     ranks = EmulatedRanks(
-        SIZES, world_size, exchange, ranks_per_node, density=0.1, min_tensor_size=60, value_format=value_format
+        SIZES,
+        world_size,
+        exchange,
+        ranks_per_node,
+        density=0.1,
+        min_tensor_size=60,
+        value_format=value_format,
     )
-    # The first time, thresholds are selected, and what is the same in every step is copied to the device.
+    # The first time, thresholds are selected, and what is the same in every step is copied to the
+    # device.
     step(ranks, dtype, [3, 1])
     with nobody_waits():
         step(ranks, dtype, [3, 1])
@@ -187,7 +217,11 @@ def test_nobody_waits_for_a_gpu(
 @pytest.mark.parametrize("density", [0.3, 0.1])
 @EVERY_EXCHANGE
 def test_an_exchange_of_updates_waits_for_nothing(
-    world_size: int, exchange: str, ranks_per_node: int, density: float, monkeypatch: pytest.MonkeyPatch
+    world_size: int,
+    exchange: str,
+    ranks_per_node: int,
+    density: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In warm-up, in which own weights lose a part of what is not sent, and after it.
 
@@ -195,11 +229,17 @@ def test_an_exchange_of_updates_waits_for_nothing(
     """
     monkeypatch.setattr(base, "Future", None)
     config = DCTConfig(local_steps=1, warmup_steps=3, density=density, min_tensor_size=60)
-    parameters = {name: nn.Parameter(torch.empty(size, device="meta")) for name, size in SIZES.items()}
+    parameters = {
+        name: nn.Parameter(torch.empty(size, device="meta")) for name, size in SIZES.items()
+    }
     optimizer = torch.optim.SGD(parameters.values())
-    made = EmulatedRanks(SIZES, world_size, exchange, ranks_per_node)._exchange(exchange, 0, ranks_per_node, config)
+    made = EmulatedRanks(SIZES, world_size, exchange, ranks_per_node)._exchange(
+        exchange, 0, ranks_per_node, config
+    )
     names = {parameter: name for name, parameter in parameters.items()}
-    synchronizer = UpdateSynchronizer(config, names, made, Buffers(), lambda: [optimizer], parameters.values)
+    synchronizer = UpdateSynchronizer(
+        config, names, made, Buffers(), lambda: [optimizer], parameters.values
+    )
     for first in (True, False, False, False, False):
         synchronizer.before_step(optimizer)
         with nullcontext() if first else nobody_waits():
@@ -209,12 +249,18 @@ def test_an_exchange_of_updates_waits_for_nothing(
 
 @EVERY_EXCHANGE
 def test_backward_does_not_wait_for_the_network_before_its_end(
-    world_size: int, exchange: str, ranks_per_node: int, pretended_gpu: Streams, monkeypatch: pytest.MonkeyPatch
+    world_size: int,
+    exchange: str,
+    ranks_per_node: int,
+    pretended_gpu: Streams,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     arrived = SimpleNamespace(wait=pretended_gpu.wait)
     for name in ("all_gather_single", "all_to_all_single", "all_reduce"):
         monkeypatch.setattr(Connected, name, staticmethod(lambda *_, **__: arrived))
-    ranks = EmulatedRanks(SIZES, world_size, exchange, ranks_per_node, density=0.1, min_tensor_size=60)
+    ranks = EmulatedRanks(
+        SIZES, world_size, exchange, ranks_per_node, density=0.1, min_tensor_size=60
+    )
     step(ranks, torch.float32, [2, 1, 1])
     *before, last = pretended_gpu.told
     assert last == ("backward", "beside")
@@ -225,13 +271,18 @@ def test_backward_does_not_wait_for_the_network_before_its_end(
 @pytest.mark.usefixtures("pretended_gpu")
 def test_a_backward_that_is_captured_as_a_graph_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(RuntimeError, match="Leave backward out of the graph, or use `compress='updates'`"):
+    with pytest.raises(
+        RuntimeError, match="Leave backward out of the graph, or use `compress='updates'`"
+    ):
         step(EmulatedRanks(SIZES), torch.float32, [4])
 
 
 def gradients(world_size: int) -> list[dict[str, Tensor]]:
     noise = torch.Generator().manual_seed(1)
-    return [{name: torch.randn(size, generator=noise) for name, size in SIZES.items()} for _ in range(world_size)]
+    return [
+        {name: torch.randn(size, generator=noise) for name, size in SIZES.items()}
+        for _ in range(world_size)
+    ]
 
 
 def test_norms_are_read_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +298,9 @@ def test_norms_are_read_together(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("formats", [("int8", "int4"), ("bf16", "fp32")])
-def test_a_border_that_sends_everything_waits_for_nothing(formats: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_border_that_sends_everything_waits_for_nothing(
+    formats: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nor does the receiver read the header: it knows what must be there."""
     monkeypatch.setattr(awaited, "WITHOUT_WAITING", {"meta"})
     split = SplitPoint(1.0, forward_format=formats[0], backward_format=formats[1])
@@ -263,7 +316,8 @@ def test_a_corrupt_header_is_reported_in_the_next_step_and_before_anything_is_sa
 ) -> None:
     monkeypatch.setattr(awaited, "WITHOUT_WAITING", {"cpu"})
     split = SplitPoint(1.0)
-    layout, sent = split.layout((6, 8)), torch.randn(6, 8)
+    layout = split.layout((6, 8))
+    sent = torch.randn(6, 8)
     payload, _ = split.encode(layout, sent)
     for place, corrupt in ((None, False), (4, True)):
         if place is not None:
@@ -272,12 +326,17 @@ def test_a_corrupt_header_is_reported_in_the_next_step_and_before_anything_is_sa
         assert torch.equal(received, sent.bfloat16().float())
         split.advance(1)  # copies begin
         copy.deepcopy(split).compression_state()  # which has received nothing
-        with pytest.raises(PayloadError, match="of an earlier step is corrupt") if corrupt else nullcontext():
+        with (
+            pytest.raises(PayloadError, match="of an earlier step is corrupt")
+            if corrupt
+            else nullcontext()
+        ):
             split.compression_state() if saved else split.advance(2)
 
 
 def test_told_in_order_and_only_once() -> None:
-    awaited, told = Awaited(), list[list[int]]()
+    awaited = Awaited()
+    told = list[list[int]]()
     awaited.on_ready(torch.tensor([3, 4]), told.append)
     awaited.on_ready(torch.tensor([True]), told.append)
     awaited.poll()
@@ -294,7 +353,10 @@ def test_told_in_order_and_only_once() -> None:
 def test_norms_on_two_devices_are_read_device_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a resume, residuals that nothing was sent of yet are still on the host."""
     monkeypatch.setattr(Tensor, "tolist", lambda self: [2.0 if self.is_meta else 1.0] * len(self))
-    numbers = {name: torch.zeros((), device=device) for name, device in (("a", "cpu"), ("b", "meta"), ("c", "cpu"))}
+    numbers = {
+        name: torch.zeros((), device=device)
+        for name, device in (("a", "cpu"), ("b", "meta"), ("c", "cpu"))
+    }
     found = awaited.read_together(numbers)
     assert (list(found), list(found.values())) == (["a", "b", "c"], [1.0, 2.0, 1.0])
     assert awaited.read_together({}) == {}

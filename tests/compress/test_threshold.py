@@ -31,12 +31,17 @@ def test_kth_magnitude_equals_sorting(values: list[float], data: st.DataObject) 
     k = data.draw(st.integers(1, len(values)))
     tensor = torch.tensor(values).to(data.draw(st.sampled_from(DTYPES)))
     before = tensor.clone()
-    magnitudes = sorted((abs(v) if math.isfinite(v) else 0.0 for v in tensor.tolist()), reverse=True)
+    magnitudes = sorted(
+        (abs(v) if math.isfinite(v) else 0.0 for v in tensor.tolist()), reverse=True
+    )
     assert kth_magnitude(tensor, k) == max(magnitudes[k - 1], SMALLEST_THRESHOLD)
     assert torch.equal(tensor.nan_to_num(), before.nan_to_num())
 
 
-@given(values=st.lists(floats | st.sampled_from([0.0, 1.0, -1.0, 2.0]), min_size=2, max_size=40), data=st.data())
+@given(
+    values=st.lists(floats | st.sampled_from([0.0, 1.0, -1.0, 2.0]), min_size=2, max_size=40),
+    data=st.data(),
+)
 @examples(60)
 def test_keep_largest_equals_a_stable_sort(values: list[float], data: st.DataObject) -> None:
     k = data.draw(st.integers(1, len(values) - 1))
@@ -47,9 +52,13 @@ def test_keep_largest_equals_a_stable_sort(values: list[float], data: st.DataObj
     assert smallest == min(abs(values[place]) for place in kept)
 
 
-@given(threshold=st.floats(1e-30, 1e30), count=counts, target=targets, size=st.integers(10**9, 10**10))
+@given(
+    threshold=st.floats(1e-30, 1e30), count=counts, target=targets, size=st.integers(10**9, 10**10)
+)
 @examples(60)
-def test_nudge_goes_the_right_way_by_a_bounded_factor(threshold: float, count: int, target: int, size: int) -> None:
+def test_nudge_goes_the_right_way_by_a_bounded_factor(
+    threshold: float, count: int, target: int, size: int
+) -> None:
     factor = nudge(threshold, count, target, size) / threshold
     assert factor >= 1 if count > GUARD_AIM * target else factor <= 1
     assert 1 / GUARD_LARGEST_FACTOR * (1 - 1e-12) <= factor <= GUARD_LARGEST_FACTOR * (1 + 1e-12)
@@ -70,12 +79,17 @@ def test_nudge_is_gentler_at_lower_densities() -> None:
 
 
 def counts_under_drift(target: int, drift: float) -> tuple[float, float]:
-    """Entries above the threshold and entries sent, over the target: means over the last 150 of 300 steps.
+    """Entries above the threshold and entries sent, over the target: means over the last 150 of 300
+    steps.
 
-    Laplace gradients grow or shrink by the factor ``drift`` a step; what is not sent waits in a residual.
+    Laplace gradients grow or shrink by the factor ``drift`` a step; what is not sent waits in a
+    residual.
     """
-    size, noise = 10_000, np.random.default_rng(0)
-    residual, threshold, counts = np.zeros(size), 0.0, []
+    size = 10_000
+    noise = np.random.default_rng(0)
+    residual = np.zeros(size)
+    threshold = 0.0
+    counts = []
     for step in range(300):
         residual += noise.laplace(scale=drift**step, size=size)
         magnitudes = np.abs(residual)
@@ -114,7 +128,8 @@ def test_a_threshold_belongs_to_its_target() -> None:
 
 
 def test_state_round_trip_is_a_copy_of_plain_numbers() -> None:
-    thresholds, resumed = Thresholds(), Thresholds()
+    thresholds = Thresholds()
+    resumed = Thresholds()
     thresholds.set("a", 3, 0.1)
     state = thresholds.state_dict()
     resumed.set("gone", 1, 1.0)
@@ -127,14 +142,19 @@ def test_state_round_trip_is_a_copy_of_plain_numbers() -> None:
 
 @pytest.mark.parametrize("tail", ["exponential", "normal", "uniform", "cubed"])
 @pytest.mark.parametrize("density", [0.3, 0.01])
-def test_a_threshold_that_far_too_many_reach_is_right_after_a_step(tail: str, density: float) -> None:
+def test_a_threshold_that_far_too_many_reach_is_right_after_a_step(
+    tail: str, density: float
+) -> None:
     """From a hundredth of what it should be."""
     noise = torch.Generator().manual_seed(0)
     values = torch.randn(100_000, generator=noise)
-    values = {"normal": values, "cubed": values.pow(3), "uniform": torch.rand(100_000, generator=noise)}.get(
-        tail, torch.empty(100_000).exponential_(generator=noise)
-    )
-    magnitudes, target = values.abs(), int(density * 100_000)
+    values = {
+        "normal": values,
+        "cubed": values.pow(3),
+        "uniform": torch.rand(100_000, generator=noise),
+    }.get(tail, torch.empty(100_000).exponential_(generator=noise))
+    magnitudes = values.abs()
+    target = int(density * 100_000)
     threshold = 0.01 * kth_magnitude(values, target)
     for _ in range(2):
         reached = magnitudes[magnitudes >= threshold]
@@ -149,8 +169,11 @@ def test_a_threshold_that_far_too_many_reach_is_right_after_a_step(tail: str, de
 @pytest.mark.parametrize("density", [0.3, 0.01, 0.001])
 def test_a_sample_gives_about_the_target(density: float) -> None:
     """Of a matrix whose columns differ by their scale, which a regular sample would not see."""
-    values = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0)) * torch.linspace(0.1, 10, 1024)
-    values, target = values.flatten(), int(density * 1024 * 1024)
+    values = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0)) * torch.linspace(
+        0.1, 10, 1024
+    )
+    values = values.flatten()
+    target = int(density * 1024 * 1024)
     sample = sample_of(values.numel(), target)
     assert sample is not None
     threshold = threshold_from(values[sample], values.numel(), target)

@@ -13,12 +13,20 @@ SIZES = {"a": 40_000, "b": 30, "c": 9_000}
 
 def planner(density: float) -> Callable[[float], BucketPlan]:
     return lambda link_traversals: plan_bucket(
-        list(SIZES), list(SIZES.values()), [density] * len(SIZES), torch.float32, "bf16", 400, link_traversals
+        list(SIZES),
+        list(SIZES.values()),
+        [density] * len(SIZES),
+        torch.float32,
+        "bf16",
+        400,
+        link_traversals,
     )
 
 
 def nodes(*ranks: int) -> NodeLayout:
-    return NodeLayout(tuple((node, local) for node, count in enumerate(ranks) for local in range(count)))
+    return NodeLayout(
+        tuple((node, local) for node, count in enumerate(ranks) for local in range(count))
+    )
 
 
 @pytest.mark.parametrize(
@@ -49,7 +57,10 @@ def test_what_it_says() -> None:
     assert "two_phase" in reason
     assert "hierarchical" not in reason
     reason = choose(planner(0.01), nodes(5, 3)).reason
-    assert "8 ranks on 2 nodes, not by node: the nodes have different numbers of ranks: 5, 3;" in reason
+    assert (
+        "8 ranks on 2 nodes, not by node: the nodes have different numbers of ranks: 5, 3;"
+        in reason
+    )
     reason = choose(planner(0.1), nodes(8, 8)).reason
     assert "bytes between nodes (those inside count a 100th)" in reason
     assert "hierarchical" in reason

@@ -1,4 +1,6 @@
-"""What is taken from a module: its buckets are DistributedDataParallel's, and what travels otherwise is left out."""
+"""What is taken from a module: its buckets are DistributedDataParallel's, and what travels
+otherwise is left out.
+"""
 
 from typing import Any
 
@@ -31,7 +33,8 @@ class Deep(nn.Module):
 def test_buckets_are_those_of_the_second_step(group: dist.ProcessGroup) -> None:
     model = Deep()
     names = {parameter: name for name, parameter in model.named_parameters()}
-    wrapped, seen = DistributedDataParallel(model), []
+    wrapped = DistributedDataParallel(model)
+    seen = []
 
     def look(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         seen.append(tuple(names[parameter] for parameter in bucket.parameters()))
@@ -63,7 +66,9 @@ def test_what_travels_otherwise_is_left_out() -> None:
 
 
 @pytest.mark.parametrize(("compress", "names"), [("updates", {"weight"}), ("gradients", set())])
-def test_updates_of_a_table_with_sparse_gradients_are_counted(compress: Any, names: set[str]) -> None:
+def test_updates_of_a_table_with_sparse_gradients_are_counted(
+    compress: Any, names: set[str]
+) -> None:
     """Of a model of nothing else, too: its plan is made."""
     config = DCTConfig(compress=compress, local_steps=1, density=0.1)
     workload = workload_of(nn.Embedding(900, 4, sparse=True))

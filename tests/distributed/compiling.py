@@ -1,4 +1,6 @@
-"""Calls all of numba's kernels, so that one process compiles them, or reads them from the cache, for all tests."""
+"""Calls all of numba's kernels, so that one process compiles them, or reads them from the cache,
+for all tests.
+"""
 
 import numpy as np
 import torch
@@ -17,7 +19,8 @@ def compile_all() -> None:
     """With the dtypes that there are."""
     kernel = cpu_kernel("numba")
     for dtype in (torch.float32, torch.float64):
-        news, bases = [torch.ones(64, dtype=dtype)], [torch.zeros(64, dtype=dtype)]
+        news = [torch.ones(64, dtype=dtype)]
+        bases = [torch.zeros(64, dtype=dtype)]
         flags = torch.zeros(flags_num_bytes(64), dtype=torch.uint8)
         for scale in (None, 1.0):
             values, counts = kernel.select(news, bases, [0], [0.5], scale, flags)
@@ -29,8 +32,13 @@ def compile_all() -> None:
         for value_format in SCALED_FORMATS:
             data, scales = encode_values(values, counts, value_format)
             decode_values(data, counts, scales, value_format)
-        add_rows(torch.zeros(4, 2, dtype=dtype), torch.zeros(3, dtype=torch.int64), torch.ones(3, 2, dtype=dtype))
-    code, flags = PositionCode(1024, 64), torch.zeros(flags_num_bytes(1024), dtype=torch.uint8)
+        add_rows(
+            torch.zeros(4, 2, dtype=dtype),
+            torch.zeros(3, dtype=torch.int64),
+            torch.ones(3, 2, dtype=dtype),
+        )
+    code = PositionCode(1024, 64)
+    flags = torch.zeros(flags_num_bytes(1024), dtype=torch.uint8)
     code.decode_flags(code.encode(torch.arange(64)), 64, flags, [1024], "auto")
     code.encode_flags(flags, "auto")
     positions_of(flags, 64)

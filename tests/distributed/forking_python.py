@@ -1,8 +1,10 @@
-"""A ``python`` in which Lightning is imported already: what it runs is forked, which saves seconds of each start.
+"""A ``python`` in which Lightning is imported already: what it runs is forked, which saves seconds
+of each start.
 
-The command that takes the place of ``sys.executable`` hands its arguments, its folder, its environment, the files that
-it inherits and its namespaces to a server, which forks. It passes on the signals that it gets, and ends as the fork
-does. What it does not understand goes to Python itself.
+The command that takes the place of ``sys.executable`` hands its arguments, its folder, its
+environment, the files that it inherits and its namespaces to a server, which forks. It passes on
+the signals that it gets, and ends as the fork does. What it does not understand goes to Python
+itself.
 """
 
 import atexit
@@ -87,7 +89,11 @@ def _serve(listener: socket.socket, command: str) -> NoReturn:
     while True:
         for key, _ in selector.select():
             if key.fileobj == parent.sentinel:  # pytest was killed
-                for fork in [one.data[0] for one in selector.get_map().values() if isinstance(one.data, tuple)]:
+                for fork in [
+                    one.data[0]
+                    for one in selector.get_map().values()
+                    if isinstance(one.data, tuple)
+                ]:
                     os.kill(fork, signal.SIGKILL)
                 os._exit(1)
             elif key.fileobj is listener:
@@ -138,7 +144,12 @@ def _begin(listener: socket.socket, selector: selectors.BaseSelector, command: s
 
 
 def _run(
-    words: list[str], folder: str, environment: dict[str, str], numbers: list[int], files: list[int], command: str
+    words: list[str],
+    folder: str,
+    environment: dict[str, str],
+    numbers: list[int],
+    files: list[int],
+    command: str,
 ) -> NoReturn:
     os.setsid()
     for name, file in zip(("net", "mnt"), files[:2], strict=True):
@@ -154,7 +165,8 @@ def _run(
     sys.stdin = os.fdopen(0, closefd=False)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    # What is cleaned up when the server ends, such as W&B's folder for tables, is not this process's.
+    # What is cleaned up when the server ends, such as W&B's folder for tables, is not this
+    # process's.
     for cleaning in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         cleaning.detach()
     if (wandb_types := sys.modules.get("wandb.sdk.data_types._private")) is not None:

@@ -1,9 +1,10 @@
 """Ranks to run tests on: processes that are started once and then run one function after another.
 
-``Ranks(2).run(function, *arguments)`` runs ``function`` in two processes that form a gloo group and see the environment
-that ``torchrun`` gives, so that a Lightning Trainer takes them as its ranks. What it returns comes back as a list by
-rank. When a rank fails, dies or takes too long, all of them are killed, the test fails and says why, and the next
-``run`` starts new ones. Every function begins with the same seeds, whatever ran before it.
+``Ranks(2).run(function, *arguments)`` runs ``function`` in two processes that form a gloo group and
+see the environment that ``torchrun`` gives, so that a Lightning Trainer takes them as its ranks.
+What it returns comes back as a list by rank. When a rank fails, dies or takes too long, all of them
+are killed, the test fails and says why, and the next ``run`` starts new ones. Every function begins
+with the same seeds, whatever ran before it.
 """
 
 import contextlib
@@ -55,7 +56,9 @@ class Ranks:
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
-    def run(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any], *arguments: Any, timeout_s: float = TIMEOUT_S
+    ) -> list[Any]:
         """Call ``function(*arguments)`` on every rank and return what each of them returned."""
         if not self._processes:
             self._start()
@@ -77,7 +80,8 @@ class Ranks:
             process.join()
         for pipe in self._pipes:
             pipe.close()
-        self._processes, self._pipes = [], []
+        self._processes = []
+        self._pipes = []
 
     def _start(self) -> None:
         failures: dict[int, str] = {}
@@ -85,7 +89,9 @@ class Ranks:
             port = free_port()
             for rank in range(self.world_size):
                 ours, theirs = CONTEXT.Pipe()
-                process = started(_serve, rank, self.world_size, port, theirs, self._log_path(rank), daemon=True)
+                process = started(
+                    _serve, rank, self.world_size, port, theirs, self._log_path(rank), daemon=True
+                )
                 theirs.close()
                 self._processes.append(process)
                 self._pipes.append(ours)
@@ -105,14 +111,17 @@ class Ranks:
             ready = wait(list(waiting), timeout=max(deadline - time.monotonic(), 0))
             if not ready:
                 for rank in waiting.values():
-                    failures.setdefault(rank, f"no answer after {timeout_s:.0f} s:\n{self._log(rank)}")
+                    failures.setdefault(
+                        rank, f"no answer after {timeout_s:.0f} s:\n{self._log(rank)}"
+                    )
                 break
             for pipe in ready:
                 rank = waiting.pop(pipe)
                 try:
                     succeeded, answer = pickle.loads(pipe.recv_bytes())
                 except (EOFError, OSError):
-                    succeeded, answer = False, f"the process died:\n{self._log(rank)}"
+                    succeeded = False
+                    answer = f"the process died:\n{self._log(rank)}"
                 if succeeded:
                     results[rank] = answer
                 else:
@@ -121,7 +130,9 @@ class Ranks:
         return results, failures
 
     def _told(self, failures: dict[int, str]) -> str:
-        return "\n".join(f"--- rank {rank} of {self.world_size}: {failures[rank]}" for rank in sorted(failures))
+        return "\n".join(
+            f"--- rank {rank} of {self.world_size}: {failures[rank]}" for rank in sorted(failures)
+        )
 
     def _log_path(self, rank: int) -> Path:
         return self._folder / f"rank-{rank}-of-{self.world_size}.log"
@@ -132,15 +143,19 @@ class Ranks:
 
 
 def started(function: Callable[..., Any], *arguments: Any, daemon: bool = False) -> Any:
-    """A new process that calls ``function(*arguments)`` and in which :mod:`distributed.preloaded` is imported already.
+    """A new process that calls ``function(*arguments)`` and in which :mod:`distributed.preloaded`
+    is imported already.
 
-    A fork server of Python before 3.12.9 looks for what it shall import in ``PYTHONPATH`` alone. It says nothing when
-    it does not find it, and then every process imports everything by itself.
+    A fork server of Python before 3.12.9 looks for what it shall import in ``PYTHONPATH`` alone. It
+    says nothing when it does not find it, and then every process imports everything by itself.
     """
     server: Any = forkserver._forkserver  # type: ignore[attr-defined]
-    if server._forkserver_pid is None and server._forkserver_address is not None:  # this process is one of its forks
+    # This process is one of its forks.
+    if server._forkserver_pid is None and server._forkserver_address is not None:
         server.ensure_running = lambda: None
-    with patch.dict(os.environ, PYTHONPATH=f"{TESTS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"):
+    with patch.dict(
+        os.environ, PYTHONPATH=f"{TESTS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    ):
         server.ensure_running()
     process = CONTEXT.Process(target=_begin, args=(function, *arguments), daemon=daemon)
     process.start()
@@ -148,13 +163,18 @@ def started(function: Callable[..., Any], *arguments: Any, daemon: bool = False)
 
 
 def _begin(function: Callable[..., Any], *arguments: Any) -> None:
-    assert "distributed.preloaded" in sys.modules, "the fork server has not found it: every process imports everything"
-    multiprocessing.set_start_method(None, force=True)  # what it starts is started as elsewhere, by no fork server
+    assert "distributed.preloaded" in sys.modules, (
+        "the fork server has not found it: every process imports everything"
+    )
+    # What it starts is started as elsewhere, by no fork server.
+    multiprocessing.set_start_method(None, force=True)
     function(*arguments)
 
 
 def free_port() -> int:
-    """A TCP port nobody listens on, below all that kernels give away: nobody else takes it before it is bound."""
+    """A TCP port nobody listens on, below all that kernels give away: nobody else takes it before
+    it is bound.
+    """
     while True:
         port = random.SystemRandom().randrange(10_000, 15_000)
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -188,7 +208,11 @@ class _FromAnyDevice(pickle.Pickler):
     """Whoever asks gets all tensors on the CPU."""
 
     def reducer_override(self, obj: Any) -> Any:
-        return obj.cpu().__reduce_ex__(2) if isinstance(obj, torch.Tensor) and obj.is_cuda else NotImplemented
+        return (
+            obj.cpu().__reduce_ex__(2)
+            if isinstance(obj, torch.Tensor) and obj.is_cuda
+            else NotImplemented
+        )
 
 
 def begin_rank(log: TextIO, rank: int, world_size: int, port: int) -> TextIO:
@@ -201,10 +225,11 @@ def begin_rank(log: TextIO, rank: int, world_size: int, port: int) -> TextIO:
 
 
 def _destroy_groups() -> None:
-    """End the groups that the last task has left, such as a mesh's: each has threads that take a share of the cores.
+    """End the groups that the last task has left, such as a mesh's: each has threads that take a
+    share of the cores.
 
-    All ranks have done that task, so all of them have connected. A mesh that equals an earlier one would get what
-    DTensor remembers of that, its groups among it.
+    All ranks have done that task, so all of them have connected. A mesh that equals an earlier one
+    would get what DTensor remembers of that, its groups among it.
     """
     left = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
     for group in left:
@@ -216,7 +241,9 @@ def _destroy_groups() -> None:
 
 
 def _end_lifelines() -> None:
-    """End those of plain loops, which last as long as a process: the next task finds none, whatever ran before."""
+    """End those of plain loops, which last as long as a process: the next task finds none, whatever
+    ran before.
+    """
     if (loaded := sys.modules.get("lightning_dct.failures.lifeline")) is not None:
         for lifeline in filter(None, loaded._of_processes.values()):
             lifeline.close()
@@ -245,5 +272,6 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection, log_path: Pa
             told = io.BytesIO()
             _FromAnyDevice(told).dump(answer)
             pipe.send_bytes(told.getvalue())
-    # Not by the usual way out: gloo's threads may abort a process that ends while a DistributedDataParallel is alive.
+    # Not by the usual way out: gloo's threads may abort a process that ends while a
+    # DistributedDataParallel is alive.
     os._exit(0)

@@ -1,4 +1,7 @@
-"""What the fork server imports for all processes. The garbage collection that ends every fit passes it over."""
+"""What the fork server imports for all processes.
+
+The garbage collection that ends every fit passes it over.
+"""
 
 import contextlib
 import gc

@@ -1,4 +1,6 @@
-"""Runs with random settings and shapes, on real ranks and by `lightning_dct.reference` in one process."""
+"""Runs with random settings and shapes, on real ranks and by `lightning_dct.reference` in one
+process.
+"""
 
 import math
 import random
@@ -34,9 +36,14 @@ class Case(NamedTuple):
 
 
 def draw(seed: int, compress: str, exchange: str) -> Case:
-    """The first tensor is always compressed: buckets of dense ones go by an all-reduce, in the backend's own order."""
+    """The first tensor is always compressed: buckets of dense ones go by an all-reduce, in the
+    backend's own order.
+    """
     choice = random.Random(f"{seed} {compress} {exchange}")
-    sizes = [choice.randint(1000, 3000), *(choice.choice([1, 50, 300, 1000]) for _ in range(choice.randint(0, 3)))]
+    sizes = [
+        choice.randint(1000, 3000),
+        *(choice.choice([1, 50, 300, 1000]) for _ in range(choice.randint(0, 3))),
+    ]
     settings: dict[str, Any] = {
         "compress": compress,
         "exchange": exchange,
@@ -52,7 +59,8 @@ def draw(seed: int, compress: str, exchange: str) -> Case:
         settings["overlap_steps"] = choice.choice([0, choice.randint(0, settings["local_steps"])])
         settings["residual_decay"] = choice.choice([1.0, 0.9, None])
     shapes = [(size // 2, 2) if size % 2 == 0 else (size,) for size in sizes]
-    dtype, adam = choice.choice([torch.float32, torch.float64]), choice.random() < 0.5
+    dtype = choice.choice([torch.float32, torch.float64])
+    adam = choice.random() < 0.5
     return Case(shapes, dtype, settings, adamw if adam else _momentum)
 
 
@@ -65,21 +73,31 @@ def _momentum(parameters: Any) -> torch.optim.Optimizer:
 
 
 class Springs(LightningModule):
-    """Tensors drawn to where a batch says. Every entry is on its own, so all processors make the same bits of it."""
+    """Tensors drawn to where a batch says.
+
+    Every entry is on its own, so all processors make the same bits of it.
+    """
 
     def __init__(self, case: Case) -> None:
         super().__init__()
         noise = torch.Generator().manual_seed(0)
         start = [torch.randn(shape, generator=noise, dtype=case.dtype) for shape in case.shapes]
-        self.weights, self.case = nn.ParameterList(start), case
+        self.weights = nn.ParameterList(start)
+        self.case = case
 
     def goals(self, rank: int, step: int) -> list[Tensor]:
         """Heavy-tailed, others for every rank and step."""
         noise = torch.Generator().manual_seed(100_000 * rank + step)
-        goals = [torch.randn(shape, generator=noise, dtype=self.case.dtype).pow(3) for shape in self.case.shapes]
+        goals = [
+            torch.randn(shape, generator=noise, dtype=self.case.dtype).pow(3)
+            for shape in self.case.shapes
+        ]
         if self.case.is_unlike:
             towards = (8.0, -2.0, -6.0)[rank % 3]
-            rows = [torch.arange(len(goal)).remainder(4).view(-1, *(goal.dim() - 1) * (1,)) for goal in goals]
+            rows = [
+                torch.arange(len(goal)).remainder(4).view(-1, *(goal.dim() - 1) * (1,))
+                for goal in goals
+            ]
             goals = [0.1 * goal + towards * row for goal, row in zip(goals, rows, strict=True)]
         return goals
 
@@ -117,20 +135,32 @@ def settings_of(case: Case) -> Settings:
 
 
 def train_gradients(
-    case: Case, world_size: int, accumulate: int = 1, after: Callable[[int, list[States]], None] | None = None
+    case: Case,
+    world_size: int,
+    accumulate: int = 1,
+    after: Callable[[int, list[States]], None] | None = None,
 ) -> Any:
     """The weights that all ranks end with, and what is remembered of each tensor."""
-    module, settings = Springs(case), settings_of(case)
-    parameters, all_states = list(module.parameters()), [States(State) for _ in case.shapes]
+    module = Springs(case)
+    settings = settings_of(case)
+    parameters = list(module.parameters())
+    all_states = [States(State) for _ in case.shapes]
     optimizer = module.configure_optimizers()
     for step in range(STEPS):
         batches = range(step * accumulate, (step + 1) * accumulate)
-        losses = [sum(module.pull(rank, batch) for batch in batches) / accumulate for rank in range(world_size)]
+        losses = [
+            sum(module.pull(rank, batch) for batch in batches) / accumulate
+            for rank in range(world_size)
+        ]
         by_rank = [torch.autograd.grad(loss, parameters) for loss in losses]
-        for parameter, states, gradients in zip(parameters, all_states, zip(*by_rank, strict=True), strict=True):
+        for parameter, states, gradients in zip(
+            parameters, all_states, zip(*by_rank, strict=True), strict=True
+        ):
             for held in states.values() if step % settings.refresh_every == 0 else ():
                 held.target = 0
-            parameter.grad = exchange([g.flatten() for g in gradients], states, settings)[0].view_as(parameter)
+            parameter.grad = exchange([g.flatten() for g in gradients], states, settings)[
+                0
+            ].view_as(parameter)
         optimizer.step()
         if after is not None:
             after(step + 1, all_states)
@@ -149,14 +179,19 @@ def train_updates(case: Case, world_size: int, plain_after: float = math.inf) ->
         return [weight.grad.flatten() for weight in modules[rank].weights]
 
     def squares(rank: int) -> list[Tensor]:
-        return [optimizers[rank].state[weight]["exp_avg_sq"].view(-1) for weight in modules[rank].weights]
+        return [
+            optimizers[rank].state[weight]["exp_avg_sq"].view(-1)
+            for weight in modules[rank].weights
+        ]
 
     own = [[weight.detach().view(-1) for weight in module.weights] for module in modules]
     is_adam = case.optimizer is adamw
     kept = 1 - 0.01 * 0.01 if is_adam else 1.0  # AdamW's own weight decay
     memory = try_out(optimizers[0]).squares[0]["exp_avg_sq"] if is_adam else None
     more = {"memory": memory, "squares": squares if is_adam else None, "shapes": case.shapes}
-    shared, all_states = train(own, local_step, STEPS, settings_of(case), is_adam, kept, plain_after, **more)
+    shared, all_states = train(
+        own, local_step, STEPS, settings_of(case), is_adam, kept, plain_after, **more
+    )
     return shared, own, all_states
 
 
@@ -169,19 +204,28 @@ def assert_weights(state: dict[str, Tensor], expected: list[Tensor]) -> None:
 def assert_remembered(runs: list[Run], all_states: list[States], ranks_per_node: int) -> None:
     """Thresholds and residuals, to the last bit, by the rank that keeps them."""
     for number, states in enumerate(all_states):
-        name, starts = f"weights.{number}", sorted({start for _, _, start in states})
+        name = f"weights.{number}"
+        starts = sorted({start for _, _, start in states})
         for (sender, place, start), held in states.items():
             nodes = runs[place * ranks_per_node : (place + 1) * ranks_per_node]
-            states = [run.state for run in {"rank": [runs[place]], "node": nodes, "owner": runs}[sender]]
+            states = [
+                run.state for run in {"rank": [runs[place]], "node": nodes, "owner": runs}[sender]
+            ]
             if isinstance(held.residual, Tensor):
                 stop = start + len(held.residual)
                 pieces = [state["owned"].get(name, {}).get(start) for state in states]
                 if sender == "rank":
                     pieces = [states[0]["residuals"][name][start:stop]]
-                assert [piece.tolist() for piece in pieces if piece is not None] == [held.residual.tolist()]
+                assert [piece.tolist() for piece in pieces if piece is not None] == [
+                    held.residual.tolist()
+                ]
             if held.target:
                 size = runs[0].weights[name].numel()
                 stop = [*starts, size][starts.index(start) + 1]
-                label = ("sum of " if sender == "owner" else "") + name + f"[{start}:{stop}]" * (len(starts) > 1)
+                label = (
+                    ("sum of " if sender == "owner" else "")
+                    + name
+                    + f"[{start}:{stop}]" * (len(starts) > 1)
+                )
                 values = [state["thresholds"]["values"].get(label) for state in states]
                 assert [value for value in values if value is not None] == [held.threshold], label

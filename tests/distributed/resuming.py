@@ -16,7 +16,9 @@ class SaveAndStop(Callback):
     """Saves after so many batches and ends the run there, unless it is not to stop."""
 
     def __init__(self, path: Path, after: int, stop: bool = True) -> None:
-        self.path, self.after, self.stop = path, after, stop
+        self.path = path
+        self.after = after
+        self.stop = stop
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         if trainer.fit_loop.total_batch_idx + 1 == self.after:
@@ -39,7 +41,9 @@ def state_of(trainer: Trainer) -> dict[str, Any]:
 
 
 def twice_ten_batches() -> DataLoader:
-    """Lightning begins a plain loader anew where it resumes: here the second ten batches are the first ten again."""
+    """Lightning begins a plain loader anew where it resumes: here the second ten batches are the
+    first ten again.
+    """
     batches = Noise(10, 40, 8, rank=rank())
     return DataLoader(ConcatDataset([batches, batches]), batch_size=None)
 
@@ -56,7 +60,8 @@ def fit_half(
     """Twenty batches, or the first ten if it saves, or the second ten if it loads.
 
     Returns:
-        What each batch has shown, and all that a checkpoint would hold now, with what has been sent.
+        What each batch has shown, and all that a checkpoint would hold now, with what has been
+        sent.
     """
     watch = Watch(look=look)
     run = fit(
@@ -71,7 +76,11 @@ def fit_half(
     shown = list(zip(run.hashes, run.seen, strict=True)) if look else run.hashes
     # DistributedDataParallel begins with other buckets after each start.
     sent = None if strategy._ddp_kwargs.get("bucket_cap_mb") else run.totals.bytes_sent
-    return shown, {**without_times(run.state), "bytes sent": sent, "refreshes": run.totals.refreshes}
+    return shown, {
+        **without_times(run.state),
+        "bytes sent": sent,
+        "refreshes": run.totals.refreshes,
+    }
 
 
 def without_times(state: dict[str, Any]) -> dict[str, Any]:

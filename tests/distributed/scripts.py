@@ -1,4 +1,6 @@
-"""Runs scripts where Lightning is imported already, on ranks or in a new process: that saves seconds of each start."""
+"""Runs scripts where Lightning is imported already, on ranks or in a new process: that saves
+seconds of each start.
+"""
 
 import contextlib
 import io
@@ -26,11 +28,17 @@ TIMEOUT_S = 600.0
 def environment_of_users() -> dict[str, str]:
     """Without what a launcher sets."""
     set_by_launchers = elastic_environment(0, 1, 0).keys()
-    return {key: value for key, value in os.environ.items() if key not in set_by_launchers and key[:3] != "PL_"}
+    return {
+        key: value
+        for key, value in os.environ.items()
+        if key not in set_by_launchers and key[:3] != "PL_"
+    }
 
 
 class Script:
-    """``python script.py arguments`` in ``folder``: a process of its own, which may start others."""
+    """``python script.py arguments`` in ``folder``: a process of its own, which may start
+    others.
+    """
 
     def __init__(self, folder: Path, source: str, *arguments: str, **variables: str) -> None:
         (folder / "script.py").write_text(dedent(source))
@@ -61,7 +69,11 @@ class Script:
 
 
 def _run_script(
-    folder: Path, arguments: tuple[str, ...], environment: dict[str, str], output: Connection, python: str
+    folder: Path,
+    arguments: tuple[str, ...],
+    environment: dict[str, str],
+    output: Connection,
+    python: str,
 ) -> None:
     os.setsid()
     sys.executable = python
@@ -78,13 +90,16 @@ def _run_script(
 
 
 def train_on_ranks(ranks: Callable[[int], Ranks], folder: Path, *overrides: str) -> str:
-    """Run ``train.py`` in ``folder`` with two processes on CPUs, as torchrun does; what both print."""
+    """Run ``train.py`` in ``folder`` with two processes on CPUs, as torchrun does; what both
+    print.
+    """
     arguments = (*overrides, "trainer.devices=2", "trainer.accelerator=cpu")
     return "".join(ranks(2).run(run_here, str(TRAIN), arguments, str(folder)))
 
 
 def run_here(script: str, arguments: tuple[str, ...], folder: str, **variables: str) -> str:
-    """Run ``python script arguments`` in this process and give what it prints; its traces here are removed.
+    """Run ``python script arguments`` in this process and give what it prints; its traces here are
+    removed.
 
     Nothing is downloaded, and nobody is logged in to W&B. When it ends with an error, it prints.
     """
@@ -95,7 +110,11 @@ def run_here(script: str, arguments: tuple[str, ...], folder: str, **variables: 
         if not name.startswith(("WANDB_", "PL_")) or name == "WANDB__SERVICE_WAIT"
     }
     # Hydra would print an error and exit. Nothing listens at that port.
-    environment |= {"HYDRA_FULL_ERROR": "1", "NETRC": f"{folder}/netrc", "https_proxy": "http://127.0.0.1:9"}
+    environment |= {
+        "HYDRA_FULL_ERROR": "1",
+        "NETRC": f"{folder}/netrc",
+        "https_proxy": "http://127.0.0.1:9",
+    }
     environment |= variables
     try:
         _run_within(script, arguments, folder, environment, printed)
@@ -107,7 +126,11 @@ def run_here(script: str, arguments: tuple[str, ...], folder: str, **variables: 
 
 
 def _run_within(
-    script: str, arguments: tuple[str, ...], folder: str, environment: dict[str, str], printed: io.StringIO
+    script: str,
+    arguments: tuple[str, ...],
+    folder: str,
+    environment: dict[str, str],
+    printed: io.StringIO,
 ) -> None:
     with (
         patch.dict(os.environ, environment, clear=True),

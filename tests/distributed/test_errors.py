@@ -12,7 +12,13 @@ import lightning_dct.fabric
 from distributed.training import Module, fit, launched, message_of, perceptron, rank, trainer_for
 from embedding.hybrid import Hybrid
 from embedding.hybrid import batches as hybrid_batches
-from lightning_dct import DCTPipelineStrategy, DCTStrategy, ShardedEmbeddingBags, SplitPoint, ThresholdRefresh
+from lightning_dct import (
+    DCTPipelineStrategy,
+    DCTStrategy,
+    ShardedEmbeddingBags,
+    SplitPoint,
+    ThresholdRefresh,
+)
 from lightning_dct.failures.lifeline import lifeline_of_process
 from one_card import DEVICE
 from pipeline.split_models import SplitModule
@@ -25,11 +31,17 @@ from pipeline.split_models import batches as stage_batches
         ({"density": 2}, ValueError, ["`density`", "(0, 1]", "got 2"]),
         ({"ddp_comm_hook": print}, ValueError, ["`ddp_comm_hook`", "`DDPStrategy`"]),
         ({"densty": 0.1}, TypeError, ["`DCTStrategy` has no setting `densty`", "`density`"]),
-        ({"find_unused_parameter": True}, TypeError, ["`find_unused_parameter`", "`find_unused_parameters`"]),
+        (
+            {"find_unused_parameter": True},
+            TypeError,
+            ["`find_unused_parameter`", "`find_unused_parameters`"],
+        ),
         ({"device_ids": [0]}, TypeError, ["no setting `device_ids`"]),
     ],
 )
-def test_wrong_setting_is_named(settings: dict[str, Any], error: type[Exception], says: list[str]) -> None:
+def test_wrong_setting_is_named(
+    settings: dict[str, Any], error: type[Exception], says: list[str]
+) -> None:
     """Oracle: the setting's name, what it may be, and what it was."""
     with pytest.raises(error) as caught:
         DCTStrategy(**settings)
@@ -38,17 +50,28 @@ def test_wrong_setting_is_named(settings: dict[str, Any], error: type[Exception]
 
 
 def test_other_strategies_name_an_unknown_setting_too() -> None:
-    with pytest.raises(TypeError, match=r"`DCTStrategy` has no setting `densty`. Did you mean `density`"):
+    with pytest.raises(
+        TypeError, match=r"`DCTStrategy` has no setting `densty`. Did you mean `density`"
+    ):
         lightning_dct.fabric.DCTStrategy(densty=0.1)
-    with pytest.raises(TypeError, match=r"`DCTPipelineStrategy` has no setting `stage`. Did you mean `stages`"):
+    with pytest.raises(
+        TypeError, match=r"`DCTPipelineStrategy` has no setting `stage`. Did you mean `stages`"
+    ):
         DCTPipelineStrategy(stage=2)
-    with pytest.raises(TypeError, match=r"has no setting `devices`. Give `devices` to the `Trainer`."):
+    with pytest.raises(
+        TypeError, match=r"has no setting `devices`. Give `devices` to the `Trainer`."
+    ):
         DCTStrategy(devices=2)  # type: ignore[call-arg]
 
 
 def test_what_ddp_takes_is_taken() -> None:
     """Oracle: the constructors themselves."""
-    given = {"bucket_cap_mb": 1, "broadcast_buffers": False, "timeout": timedelta(1), "start_method": "spawn"}
+    given = {
+        "bucket_cap_mb": 1,
+        "broadcast_buffers": False,
+        "timeout": timedelta(1),
+        "start_method": "spawn",
+    }
     for kind in (DCTStrategy, lightning_dct.fabric.DCTStrategy, DCTPipelineStrategy):
         kind(**given)
 
@@ -63,13 +86,17 @@ class Groups(Module):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         first, *rest = self.parameters()
         chosen = [first, *rest] if rank() else [rest[0], first, *rest[1:]]
-        return torch.optim.SGD([{"params": chosen[:1], "lr": 0.1}, {"params": chosen[1:], "lr": 0.2}])
+        return torch.optim.SGD(
+            [{"params": chosen[:1], "lr": 0.1}, {"params": chosen[1:], "lr": 0.2}]
+        )
 
 
 class Scheduled(Module):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), 0.1)
-        return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10 + rank())]
+        return [optimizer], [
+            torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10 + rank())
+        ]
 
 
 def optimized(compress: Any, kind: type[torch.optim.Optimizer], **settings: Any) -> Any:
@@ -123,7 +150,10 @@ DISAGREEMENTS: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: fit(DCTStrategy(), Groups(), 3),
         ["`checksum of the parameters' names of optimizer 0, group 0`"],
     ),
-    "schedule": (lambda: fit(DCTStrategy(), Scheduled(), 3), ["`T_max of scheduler 0` (rank 0: 10, rank 1: 11)"]),
+    "schedule": (
+        lambda: fit(DCTStrategy(), Scheduled(), 3),
+        ["`T_max of scheduler 0` (rank 0: 10, rank 1: 11)"],
+    ),
     "length": (
         lambda: fit(DCTStrategy(), Module(), 3, max_steps=2 + rank()),
         ["`Trainer(max_steps)` (rank 0: 2, rank 1: 3)"],
@@ -132,7 +162,10 @@ DISAGREEMENTS: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: fit(DCTStrategy(), Module(), 4, accumulate_grad_batches=1 + rank()),
         ["`Trainer(accumulate_grad_batches)` (rank 0: 1, rank 1: 2)"],
     ),
-    "Fabric": (in_fabric, ["`betas of optimizer 0, group 0` (rank 0: [0.9, 0.99], rank 1: [0.8, 0.99])"]),
+    "Fabric": (
+        in_fabric,
+        ["`betas of optimizer 0, group 0` (rank 0: [0.9, 0.99], rank 1: [0.8, 0.99])"],
+    ),
     "format of rows": (
         lambda: tables(value_format="1bit" if rank() else "2bit"),
         ["`tables.value_format` (rank 0: '2bit', rank 1: '1bit')"],
@@ -141,7 +174,10 @@ DISAGREEMENTS: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: tables(density=0.1 + 0.1 * rank()),
         ["`tables.density` (rank 0: 0.1, rank 1: 0.2)"],
     ),
-    "cache": (lambda: tables(cache_rows=100 - rank()), ["`tables.cache_rows` (rank 0: 100, rank 1: 99)"]),
+    "cache": (
+        lambda: tables(cache_rows=100 - rank()),
+        ["`tables.cache_rows` (rank 0: 100, rank 1: 99)"],
+    ),
     "tables": (lambda: tables(more=ShardedEmbeddingBags([3], 2) if rank() else None), ["`more."]),
     "split point": (
         lambda: fit(DCTStrategy(), split(), 3),
@@ -161,7 +197,9 @@ def disagree(name: str) -> str:
 
 @pytest.mark.parametrize("name", DISAGREEMENTS)
 def test_disagreement_is_an_error_on_every_rank(ranks: Any, name: str) -> None:
-    """Oracle: what differs and each rank's value; the harness fails a rank that waits for the other."""
+    """Oracle: what differs and each rank's value; the harness fails a rank that waits for the
+    other.
+    """
     for message in ranks(2).run(disagree, name):
         for words in DISAGREEMENTS[name][1]:
             assert words in message
@@ -183,7 +221,9 @@ def refuse_corrupt_payload() -> str:
         return message_of(fit, DCTStrategy(), Module(), 3)
 
 
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="payloads are made elsewhere there: `compress/test_contract.py`")
+@pytest.mark.skipif(
+    DEVICE.type == "cuda", reason="payloads are made elsewhere there: `compress/test_contract.py`"
+)
 def test_corrupt_payload_is_an_error_on_every_rank(ranks: Any) -> None:
     """Oracle: an error that names the sender, on all ranks alike."""
     for message in ranks(2).run(refuse_corrupt_payload):
@@ -192,14 +232,18 @@ def test_corrupt_payload_is_an_error_on_every_rank(ranks: Any) -> None:
 
 
 def skip_a_step_of_one(exchange: str, local_steps: int, density: float | None = None) -> str:
-    """Two nets of the same size, of which rank 1 once leaves out the step of the first, without lifelines."""
+    """Two nets of the same size, of which rank 1 once leaves out the step of the first, without
+    lifelines.
+    """
     lifeline_of_process()  # as an earlier loop of this process may have had
     strategy = lightning_dct.fabric.DCTStrategy(
         exchange=exchange, local_steps=local_steps, density=density, warmup_steps=0, lifelines=False
     )
     fabric = launched(strategy)
     nets = nn.ModuleList([nn.Linear(40, 40), nn.Linear(40, 40)])
-    nets, *optimizers = fabric.setup(nets, *(torch.optim.SGD(net.parameters(), 0.1) for net in nets))
+    nets, *optimizers = fabric.setup(
+        nets, *(torch.optim.SGD(net.parameters(), 0.1) for net in nets)
+    )
 
     def train() -> None:
         for step in range(12):
@@ -214,9 +258,15 @@ def skip_a_step_of_one(exchange: str, local_steps: int, density: float | None = 
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="gloo's sizes are checked, and NCCL's are not")
-@pytest.mark.parametrize(("exchange", "local_steps", "world_size"), [("all_gather", 1, 2), ("two_phase", 2, 3)])
-def test_another_optimizers_updates_are_refused(ranks: Any, exchange: str, local_steps: int, world_size: int) -> None:
-    """Oracle: an error on every rank at the first exchange that would add one net's updates to the other."""
+@pytest.mark.parametrize(
+    ("exchange", "local_steps", "world_size"), [("all_gather", 1, 2), ("two_phase", 2, 3)]
+)
+def test_another_optimizers_updates_are_refused(
+    ranks: Any, exchange: str, local_steps: int, world_size: int
+) -> None:
+    """Oracle: an error on every rank at the first exchange that would add one net's updates to the
+    other.
+    """
     for message in ranks(world_size).run(skip_a_step_of_one, exchange, local_steps):
         assert "in another step" in message
         assert "and step the same optimizers in the same order" in message
@@ -224,7 +274,9 @@ def test_another_optimizers_updates_are_refused(ranks: Any, exchange: str, local
 
 def test_whole_updates_of_another_optimizer_are_refused(ranks: Any) -> None:
     for message in ranks(3).run(skip_a_step_of_one, "all_gather", 2, 1.0):
-        assert message.startswith("The ranks exchange whole updates of other tensors, or of another step")
+        assert message.startswith(
+            "The ranks exchange whole updates of other tensors, or of another step"
+        )
 
 
 def want_lifelines_by_turns() -> list[bool]:

@@ -1,4 +1,6 @@
-"""The synchronised gradients are the right ones: equal to DDP's, to the reference's, to each other's, in sum."""
+"""The synchronised gradients are the right ones: equal to DDP's, to the reference's, to each
+other's, in sum.
+"""
 
 from typing import Any
 
@@ -6,7 +8,13 @@ import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 
-from distributed.random_runs import assert_remembered, assert_weights, draw, run_cases, train_gradients
+from distributed.random_runs import (
+    assert_remembered,
+    assert_weights,
+    draw,
+    run_cases,
+    train_gradients,
+)
 from distributed.training import (
     Module,
     Run,
@@ -17,7 +25,10 @@ from distributed.training import (
 from lightning_dct import DCTStrategy
 from one_card import DEVICE
 
-OPTIMIZERS = {"momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}), "adam": (torch.optim.Adam, {"lr": 0.01})}
+OPTIMIZERS = {
+    "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
+    "adam": (torch.optim.Adam, {"lr": 0.01}),
+}
 
 
 def train_densely(strategy: str, optimizer: str) -> Run:
@@ -25,7 +36,9 @@ def train_densely(strategy: str, optimizer: str) -> Run:
     chosen = (
         DDPStrategy()
         if strategy == "ddp"
-        else DCTStrategy(compress="gradients", density=1.0, value_format="fp32", exchange="two_phase")
+        else DCTStrategy(
+            compress="gradients", density=1.0, value_format="fp32", exchange="two_phase"
+        )
     )
     return fit(chosen, Module(None, kind, **settings), 20)
 
@@ -53,10 +66,16 @@ def test_density_one_trains_as_ddp(ranks: Any, world_size: int, optimizer: str) 
     assert ours[0].synchronisations == 20
 
 
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="a GPU's optimizers round otherwise than the reference on a CPU")
-@pytest.mark.parametrize(("world_size", "exchange"), [(2, "all_gather"), (3, "two_phase"), (4, "hierarchical")])
+@pytest.mark.skipif(
+    DEVICE.type == "cuda", reason="a GPU's optimizers round otherwise than the reference on a CPU"
+)
+@pytest.mark.parametrize(
+    ("world_size", "exchange"), [(2, "all_gather"), (3, "two_phase"), (4, "hierarchical")]
+)
 def test_matches_the_reference(ranks: Any, world_size: int, exchange: str) -> None:
-    """Oracle: lightning_dct.reference, every bit of weights, residuals and thresholds; random shapes and settings."""
+    """Oracle: lightning_dct.reference, every bit of weights, residuals and thresholds; random
+    shapes and settings.
+    """
     by_rank = ranks(world_size).run(run_cases, "gradients", exchange)
     for seed, runs in enumerate(zip(*by_rank, strict=True)):
         weights, feedbacks = train_gradients(draw(seed, "gradients", exchange), world_size)

@@ -48,7 +48,9 @@ def train_idiom_on_two_nodes(*arguments: Any) -> Any:
     ],
 )
 def test_idiom_trains(ranks: Any, world_size: int, exchange: str, name: str) -> None:
-    """Oracles: replicas equal, the loss falls, one synchronisation an optimizer step, gradients conserved in sum."""
+    """Oracles: replicas equal, the loss falls, one synchronisation an optimizer step, gradients
+    conserved in sum.
+    """
     train = train_idiom_on_two_nodes if exchange == "hierarchical" else train_idiom
     results = ranks(world_size).run(train, name, 0.2, exchange)
     runs = [run for run, _ in results]
@@ -84,7 +86,8 @@ def test_a_kernel_that_is_not_installed_is_refused_on_every_rank(ranks: Any) -> 
 
 def fit_twice(settings: dict[str, Any]) -> tuple[list[str], int, int]:
     """Validation between two fits tears the strategy down as often."""
-    strategy, watch = DCTStrategy(density=0.2, **settings), Watch()
+    strategy = DCTStrategy(density=0.2, **settings)
+    watch = Watch()
     before = len(dist.distributed_c10d._world.pg_names)
     with on_two_nodes():
         trainer = trainer_for(strategy, callbacks=[watch], num_nodes=2, devices=2)
@@ -92,7 +95,11 @@ def fit_twice(settings: dict[str, Any]) -> tuple[list[str], int, int]:
         trainer.test(Module(), loader(1, 40, 8), verbose=False)
         trainer.fit_loop.max_epochs = 2
         trainer.fit(Module(), loader(4, 40, 8))
-    return watch.hashes, strategy.traffic.totals.steps, len(dist.distributed_c10d._world.pg_names) - before
+    return (
+        watch.hashes,
+        strategy.traffic.totals.steps,
+        len(dist.distributed_c10d._world.pg_names) - before,
+    )
 
 
 @pytest.mark.parametrize(
@@ -117,7 +124,9 @@ class WithStatistics(Module):
 
 
 def groups_in_use(settings: dict[str, Any]) -> list[set[bool]]:
-    """Whether exchanges, and those of buffers, are on the default group, on which Lightning averages logs."""
+    """Whether exchanges, and those of buffers, are on the default group, on which Lightning
+    averages logs.
+    """
     used: list[set[bool]] = [set(), set()]
 
     def noted(collective: Any, seen: set[bool]) -> Any:
@@ -128,10 +137,16 @@ def groups_in_use(settings: dict[str, Any]) -> list[set[bool]]:
         return start
 
     with (
-        mock.patch.object(compressed, "all_gather_payload", noted(collectives.all_gather_payload, used[0])),
+        mock.patch.object(
+            compressed, "all_gather_payload", noted(collectives.all_gather_payload, used[0])
+        ),
         mock.patch.object(buffers, "extremes", noted(collectives.extremes, used[1])),
     ):
-        fit(DCTStrategy(density=0.2, min_tensor_size=0, local_steps=2, **settings), WithStatistics(), 6)
+        fit(
+            DCTStrategy(density=0.2, min_tensor_size=0, local_steps=2, **settings),
+            WithStatistics(),
+            6,
+        )
     return used
 
 
@@ -140,5 +155,7 @@ def test_what_training_waits_for_does_not_queue_behind_updates_in_flight(
     ranks: Any, overlap_steps: int, on_default: set[bool]
 ) -> None:
     """Under NCCL the collectives of one group run one after the other."""
-    for used in ranks(2).run(groups_in_use, {"overlap_steps": overlap_steps, "exchange": "all_gather"}):
+    for used in ranks(2).run(
+        groups_in_use, {"overlap_steps": overlap_steps, "exchange": "all_gather"}
+    ):
         assert used == [on_default, {True}]

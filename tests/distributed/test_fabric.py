@@ -1,4 +1,6 @@
-"""The same for Fabric users: training, refreshes, checkpoints; and a process group of the user's own."""
+"""The same for Fabric users: training, refreshes, checkpoints; and a process group of the user's
+own.
+"""
 
 import gc
 import pickle
@@ -44,9 +46,15 @@ def flat(module: torch.nn.Module) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
 
 
-def train_with_fabric(settings: dict[str, Any] | None, checkpoint: Path | None = None) -> dict[str, Any]:
+def train_with_fabric(
+    settings: dict[str, Any] | None, checkpoint: Path | None = None
+) -> dict[str, Any]:
     """Train with Fabric; with a checkpoint, save half way, spoil everything and load it again."""
-    strategy = FabricDDPStrategy() if settings is None else FabricDCTStrategy(**{"compress": "gradients", **settings})
+    strategy = (
+        FabricDDPStrategy()
+        if settings is None
+        else FabricDCTStrategy(**{"compress": "gradients", **settings})
+    )
     fabric = launched(strategy)
     torch.manual_seed(0)
     module, optimizer = set_up(fabric, momentum=0.9)
@@ -79,7 +87,9 @@ def test_dense_fabric_equals_ddp(ranks: Any) -> None:
 
 
 def train_without_fabrics_backward(compress: str) -> int:
-    strategy = FabricDCTStrategy(compress=compress, local_steps=1, density=0.05, refresh_every=5, adapt_threshold=False)
+    strategy = FabricDCTStrategy(
+        compress=compress, local_steps=1, density=0.05, refresh_every=5, adapt_threshold=False
+    )
     fabric = launched(strategy)
     module, optimizer = set_up(fabric)
     for inputs, _ in Noise(STEPS, 40, 8, rank=rank()):
@@ -91,7 +101,9 @@ def train_without_fabrics_backward(compress: str) -> int:
 
 @pytest.mark.parametrize("compress", ["gradients", "updates"])
 def test_plain_backward_is_allowed_and_refreshes(ranks: Any, compress: str) -> None:
-    """Fabric forbids ``loss.backward()`` under strategies that override ``backward``; steps 0, 5 and 10 are due."""
+    """Fabric forbids ``loss.backward()`` under strategies that override ``backward``; steps 0, 5
+    and 10 are due.
+    """
     assert ranks(2).run(train_without_fabrics_backward, compress) == [3, 3]
 
 
@@ -105,7 +117,9 @@ def test_fabric_checkpoints_hold_the_compression_state(ranks: Any, tmp_path: Pat
 
 
 def test_updates_are_exchanged_and_saved(ranks: Any, tmp_path: Path) -> None:
-    """Oracle: shared weights equal on all ranks, own ones not, and a run that is loaded half way, within a round."""
+    """Oracle: shared weights equal on all ranks, own ones not, and a run that is loaded half way,
+    within a round.
+    """
     settings = {"compress": "updates", "local_steps": 4, "density": 0.2, "overlap_steps": 2}
     one, other = ranks(2).run(train_with_fabric, settings)
     assert torch.equal(one["weights"], other["weights"])
@@ -116,14 +130,20 @@ def test_updates_are_exchanged_and_saved(ranks: Any, tmp_path: Path) -> None:
     assert torch.equal(resumed[1]["own"], other["own"])
 
 
-def end_with_updates_in_flight(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[str]]:
-    """The final weights: of an evaluation, with what is saved in it; and of a plain loop, which ends with `close`."""
+def end_with_updates_in_flight(
+    path: Path,
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[str]]:
+    """The final weights: of an evaluation, with what is saved in it; and of a plain loop, which
+    ends with `close`.
+    """
     settings = {"local_steps": 3, "overlap_steps": 3, "density": 0.2, "warmup_steps": 0}
     batches = list(Noise(10, 40, 8, rank=rank()))
     strategy = FabricDCTStrategy(**settings)
     fabric = launched(strategy)
     with patch("lightning_dct.fabric.rank_zero_info") as said:
-        module, optimizer = fabric.setup(model := perceptron(), torch.optim.SGD(model.parameters(), lr=0.1))
+        module, optimizer = fabric.setup(
+            model := perceptron(), torch.optim.SGD(model.parameters(), lr=0.1)
+        )
         for inputs, _ in batches:
             fabric.backward(module(fabric.to_device(inputs)).square().mean())
             optimizer.step()
@@ -183,7 +203,9 @@ def test_a_forward_may_write_other_weights_on_each_rank(ranks: Any) -> None:
 
 
 def load_within_an_evaluation(path: Path) -> bool:
-    """Whether a rank's own weights are those that were saved after a checkpoint is loaded in mid-run."""
+    """Whether a rank's own weights are those that were saved after a checkpoint is loaded in
+    mid-run.
+    """
     strategy = FabricDCTStrategy(local_steps=1, density=0.1)
     fabric = launched(strategy)
     module, optimizer = set_up(fabric)
@@ -202,7 +224,9 @@ def test_a_checkpoint_may_be_loaded_within_an_evaluation(ranks: Any, tmp_path: P
 
 
 def evaluate_within_an_evaluation(steps: int) -> bool:
-    """Whether the weights and buffers of an evaluation stay when another one within it ends, and its own afterwards."""
+    """Whether the weights and buffers of an evaluation stay when another one within it ends, and
+    its own afterwards.
+    """
     strategy = FabricDCTStrategy(density=0.1)
     fabric = launched(strategy)
     original = torch.nn.Sequential(torch.nn.Linear(40, 8), torch.nn.BatchNorm1d(8))
@@ -228,7 +252,9 @@ def test_an_evaluation_within_another(ranks: Any, steps: int) -> None:
 
 
 def train_a_probe_within_an_evaluation() -> bool:
-    """Whether an evaluation within another sees shared weights of a module that was trained meanwhile."""
+    """Whether an evaluation within another sees shared weights of a module that was trained
+    meanwhile.
+    """
     strategy = FabricDCTStrategy(density=0.2, local_steps=1)
     fabric = launched(strategy)
     other = set_up(fabric)  # nobody else keeps it
@@ -272,7 +298,9 @@ def save_fewer_modules(path: Path) -> None:
     fabric.save(path, {"first": modules["first"]})
 
 
-def test_a_save_removes_what_modules_of_an_earlier_one_have_left(ranks: Any, tmp_path: Path) -> None:
+def test_a_save_removes_what_modules_of_an_earlier_one_have_left(
+    ranks: Any, tmp_path: Path
+) -> None:
     ranks(2).run(save_fewer_modules, tmp_path / "a.ckpt")
     assert sorted(one.name for one in tmp_path.iterdir()) == ["a.ckpt", "a.ckpt.module-0.dct"]
 
@@ -316,7 +344,9 @@ def train_in_groups_of_two_sizes() -> int:
 
 
 def test_groups_of_two_sizes(ranks: Any) -> None:
-    """Oracle: a group of one rank has nobody to make groups with, and yet takes part where others make theirs."""
+    """Oracle: a group of one rank has nobody to make groups with, and yet takes part where others
+    make theirs.
+    """
     assert ranks(3).run(train_in_groups_of_two_sizes) == [2, 2, 1]
 
 
@@ -362,7 +392,9 @@ def test_an_optimizer_that_nobody_loads_stays_as_it_is(ranks: Any, tmp_path: Pat
 
 
 def load_with_another_rate(path: Path) -> list[tuple[list[float], bool]]:
-    """The rates after a load and whether each rank has its own momentum: of what was saved, and of a file edited."""
+    """The rates after a load and whether each rank has its own momentum: of what was saved, and of
+    a file edited.
+    """
     found = []
     for rate in (0.1, 0.001):
         fabric = launched(FabricDCTStrategy())
@@ -370,7 +402,8 @@ def load_with_another_rate(path: Path) -> list[tuple[list[float], bool]]:
         state = {"model": model, "optimizer": optimizer}
         fabric.backward(model(torch.full((4, 40), 1.0 + rank(), device=fabric.device)).sum())
         optimizer.step()
-        optimizer.param_groups[0]["momentum"] = 0.5 + 0.1 * rank()  # as methods that adapt it on each rank
+        # As methods that adapt it on each rank.
+        optimizer.param_groups[0]["momentum"] = 0.5 + 0.1 * rank()
         momentum = optimizer.state[model.gain]["momentum_buffer"].clone()
         fabric.save(path, state)
         if rank() == 0:
@@ -386,7 +419,9 @@ def load_with_another_rate(path: Path) -> list[tuple[list[float], bool]]:
     return found
 
 
-def test_hyperparameters_that_somebody_edits_in_the_file_are_taken(ranks: Any, tmp_path: Path) -> None:
+def test_hyperparameters_that_somebody_edits_in_the_file_are_taken(
+    ranks: Any, tmp_path: Path
+) -> None:
     """A rank keeps its own only if the file has those that were saved."""
     one, other = ranks(2).run(load_with_another_rate, tmp_path / "edited.ckpt")
     assert one == [([0.1, 0.5], True), ([0.001, 0.5], True)]
@@ -394,8 +429,12 @@ def test_hyperparameters_that_somebody_edits_in_the_file_are_taken(ranks: Any, t
 
 
 def load_a_checkpoint_of_plain_ddp(path: Path, compress: str) -> list[bool]:
-    """Whether residuals are there before and after, while updates are in flight, and whether a rank has its own."""
-    rounds = {"local_steps": 2, "warmup_steps": 0, "overlap_steps": 2} if compress == "updates" else {}
+    """Whether residuals are there before and after, while updates are in flight, and whether a rank
+    has its own.
+    """
+    rounds = (
+        {"local_steps": 2, "warmup_steps": 0, "overlap_steps": 2} if compress == "updates" else {}
+    )
     strategy = FabricDCTStrategy(compress=compress, density=0.1, **rounds)
     fabric = launched(strategy)
     model, optimizer = set_up(fabric)
@@ -403,21 +442,33 @@ def load_a_checkpoint_of_plain_ddp(path: Path, compress: str) -> list[bool]:
         torch.save({"model": model.state_dict()}, path)
     fabric.barrier()
     train_in_fabric(fabric, model, optimizer, 4)
-    before, steps = strategy.synchronizers[0].norm(), strategy.traffic.totals.steps
+    before = strategy.synchronizers[0].norm()
+    steps = strategy.traffic.totals.steps
     fabric.load(path, {"model": model})
     same = torch.load(path)["model"]
-    alike = all(torch.equal(same[name].to(one.device), one) for name, one in model.state_dict().items())
-    return [before > 0.0, strategy.synchronizers[0].norm() > 0.0, alike, steps == strategy.traffic.totals.steps]
+    alike = all(
+        torch.equal(same[name].to(one.device), one) for name, one in model.state_dict().items()
+    )
+    return [
+        before > 0.0,
+        strategy.synchronizers[0].norm() > 0.0,
+        alike,
+        steps == strategy.traffic.totals.steps,
+    ]
 
 
 @pytest.mark.parametrize("compress", ["gradients", "updates"])
-def test_residuals_start_at_zero_without_a_saved_state(ranks: Any, tmp_path: Path, compress: str) -> None:
+def test_residuals_start_at_zero_without_a_saved_state(
+    ranks: Any, tmp_path: Path, compress: str
+) -> None:
     found = ranks(2).run(load_a_checkpoint_of_plain_ddp, tmp_path / "ddp.ckpt", compress)
     assert found == [[True, False, True, True]] * 2
 
 
 def load_one_of_two(path: Path) -> list[bool]:
-    """Whether a module that nobody loads goes on, and whether one is found in a program with fewer modules."""
+    """Whether a module that nobody loads goes on, and whether one is found in a program with fewer
+    modules.
+    """
     settings = {"local_steps": 2, "warmup_steps": 0, "overlap_steps": 1, "density": 0.2}
 
     def train(fabric: Fabric, module: Any, optimizer: Any) -> torch.Tensor:
@@ -425,10 +476,15 @@ def load_one_of_two(path: Path) -> list[bool]:
         return flat(module)
 
     fabric = launched(FabricDCTStrategy(**settings))
-    (first, of_first), (second, of_second) = set_up(fabric, momentum=0.9), set_up(fabric, momentum=0.9)
+    (first, of_first), (second, of_second) = (
+        set_up(fabric, momentum=0.9),
+        set_up(fabric, momentum=0.9),
+    )
     train(fabric, first, of_first)
     train(fabric, second, of_second)
-    fabric.save(path, {"first": first, "second": second, "of_first": of_first, "of_second": of_second})
+    fabric.save(
+        path, {"first": first, "second": second, "of_first": of_first, "of_second": of_second}
+    )
     later = train(fabric, second, of_second)
     fabric.load(path, {"first": first, "of_first": of_first})
     untouched = torch.equal(flat(second), later)
@@ -439,14 +495,17 @@ def load_one_of_two(path: Path) -> list[bool]:
 
 
 def test_modules_are_found_by_their_key(ranks: Any, tmp_path: Path) -> None:
-    """Oracle: the same three steps, by the module that was saved and by the one that was loaded, within a round."""
+    """Oracle: the same three steps, by the module that was saved and by the one that was loaded,
+    within a round.
+    """
     assert ranks(2).run(load_one_of_two, tmp_path / "two.ckpt") == [[True, True]] * 2
 
 
 def train_folds(compress: str) -> tuple[list[bool], int]:
     """Train one module after the other; which of them are kept, and the number of synchronizers.
 
-    A reference cycle keeps those of rank 1 until their memory is collected, which happens on each rank at its own time.
+    A reference cycle keeps those of rank 1 until their memory is collected, which happens on each
+    rank at its own time.
     """
     strategy = FabricDCTStrategy(compress=compress)
     fabric = launched(strategy)
@@ -469,15 +528,22 @@ def train_folds(compress: str) -> tuple[list[bool], int]:
 
 @pytest.mark.parametrize("compress", ["gradients", "updates"])
 def test_modules_that_are_dropped_are_not_kept(ranks: Any, compress: str) -> None:
-    """Oracle: no reference; and ranks that disagree for a while on what is there do not wait for each other."""
+    """Oracle: no reference; and ranks that disagree for a while on what is there do not wait for
+    each other.
+    """
     assert ranks(2).run(train_folds, compress) == [([False] * 9, 0)] * 2
 
 
 def train_in_phases(path: Path, overlap_steps: int) -> tuple[list[bool], list[int]]:
-    """A new optimizer for each phase; then a resume with one. Whether buffers were alike, and the steps it counts."""
+    """A new optimizer for each phase; then a resume with one.
+
+    Whether buffers were alike, and the steps it counts.
+    """
 
     def begin() -> tuple[Fabric, Any]:
-        strategy = FabricDCTStrategy(local_steps=2, overlap_steps=overlap_steps, density=0.5, warmup_steps=0)
+        strategy = FabricDCTStrategy(
+            local_steps=2, overlap_steps=overlap_steps, density=0.5, warmup_steps=0
+        )
         fabric = launched(strategy)
         torch.manual_seed(0)
         layers = torch.nn.Sequential(torch.nn.Linear(4, 40), torch.nn.BatchNorm1d(40))
@@ -508,12 +574,16 @@ def train_in_phases(path: Path, overlap_steps: int) -> tuple[list[bool], list[in
     fabric.load(path, {"module": module, "optimizer": optimizer})
     train(1)
     clocks = fabric.strategy.synchronizers[0].state_dict()["exchange_clocks"]
-    return alike, [clocks[f"steps of {number}"] for number in range(2) if f"steps of {number}" in clocks]
+    return alike, [
+        clocks[f"steps of {number}"] for number in range(2) if f"steps of {number}" in clocks
+    ]
 
 
 @pytest.mark.parametrize("overlap_steps", [0, 1])
 def test_an_optimizer_for_each_phase(ranks: Any, tmp_path: Path, overlap_steps: int) -> None:
-    """Oracle: running statistics are averaged in the last phase, too, and the last optimizer's clock goes on."""
+    """Oracle: running statistics are averaged in the last phase, too, and the last optimizer's
+    clock goes on.
+    """
     for alike, steps in ranks(2).run(train_in_phases, tmp_path / "a.ckpt", overlap_steps):
         assert alike == [step % 2 == 1 for step in range(8)]
         assert 9 in steps
@@ -541,7 +611,9 @@ def train_parts_of_a_list() -> list[torch.Tensor]:
     strategy = FabricDCTStrategy(density=0.2)
     fabric = launched(strategy)
     part = torch.nn.Linear(40, 8)
-    optimizer = fabric.setup(torch.nn.ModuleList([part]), torch.optim.SGD(part.parameters(), lr=0.1))[1]
+    optimizer = fabric.setup(
+        torch.nn.ModuleList([part]), torch.optim.SGD(part.parameters(), lr=0.1)
+    )[1]
     gc.collect()
     fabric.backward(part(torch.full((4, 40), 1.0 + rank(), device=fabric.device)).sum())
     optimizer.step()

@@ -1,4 +1,6 @@
-"""Lightning's own callbacks, tuner and profilers do under DCTStrategy what they do under DDPStrategy."""
+"""Lightning's own callbacks, tuner and profilers do under DCTStrategy what they do under
+DDPStrategy.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -47,7 +49,8 @@ from distributed.training import (
 from fsdp.training import Plain, fsdp, train
 from lightning_dct import DCTStrategy, SplitPoint
 
-BATCHES, EPOCHS = 4, 4
+BATCHES = 4
+EPOCHS = 4
 
 
 class Evaluated(Module):
@@ -63,7 +66,9 @@ class Evaluated(Module):
 
 
 class Epochs(Callback):
-    """Keeps the weights at the end of each epoch, before and after Lightning averages them at the very end."""
+    """Keeps the weights at the end of each epoch, before and after Lightning averages them at the
+    very end.
+    """
 
     def __init__(self) -> None:
         self.weights: list[State] = []
@@ -73,7 +78,9 @@ class Epochs(Callback):
 
 
 class Feature(NamedTuple):
-    """Callbacks and settings of a Trainer, and what they shall leave, for a look at it after fit."""
+    """Callbacks and settings of a Trainer, and what they shall leave, for a look at it after
+    fit.
+    """
 
     callbacks: Callable[[Path], list[Callback]]
     trainer: dict[str, Any] = {}
@@ -91,24 +98,36 @@ FEATURES = {
         lambda _: [EarlyStopping("val_loss", min_delta=1.0, patience=1)],
         look=lambda callbacks: (callbacks[0].stopped_epoch, float(callbacks[0].best_score)),
     ),
-    "StochasticWeightAveraging": Feature(lambda _: [StochasticWeightAveraging(0.05, swa_epoch_start=2)]),
+    "StochasticWeightAveraging": Feature(
+        lambda _: [StochasticWeightAveraging(0.05, swa_epoch_start=2)]
+    ),
     "WeightAveraging": Feature(lambda _: [WeightAveraging()]),
-    "EMAWeightAveraging": Feature(lambda _: [EMAWeightAveraging(decay=0.9, update_every_n_steps=2)]),
-    "GradientAccumulationScheduler": Feature(lambda _: [GradientAccumulationScheduler({0: 4, 2: 2})]),
+    "EMAWeightAveraging": Feature(
+        lambda _: [EMAWeightAveraging(decay=0.9, update_every_n_steps=2)]
+    ),
+    "GradientAccumulationScheduler": Feature(
+        lambda _: [GradientAccumulationScheduler({0: 4, 2: 2})]
+    ),
     "ModelCheckpoint": Feature(
         lambda folder: [ModelCheckpoint(folder, "{epoch}", monitor="val_loss", save_top_k=1)],
         {"enable_checkpointing": True},
         look=checkpoints,
     ),
-    "ModelPruning": Feature(lambda _: [ModelPruning("l1_unstructured", amount=0.2, use_global_unstructured=True)]),
-    "monitors": Feature(lambda _: [LearningRateMonitor(), Timer()], {"logger": CSVLogger, "log_every_n_steps": 4}),
+    "ModelPruning": Feature(
+        lambda _: [ModelPruning("l1_unstructured", amount=0.2, use_global_unstructured=True)]
+    ),
+    "monitors": Feature(
+        lambda _: [LearningRateMonitor(), Timer()], {"logger": CSVLogger, "log_every_n_steps": 4}
+    ),
     "detect_anomaly": Feature(lambda _: [], {"detect_anomaly": True}),
     "overfit_batches": Feature(lambda _: [], {"overfit_batches": 3}),
 }
 
 
 def train_with(name: str, folder: Path) -> list[tuple[Run, Any, list[State]]]:
-    """Under DDP, under DCT at density 1.0 and at 0.1: the run, what the feature has left, weights after each epoch."""
+    """Under DDP, under DCT at density 1.0 and at 0.1: the run, what the feature has left, weights
+    after each epoch.
+    """
     feature = FEATURES[name]
     results = []
     for strategy in (
@@ -117,7 +136,8 @@ def train_with(name: str, folder: Path) -> list[tuple[Run, Any, list[State]]]:
         DCTStrategy(compress="gradients", density=0.1, refresh_every=5),
     ):
         here = folder / str(len(results))
-        callbacks, epochs = feature.callbacks(here), Epochs()
+        callbacks = feature.callbacks(here)
+        epochs = Epochs()
         settings = {"max_epochs": EPOCHS, "num_sanity_val_steps": 0, **feature.trainer}
         if "logger" in settings:
             settings["logger"] = settings["logger"](here)
@@ -128,7 +148,9 @@ def train_with(name: str, folder: Path) -> list[tuple[Run, Any, list[State]]]:
 
 @pytest.mark.parametrize("name", FEATURES)
 def test_feature(ranks: Any, tmp_path: Path, name: str) -> None:
-    """Oracles: DDPStrategy, bitwise, at density 1.0; replicas equal below it; and a check of the feature's own."""
+    """Oracles: DDPStrategy, bitwise, at density 1.0; replicas equal below it; and a check of the
+    feature's own.
+    """
     by_rank = ranks(2).run(train_with, name, tmp_path)
     for ddp, dense, _ in by_rank:
         assert_weights_equal(ddp[0].weights, dense[0].weights)
@@ -148,11 +170,17 @@ def assert_feature(name: str, run: Run, left: Any, epochs: list[State], folder: 
             steps = BATCHES * (left[0] + 1)
             assert 0 < left[0] < EPOCHS - 1
         case "StochasticWeightAveraging":
-            # Lightning takes the weights up as an epoch starts: from the second on, so all but those of the last.
-            mean = {key: sum(weights[key] for weights in epochs[:-1]) / (EPOCHS - 1) for key in run.weights}
+            # Lightning takes the weights up as an epoch starts: from the second on, so all but
+            # those of the last.
+            mean = {
+                key: sum(weights[key] for weights in epochs[:-1]) / (EPOCHS - 1)
+                for key in run.weights
+            }
             assert_weights_close(mean, run.weights)
         case "EMAWeightAveraging" | "WeightAveraging":
-            assert any(not torch.equal(weight, epochs[-1][key]) for key, weight in run.weights.items())
+            assert any(
+                not torch.equal(weight, epochs[-1][key]) for key, weight in run.weights.items()
+            )
         case "GradientAccumulationScheduler":
             steps = 2 * BATCHES // 4 + 2 * BATCHES // 2
         case "ModelCheckpoint":
@@ -171,13 +199,20 @@ def assert_feature(name: str, run: Run, left: Any, epochs: list[State], folder: 
 
 
 def find_rate_and_fit(folder: Path, settings: dict[str, Any], search: str | None) -> Run:
-    strategy, watch, module = DCTStrategy(refresh_every=4, **settings), Watch(), Module()
+    strategy = DCTStrategy(refresh_every=4, **settings)
+    watch = Watch()
+    module = Module()
     module.lr = 0.1
     finder = LearningRateFinder(num_training_steps=6, max_lr=0.1, attr_name="lr")
     callbacks = [watch, *[finder] * (search == "callback")]
     trainer = trainer_for(strategy, callbacks=callbacks, default_root_dir=folder, max_epochs=2)
     if search == "tuner":
-        rates = {"num_training": 6, "max_lr": 0.1, "early_stop_threshold": None, "update_attr": False}
+        rates = {
+            "num_training": 6,
+            "max_lr": 0.1,
+            "early_stop_threshold": None,
+            "update_attr": False,
+        }
         found = Tuner(trainer).lr_find(module, loader(BATCHES, 40, 8), **rates)
         assert len(found.results["loss"]) >= 5
     trainer.fit(module, loader(BATCHES, 40, 8))
@@ -188,11 +223,15 @@ def find_rate_and_fit(folder: Path, settings: dict[str, Any], search: str | None
 @pytest.mark.parametrize(
     "settings", [{"compress": "gradients", "density": 0.1}, {"local_steps": 2, "density": 0.1}, {}]
 )
-def test_search_for_a_learning_rate_leaves_nothing_behind(ranks: Any, tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_search_for_a_learning_rate_leaves_nothing_behind(
+    ranks: Any, tmp_path: Path, settings: dict[str, Any]
+) -> None:
     """Oracle: the same fit without a search, bitwise: weights, residuals, thresholds, traffic."""
     plain = ranks(2).run(find_rate_and_fit, tmp_path, settings, None)
     for search in ("tuner", "callback"):
-        for expected, run in zip(plain, ranks(2).run(find_rate_and_fit, tmp_path, settings, search), strict=True):
+        for expected, run in zip(
+            plain, ranks(2).run(find_rate_and_fit, tmp_path, settings, search), strict=True
+        ):
             assert run.hashes == expected.hashes
             assert_weights_equal(expected.residuals, run.residuals)
             assert run.state["thresholds"] == expected.state["thresholds"]
@@ -202,7 +241,9 @@ def test_search_for_a_learning_rate_leaves_nothing_behind(ranks: Any, tmp_path: 
 
 
 class Notes(Callback):
-    """Notes the weights that a hook sees at the beginning of each epoch, after the search, and what is sent then."""
+    """Notes the weights that a hook sees at the beginning of each epoch, after the search, and what
+    is sent then.
+    """
 
     def __init__(self) -> None:
         self.seen: list[str] = []
@@ -216,17 +257,30 @@ class Notes(Callback):
 
 
 def search_in_mid_run(folder: Path, searches: bool) -> tuple[Run, list[str]]:
-    strategy, module, watch, notes = DCTStrategy(), Module(), Watch(), Notes()
+    strategy = DCTStrategy()
+    module = Module()
+    watch = Watch()
+    notes = Notes()
     module.lr = 0.1
     rates: dict[str, Any] = {"num_training_steps": 6, "max_lr": 1.0, "early_stop_threshold": None}
     search = [SearchLater(update_attr=False, **rates)] if searches else []
     averages = EMAWeightAveraging(decay=0.9)
-    run = fit(strategy, module, loader(BATCHES, 40, 8), callbacks=[averages, *search, notes, watch], max_epochs=3)
+    run = fit(
+        strategy,
+        module,
+        loader(BATCHES, 40, 8),
+        callbacks=[averages, *search, notes, watch],
+        max_epochs=3,
+    )
     return run, notes.seen
 
 
-def test_a_search_in_mid_run_leaves_averages_and_hooks_as_they_were(ranks: Any, tmp_path: Path) -> None:
-    """Oracle: the same fit without a search; all ranks see the same weights where an epoch begins."""
+def test_a_search_in_mid_run_leaves_averages_and_hooks_as_they_were(
+    ranks: Any, tmp_path: Path
+) -> None:
+    """Oracle: the same fit without a search; all ranks see the same weights where an epoch
+    begins.
+    """
     plain = ranks(2).run(search_in_mid_run, tmp_path, False)
     found = ranks(2).run(search_in_mid_run, tmp_path, True)
     for (expected, seen), (run, theirs) in zip(plain, found, strict=True):
@@ -241,12 +295,20 @@ def train_an_averaged_split(folder: Path) -> tuple[Any, Any]:
     saver = ModelCheckpoint(folder, every_n_train_steps=BATCHES)
     module = Module(nn.Sequential(nn.Linear(40, 24), split, nn.Linear(24, 8)))
     averages = [EMAWeightAveraging(decay=0.9), saver]
-    trainer_for(DCTStrategy(), callbacks=averages, enable_checkpointing=True).fit(module, loader(BATCHES, 40, 8))
-    return torch.load(saver.best_model_path)["state_dict"]["model.1._extra_state"], split.get_extra_state()
+    trainer_for(DCTStrategy(), callbacks=averages, enable_checkpointing=True).fit(
+        module, loader(BATCHES, 40, 8)
+    )
+    return torch.load(saver.best_model_path)["state_dict"][
+        "model.1._extra_state"
+    ], split.get_extra_state()
 
 
-def test_a_checkpoint_of_averages_has_the_thresholds_of_training(ranks: Any, tmp_path: Path) -> None:
-    """Lightning copies the module before training, and averages nothing but parameters and buffers."""
+def test_a_checkpoint_of_averages_has_the_thresholds_of_training(
+    ranks: Any, tmp_path: Path
+) -> None:
+    """Lightning copies the module before training, and averages nothing but parameters and
+    buffers.
+    """
     for saved, current in ranks(1).run(train_an_averaged_split, tmp_path):
         assert saved == current
         assert saved["threshold"] is not None
@@ -291,24 +353,41 @@ class TorchProfiler(Callback):
 
 def profile(name: str, compress: str, folder: Path) -> str:
     """What the profiler says of a run of this rank."""
-    profiler, callback = PROFILERS[name], TorchProfiler()
+    profiler = PROFILERS[name]
+    callback = TorchProfiler()
     if profiler is None:
-        fit(DCTStrategy(compress=compress, density=0.1, local_steps=1), Module(), BATCHES, callbacks=[callback])
+        fit(
+            DCTStrategy(compress=compress, density=0.1, local_steps=1),
+            Module(),
+            BATCHES,
+            callbacks=[callback],
+        )
         return str(callback.table)
     here = profiler(dirpath=folder, filename="profile")
-    fit(DCTStrategy(compress=compress, density=0.1, local_steps=1), Module(), BATCHES, profiler=here)
+    fit(
+        DCTStrategy(compress=compress, density=0.1, local_steps=1), Module(), BATCHES, profiler=here
+    )
     return (folder / f"fit-profile-{rank()}.txt").read_text()
 
 
 @pytest.mark.parametrize(
     ("name", "compress"),
-    [("simple", "gradients"), ("advanced", "updates"), ("pytorch", "updates"), ("torch", "gradients")],
+    [
+        ("simple", "gradients"),
+        ("advanced", "updates"),
+        ("pytorch", "updates"),
+        ("torch", "gradients"),
+    ],
 )
 def test_profiler_shows_an_exchange(ranks: Any, tmp_path: Path, name: str, compress: str) -> None:
-    """Oracle: every span on every rank, and with the simple profiler one of each for every step (of one bucket)."""
+    """Oracle: every span on every rank, and with the simple profiler one of each for every step (of
+    one bucket).
+    """
     for report in ranks(2).run(profile, name, compress, tmp_path):
         for work in ("compress", "exchange", "decompress", *["apply"] * (compress == "updates")):
-            lines = [line for line in report.splitlines() if f"[Strategy]DCTStrategy.{work}" in line]
+            lines = [
+                line for line in report.splitlines() if f"[Strategy]DCTStrategy.{work}" in line
+            ]
             assert lines, report
             if name == "simple" and compress == "gradients":
                 (line,) = lines

@@ -63,11 +63,16 @@ class Adversaries(LightningModule):
         return {"loss": losses[0]}
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        return [torch.optim.SGD(self.generator.parameters(), lr=0.1), torch.optim.SGD(self.judge.parameters(), lr=0.1)]
+        return [
+            torch.optim.SGD(self.generator.parameters(), lr=0.1),
+            torch.optim.SGD(self.judge.parameters(), lr=0.1),
+        ]
 
 
 class Branches(nn.Module):
-    """A trunk and three branches, of which one is used, depending on the call and, for ``by_rank``, on the rank."""
+    """A trunk and three branches, of which one is used, depending on the call and, for ``by_rank``,
+    on the rank.
+    """
 
     def __init__(self, by_rank: bool) -> None:
         super().__init__()
@@ -131,9 +136,15 @@ IDIOMS = {
     "clip by norm": Idiom(trainer={"gradient_clip_val": 0.05}),
     "clip by value": Idiom(trainer={"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}),
     "manual": Idiom(Manual),
-    "several optimizers": Idiom(Adversaries, {"find_unused_parameters": True}, synchronisations=2 * BATCHES),
-    "unused at times": Idiom(lambda: Module(Branches(by_rank=False), lr=0.2), {"find_unused_parameters": True}),
-    "unused on ranks": Idiom(lambda: Module(Branches(by_rank=True), lr=0.2), {"find_unused_parameters": True}),
+    "several optimizers": Idiom(
+        Adversaries, {"find_unused_parameters": True}, synchronisations=2 * BATCHES
+    ),
+    "unused at times": Idiom(
+        lambda: Module(Branches(by_rank=False), lr=0.2), {"find_unused_parameters": True}
+    ),
+    "unused on ranks": Idiom(
+        lambda: Module(Branches(by_rank=True), lr=0.2), {"find_unused_parameters": True}
+    ),
     "own process group": Idiom(strategy={"process_group": own_group}),
     "static graph, manual": Idiom(Manual, {"static_graph": True}),
     "copied gradients, accumulation": Idiom(
@@ -162,7 +173,9 @@ def train_idiom(name: str, density: float | None, exchange: Any = "auto", **node
             settings.pop(ours, None)
         strategy: DDPStrategy = DDPStrategy(**settings)
     else:
-        strategy = DCTStrategy(compress="gradients", density=density, refresh_every=5, exchange=exchange, **settings)
+        strategy = DCTStrategy(
+            compress="gradients", density=density, refresh_every=5, exchange=exchange, **settings
+        )
     applied = Applied()
     module = idiom.module()
     with local_gradients() as given:
@@ -179,7 +192,8 @@ def test_idiom_trains_densely_as_ddp_does(ranks: Any, name: str) -> None:
     theirs = ranks(2).run(train_idiom, name, None)
     ours = ranks(2).run(train_idiom, name, 1.0)
     for (expected, _), (run, _) in zip(theirs, ours, strict=True):
-        if name == "clip by norm" and DEVICE.type == "cuda":  # a norm's last bit depends on where gradients lie
+        # A norm's last bit depends on where gradients lie.
+        if name == "clip by norm" and DEVICE.type == "cuda":
             assert_weights_close(expected.weights, run.weights)
         else:
             assert_weights_equal(expected.weights, run.weights)
@@ -189,7 +203,9 @@ def test_idiom_trains_densely_as_ddp_does(ranks: Any, name: str) -> None:
 
 @pytest.mark.parametrize("name", IDIOMS)
 def test_idiom_trains_compressed(ranks: Any, name: str) -> None:
-    """Oracles: replicas equal, the loss falls, one synchronisation an optimizer step, gradients conserved in sum."""
+    """Oracles: replicas equal, the loss falls, one synchronisation an optimizer step, gradients
+    conserved in sum.
+    """
     results = ranks(2).run(train_idiom, name, 0.1)
     runs = [run for run, _ in results]
     assert_replicas_equal(runs)
@@ -210,9 +226,15 @@ def train_updates(name: str, overlap_steps: int) -> tuple[Run, int]:
     idiom = IDIOMS[name]
     settings = {key: value for key, value in idiom.strategy.items() if key != "bucket_cap_mb"}
     strategy = DCTStrategy(
-        density=0.3, local_steps=4, warmup_steps=6, overlap_steps=overlap_steps, refresh_every=5, **settings
+        density=0.3,
+        local_steps=4,
+        warmup_steps=6,
+        overlap_steps=overlap_steps,
+        refresh_every=5,
+        **settings,
     )
-    module, watch = idiom.module(), Watch(every=BATCHES)
+    module = idiom.module()
+    watch = Watch(every=BATCHES)
     trainer = trainer_for(strategy, callbacks=[watch], **idiom.trainer)
     trainer.fit(module, loader(BATCHES, 40, 8))
     return summary(strategy, trainer.lightning_module, watch), trainer.global_step
@@ -220,8 +242,12 @@ def train_updates(name: str, overlap_steps: int) -> tuple[Run, int]:
 
 @pytest.mark.parametrize("name", IDIOMS)
 def test_idiom_exchanges_updates(ranks: Any, name: str) -> None:
-    """Oracles: shared weights equal, ranks' own weights not, the loss falls, steps and dense bytes are counted."""
-    results = ranks(2).run(train_updates, name, 2 if name in ("accumulation", "several optimizers") else 0)
+    """Oracles: shared weights equal, ranks' own weights not, the loss falls, steps and dense bytes
+    are counted.
+    """
+    results = ranks(2).run(
+        train_updates, name, 2 if name in ("accumulation", "several optimizers") else 0
+    )
     runs = [run for run, _ in results]
     assert_replicas_equal(runs)
     assert_learns(runs[0])
@@ -233,7 +259,9 @@ def test_idiom_exchanges_updates(ranks: Any, name: str) -> None:
         for parameter, weights in own[0].items():
             torch.testing.assert_close(weights, own[1][parameter])
     else:
-        assert any(not torch.equal(weights, own[1][parameter]) for parameter, weights in own[0].items())
+        assert any(
+            not torch.equal(weights, own[1][parameter]) for parameter, weights in own[0].items()
+        )
 
 
 def train_twice() -> list[Run]:
@@ -252,7 +280,9 @@ def train_twice() -> list[Run]:
 
 
 def test_second_fit_with_static_graph_synchronises(ranks: Any) -> None:
-    """Oracle: the first fit, which starts from the same weights; Lightning's own flag would skip the second's start."""
+    """Oracle: the first fit, which starts from the same weights; Lightning's own flag would skip
+    the second's start.
+    """
     results = ranks(2).run(train_twice)
     for first, second in results:
         assert_weights_equal(first.weights, second.weights)
@@ -265,13 +295,19 @@ def thresholds_of(trainer: Trainer) -> dict[str, float]:
 
 
 def train_adversaries() -> Run:
-    settings: dict[str, Any] = {"min_tensor_size": 128, "refresh_every": 6, "find_unused_parameters": True}
+    settings: dict[str, Any] = {
+        "min_tensor_size": 128,
+        "refresh_every": 6,
+        "find_unused_parameters": True,
+    }
     strategy = DCTStrategy(compress="gradients", density=0.1, adapt_threshold=False, **settings)
     return fit(strategy, Adversaries(), 12, watch=Watch(look=thresholds_of))
 
 
 def test_thresholds_of_all_optimizers_are_refreshed(ranks: Any) -> None:
-    """Oracle: without the guard a threshold changes on a refresh only, one every three batches of two steps each."""
+    """Oracle: without the guard a threshold changes on a refresh only, one every three batches of
+    two steps each.
+    """
     thresholds = ranks(2).run(train_adversaries)[0].seen
     assert len(thresholds[0]) == 4
     for name in thresholds[0]:
@@ -281,7 +317,10 @@ def test_thresholds_of_all_optimizers_are_refreshed(ranks: Any) -> None:
 
 def residuals_and_weights(trainer: Trainer) -> Any:
     state = trainer.strategy.synchronizer.residuals.state_dict()
-    weights = {name: weight.detach().clone() for name, weight in trainer.lightning_module.named_parameters()}
+    weights = {
+        name: weight.detach().clone()
+        for name, weight in trainer.lightning_module.named_parameters()
+    }
     return state, weights
 
 
@@ -293,7 +332,9 @@ def train_branches(by_rank: bool) -> list[Any]:
 
 @pytest.mark.parametrize("by_rank", [False, True])
 def test_residual_of_an_unused_tensor_is_kept(ranks: Any, by_rank: bool) -> None:
-    """Oracle: which branch each rank used in each step; the residual of the others must not change by a bit."""
+    """Oracle: which branch each rank used in each step; the residual of the others must not change
+    by a bit.
+    """
     seen = ranks(2).run(train_branches, by_rank)
     name = "model.branches.{}.first.weight"
     kept = 0
@@ -321,14 +362,18 @@ class Unfreeze(BaseFinetuning):
     def freeze_before_training(self, pl_module: LightningModule) -> None:
         self.freeze(pl_module.model.first)
 
-    def finetune_function(self, pl_module: LightningModule, epoch: int, optimizer: torch.optim.Optimizer) -> None:
+    def finetune_function(
+        self, pl_module: LightningModule, epoch: int, optimizer: torch.optim.Optimizer
+    ) -> None:
         if epoch == 1:
             self.unfreeze_and_add_param_group(pl_module.model.first, optimizer, lr=0.1)
 
 
 def train_unfrozen(density: float | None, settings: dict[str, Any]) -> Run:
     strategy = (
-        DDPStrategy(**settings) if density is None else DCTStrategy(compress="gradients", density=density, **settings)
+        DDPStrategy(**settings)
+        if density is None
+        else DCTStrategy(compress="gradients", density=density, **settings)
     )
     return fit(strategy, Module(), 8, callbacks=[Unfreeze()], max_epochs=3)
 
@@ -339,7 +384,9 @@ def train_unfrozen(density: float | None, settings: dict[str, Any]) -> Run:
     ids=lambda settings: next(iter(settings), "plain"),
 )
 def test_unfrozen_parameters_are_synchronised(ranks: Any, settings: dict[str, Any]) -> None:
-    """Oracle: replicas of ranks that see different data stay equal, and the unfrozen layer moves."""
+    """Oracle: replicas of ranks that see different data stay equal, and the unfrozen layer
+    moves.
+    """
     runs = ranks(2).run(train_unfrozen, 0.1, settings)
     assert_replicas_equal(runs)
     assert runs[0].synchronisations == 24
@@ -381,7 +428,9 @@ def test_density_overrides(ranks: Any) -> None:
 
 
 def evaluate_around_fit(density: float | None) -> Any:
-    strategy = DDPStrategy() if density is None else DCTStrategy(compress="gradients", density=density)
+    strategy = (
+        DDPStrategy() if density is None else DCTStrategy(compress="gradients", density=density)
+    )
     module = Module()
     trainer = trainer_for(strategy, num_sanity_val_steps=1, val_check_interval=5)
     results = []
@@ -418,8 +467,11 @@ def train_normalised(with_dct: bool) -> str:
 
 
 def test_sync_batchnorm_is_applied_as_by_ddp(ranks: Any) -> None:
-    """Oracle: DDPStrategy. torch has SyncBatchNorm for GPUs only, so on CPU both end in torch's own error."""
-    theirs, ours = ranks(2).run(train_normalised, False), ranks(2).run(train_normalised, True)
+    """Oracle: DDPStrategy. torch has SyncBatchNorm for GPUs only, so on CPU both end in torch's own
+    error.
+    """
+    theirs = ranks(2).run(train_normalised, False)
+    ours = ranks(2).run(train_normalised, True)
     assert ours == theirs
     assert ours[0].startswith("SyncBatchNorm" if DEVICE.type == "cpu" else "trained")
 

@@ -1,4 +1,6 @@
-"""Ranks started in every way that Lightning knows end well and print the table once (torchrun: test_restarts.py)."""
+"""Ranks started in every way that Lightning knows end well and print the table once (torchrun:
+test_restarts.py).
+"""
 
 from pathlib import Path
 
@@ -96,7 +98,9 @@ def test_lightning_launches(tmp_path: Path, strategy: str) -> None:
 
 
 def test_exception_on_one_rank_ends_the_job(tmp_path: Path) -> None:
-    """Oracle: the launcher of `strategy="dct"` ends with a failing exit status when rank 1 raises in a step."""
+    """Oracle: the launcher of `strategy="dct"` ends with a failing exit status when rank 1 raises
+    in a step.
+    """
     status, output = Script(tmp_path, SCRIPT, "dct", "2", "1", "fails").end()
     assert status != 0
     assert "rank 1 has had enough" in output
@@ -104,10 +108,14 @@ def test_exception_on_one_rank_ends_the_job(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("strategy", ["ddp_spawn", "dct_spawn", "dct_fork", "dct_pipeline_spawn"])
 def test_what_goes_wrong_is_told_where_ranks_are_started(tmp_path: Path, strategy: str) -> None:
-    """Oracle: DDPStrategy, which tells the error of a rank, and those of a launch that Lightning refuses."""
+    """Oracle: DDPStrategy, which tells the error of a rank, and those of a launch that Lightning
+    refuses.
+    """
     status, output = Script(tmp_path, FAILING, strategy, "2").end()
     assert status == 0, output
-    told = [line.removeprefix("told: ") for line in output.splitlines() if line.startswith("told: ")]
+    told = [
+        line.removeprefix("told: ") for line in output.splitlines() if line.startswith("told: ")
+    ]
     assert told[0] == "ProcessRaisedException ValueError: the user's own", output
     if strategy != "dct_pipeline_spawn":  # whose batches of one example would not train
         assert told[1].startswith("NotImplementedError Calling `trainer.fit()` twice"), output
@@ -116,7 +124,10 @@ def test_what_goes_wrong_is_told_where_ranks_are_started(tmp_path: Path, strateg
 def test_two_nodes_launch(tmp_path: Path) -> None:
     """Oracle: as above, the table from the first node only."""
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "COLUMNS": "100"}
-    nodes = [Script(tmp_path, SCRIPT, "dct", "1", "2", NODE_RANK=str(node), **address) for node in range(2)]
+    nodes = [
+        Script(tmp_path, SCRIPT, "dct", "1", "2", NODE_RANK=str(node), **address)
+        for node in range(2)
+    ]
     (status, first), (other_status, second) = (node.end() for node in nodes)
     assert (status, other_status) == (0, 0), first + second
     assert_one_table(first)

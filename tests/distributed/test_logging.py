@@ -27,8 +27,10 @@ KEYS = {
     "dct/dp/bytes_sent",
     "dct/dp/bytes_dense",
 }
-# One bucket: gain, second.bias, first.bias are sent dense, first.weight and second.weight are compressed at 5%.
-SIZES, TARGETS = (1, 960, 24, 192, 8), (0, 48, 0, 10, 0)
+# One bucket: gain, second.bias, first.bias are sent dense, first.weight and second.weight are
+# compressed at 5%.
+SIZES = (1, 960, 24, 192, 8)
+TARGETS = (0, 48, 0, 10, 0)
 WHOLE_BYTES = 4 * (1 + 24 + 8)
 
 
@@ -39,7 +41,8 @@ class Memory(Logger):
         super().__init__()
         self.rows: list[tuple[int, dict[str, float]]] = []
 
-    name, version = "memory", "0"
+    name = "memory"
+    version = "0"
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         self.rows.append((step, dict(metrics)))
@@ -51,32 +54,47 @@ class Memory(Logger):
 def train(batches: int, settings: dict[str, Any], strategy: dict[str, Any]) -> Any:
     memory = Memory()
     own = {"density": 0.05, "min_tensor_size": 128, **strategy}
-    run = fit(DCTStrategy(compress="gradients", **own), Module(), batches, logger=memory, **settings)
-    return run, [(step, row) for step, row in memory.rows if any(key.startswith("dct/") for key in row)]
+    run = fit(
+        DCTStrategy(compress="gradients", **own), Module(), batches, logger=memory, **settings
+    )
+    return run, [
+        (step, row) for step, row in memory.rows if any(key.startswith("dct/") for key in row)
+    ]
 
 
 @pytest.mark.parametrize(("world_size", "value_format"), [(2, "bf16"), (3, "1bit")])
 def test_logged_bytes_are_the_payloads(ranks: Any, world_size: int, value_format: str) -> None:
-    """Oracle: PayloadLayout.num_bytes to each other rank, and a ring all-reduce of all entries in fp32."""
-    results = ranks(world_size).run(train, 12, {"log_every_n_steps": 4}, {"value_format": value_format})
+    """Oracle: PayloadLayout.num_bytes to each other rank, and a ring all-reduce of all entries in
+    fp32.
+    """
+    results = ranks(world_size).run(
+        train, 12, {"log_every_n_steps": 4}, {"value_format": value_format}
+    )
     run, rows = results[0]
     assert [step for step, _ in rows] == [3, 7, 11]
     layout = BucketPlan(("",) * 5, SIZES, TARGETS, torch.float32, value_format).layout
     assert layout.dense_bytes == WHOLE_BYTES
-    payload, dense = layout.num_bytes, all_reduce_bytes(4 * sum(SIZES), world_size)
+    payload = layout.num_bytes
+    dense = all_reduce_bytes(4 * sum(SIZES), world_size)
     for step, row in rows:
         assert set(row) == KEYS
         assert row["dct/dp/bytes_sent"] == (step + 1) * all_gather_bytes(payload, world_size)
         assert row["dct/dp/bytes_dense"] == (step + 1) * dense
         ratio = dense / all_gather_bytes(payload, world_size)
-        for key in ("dct/compression_ratio", "dct/run_compression_ratio", "dct/dp/compression_ratio"):
+        for key in (
+            "dct/compression_ratio",
+            "dct/run_compression_ratio",
+            "dct/dp/compression_ratio",
+        ):
             assert row[key] == pytest.approx(ratio)
         assert 0 < row["dct/dp/density"] <= (48 + 10 + 33) / sum(SIZES)
         assert row["dct/overhead_ms"] > 0
     state = run.state
     held = torch.cat(list(state["residuals"].values())).norm()
     assert rows[-1][1]["dct/dp/residual_norm"] == pytest.approx(float(held), rel=1e-5)
-    assert rows[-1][1]["dct/dp/threshold"] == pytest.approx(sum(state["thresholds"]["values"].values()) / 2)
+    assert rows[-1][1]["dct/dp/threshold"] == pytest.approx(
+        sum(state["thresholds"]["values"].values()) / 2
+    )
     assert all(theirs == [] for _, theirs in results[1:])
 
 
@@ -91,7 +109,9 @@ def test_logged_bytes_are_the_payloads(ranks: Any, world_size: int, value_format
     ids=str,
 )
 def test_one_dict_a_logged_step(ranks: Any, settings: dict[str, Any], steps: list[int]) -> None:
-    """Oracle: the optimizer steps at which Lightning logs; each figure is that of the step it is logged under."""
+    """Oracle: the optimizer steps at which Lightning logs; each figure is that of the step it is
+    logged under.
+    """
     run, rows = ranks(2).run(train, 12, settings, {})[0]
     assert [step for step, _ in rows] == steps
     for step, row in rows:
@@ -106,7 +126,10 @@ class Logging(Module):
 
 
 def train_with_loggers(folder: Path) -> Run:
-    loggers = [CSVLogger(folder, name="csv", version=""), TensorBoardLogger(folder, name="tensorboard", version="")]
+    loggers = [
+        CSVLogger(folder, name="csv", version=""),
+        TensorBoardLogger(folder, name="tensorboard", version=""),
+    ]
     strategy = DCTStrategy(compress="gradients", density=0.05)
     return fit(strategy, Logging(), 12, logger=loggers, log_every_n_steps=4)
 
@@ -121,7 +144,10 @@ def tensorboard_scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
     events = EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
-    return {key: [(event.step, event.value) for event in events.Scalars(key)] for key in events.Tags()["scalars"]}
+    return {
+        key: [(event.step, event.value) for event in events.Scalars(key)]
+        for key in events.Tags()["scalars"]
+    }
 
 
 def test_loggers_get_every_key(ranks: Any, tmp_path: Path) -> None:
@@ -138,11 +164,20 @@ def test_loggers_get_every_key(ranks: Any, tmp_path: Path) -> None:
 
 def train_under_ddp(folder: Path) -> None:
     logger = CSVLogger(folder, name="ddp", version="")
-    fit(DDPStrategy(), Logging(), 12, logger=logger, log_every_n_steps=4, callbacks=[CompressionMonitor()])
+    fit(
+        DDPStrategy(),
+        Logging(),
+        12,
+        logger=logger,
+        log_every_n_steps=4,
+        callbacks=[CompressionMonitor()],
+    )
 
 
 def test_a_run_of_plain_ddp_is_counted_and_describes_itself(ranks: Any, tmp_path: Path) -> None:
-    """Oracle: in a ring of two, each sends half of the gradients, then half of the sums: 4 bytes a parameter."""
+    """Oracle: in a ring of two, each sends half of the gradients, then half of the sums: 4 bytes a
+    parameter.
+    """
     ranks(2).run(train_under_ddp, tmp_path)
     rows = csv_rows(tmp_path, "ddp")
     assert {int(row["step"]): float(row["dct/dp/bytes_sent"]) for row in rows} == {

@@ -1,4 +1,6 @@
-"""fp16 with a loss scale: residuals live in unscaled units, and a skipped step leaves no trace in them."""
+"""fp16 with a loss scale: residuals live in unscaled units, and a skipped step leaves no trace in
+them.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,9 +38,13 @@ EVERYTHING = (9, 0)
 class Overflowing(Module):
     """One infinite entry in one gradient in one step, nothing but NaN and infinity in others."""
 
-    def __init__(self, overflows: bool, everything: Sequence[tuple[int, int]] = (EVERYTHING,)) -> None:
+    def __init__(
+        self, overflows: bool, everything: Sequence[tuple[int, int]] = (EVERYTHING,)
+    ) -> None:
         super().__init__()
-        self.overflows, self.everything, self.now = overflows, everything, (-1, -1)
+        self.overflows = overflows
+        self.everything = everything
+        self.now = (-1, -1)
         self.model.first.weight.register_hook(self._break_one_entry)
 
     def _break_one_entry(self, gradient: Tensor) -> Tensor:
@@ -67,7 +73,9 @@ def look(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def train(settings: dict[str, Any], module: Overflowing, scale: float, growth_interval: int = 1000) -> Any:
+def train(
+    settings: dict[str, Any], module: Overflowing, scale: float, growth_interval: int = 1000
+) -> Any:
     strategy = DCTStrategy(compress="gradients", density=0.1, **settings)
     scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=growth_interval)
     plugins = [MixedPrecision("16-mixed", "cpu", scaler)]
@@ -80,24 +88,37 @@ def train_overflowing(settings: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize(
     ("value_format", "settings"),
-    [("1bit", {}), ("fp32", {"adapt_threshold": False}), ("bf16", {"bucket_cap_mb": 0.0005, "exchange": "two_phase"})],
+    [
+        ("1bit", {}),
+        ("fp32", {"adapt_threshold": False}),
+        ("bf16", {"bucket_cap_mb": 0.0005, "exchange": "two_phase"}),
+    ],
 )
-def test_overflow_on_one_rank_skips_the_step_on_all(ranks: Any, value_format: str, settings: dict[str, Any]) -> None:
-    """Oracle: the state before the step, bit by bit; and the sum of the gradients of all other steps."""
-    results = ranks(2).run(train_overflowing, {"value_format": value_format, "refresh_every": 5, **settings})
+def test_overflow_on_one_rank_skips_the_step_on_all(
+    ranks: Any, value_format: str, settings: dict[str, Any]
+) -> None:
+    """Oracle: the state before the step, bit by bit; and the sum of the gradients of all other
+    steps.
+    """
+    results = ranks(2).run(
+        train_overflowing, {"value_format": value_format, "refresh_every": 5, **settings}
+    )
     runs: list[Run] = [run for run, _ in results]
     assert_replicas_equal(runs)
     for run in runs:
         seen = run.seen
         for step in range(1, BATCHES):
-            before, after = seen[step - 1], seen[step]
+            before = seen[step - 1]
+            after = seen[step]
             if step in (ONE_ENTRY[0], EVERYTHING[0]):
                 assert after["scale"] == before["scale"] / 2
                 assert_same({**after, "scale": 0}, {**before, "scale": 0})
             else:
                 assert after["weights"] != before["weights"]
                 assert after["synchronisations"] == before["synchronisations"] + 1
-        assert all(residual.isfinite().all() for now in seen for residual in now["residuals"].values())
+        assert all(
+            residual.isfinite().all() for now in seen for residual in now["residuals"].values()
+        )
         assert run.synchronisations == BATCHES - 2
         # The refresh that was due in the step that overflowed is made up for in the next one.
         assert [now["refreshes"] for now in seen][4:8] == [1, 1, 2, 2]
@@ -109,22 +130,29 @@ def train_scaled(scale: float) -> Any:
 
 
 def test_residuals_are_in_unscaled_units(ranks: Any) -> None:
-    """Oracle: the same run with a 64 times smaller scale, and the sums of the unscaled gradients."""
+    """Oracle: the same run with a 64 times smaller scale, and the sums of the unscaled
+    gradients.
+    """
     small, large = (ranks(2).run(train_scaled, scale) for scale in (2.0**8, 2.0**14))
     assert_conserved([sums for _, sums in large])
     for (one, _), (other, _) in zip(small, large, strict=True):
         assert_learns(one)
         for name, residual in one.residuals.items():
-            expected, found = float(residual.norm()), float(other.residuals[name].norm())
+            expected = float(residual.norm())
+            found = float(other.residuals[name].norm())
             assert 0.5 * expected <= found <= 2 * expected
 
 
 def overflow_at_the_start() -> Any:
-    return train({}, Overflowing(True, everything=((0, 1), (1, 0), (12, 1))), 2.0**10, growth_interval=2)
+    return train(
+        {}, Overflowing(True, everything=((0, 1), (1, 0), (12, 1))), 2.0**10, growth_interval=2
+    )
 
 
 def test_overflow_in_the_first_steps_and_a_growing_scale(ranks: Any) -> None:
-    """Oracle: after the skipped steps, all as at the start; at the end, the sums of the steps that counted."""
+    """Oracle: after the skipped steps, all as at the start; at the end, the sums of the steps that
+    counted.
+    """
     results = ranks(2).run(overflow_at_the_start)
     for run, _ in results:
         for now in run.seen[:2]:
@@ -132,7 +160,8 @@ def test_overflow_in_the_first_steps_and_a_growing_scale(ranks: Any) -> None:
             assert now["thresholds"] == {"values": {}, "targets": {}}
             assert not any(residual.any() for residual in now["residuals"].values())
         assert [now["scale"] for now in run.seen[:5]] == [2.0**9, 2.0**8, 2.0**8, 2.0**9, 2.0**9]
-        # One of the two first overflows of the scale, one of the entry in step 5 and one in step 12.
+        # One of the two first overflows of the scale, one of the entry in step 5 and one in step
+        # 12.
         assert run.synchronisations == BATCHES - 4
     assert_replicas_equal([run for run, _ in results])
     assert_conserved([sums for _, sums in results])
@@ -147,7 +176,9 @@ def train_unscaled() -> Run:
 
 
 def test_without_a_scaler_nonfinite_gradients_arrive_and_stay_out_of_residuals(ranks: Any) -> None:
-    """Oracle: as with DDP every rank's weights break, and at the very entry; residuals stay finite throughout."""
+    """Oracle: as with DDP every rank's weights break, and at the very entry; residuals stay finite
+    throughout.
+    """
     runs = ranks(2).run(train_unscaled)
     assert runs[0].hashes == runs[1].hashes
     for run in runs:
@@ -158,7 +189,9 @@ def test_without_a_scaler_nonfinite_gradients_arrive_and_stay_out_of_residuals(r
 
 def train_updates(save: Path | None, load: Path | None) -> Any:
     """Steps of rank 1 alone overflow, so its loss scale becomes another one than that of rank 0."""
-    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=6))
+    plugin = MixedPrecision(
+        "16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=6)
+    )
     module = Overflowing(True, everything=((1, 1), (3, 1), (13, 1)))
     strategy = DCTStrategy(local_steps=2, density=0.1, warmup_steps=4)
     hashes, state = fit_half(save, load, strategy, module, plugins=[plugin])
@@ -169,14 +202,18 @@ def train_updates(save: Path | None, load: Path | None) -> Any:
     return hashes, {**state, "scale": scale}
 
 
-RATE, DECAY = 0.125, 0.25
+RATE = 0.125
+DECAY = 0.25
 
 
 def decay_under_a_scaler(skipping: tuple[int, ...], fused: bool, local_steps: int) -> list[float]:
-    """By how much nearly all shared weights have shrunk after each of three steps, the first skipped by some ranks."""
+    """By how much nearly all shared weights have shrunk after each of three steps, the first
+    skipped by some ranks.
+    """
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**8))
     module = Overflowing(True, everything=tuple((0, one) for one in skipping))
-    module.optimizer, module.optimizer_settings = torch.optim.AdamW, {"lr": RATE, "weight_decay": DECAY, "fused": fused}
+    module.optimizer = torch.optim.AdamW
+    module.optimizer_settings = {"lr": RATE, "weight_decay": DECAY, "fused": fused}
     before = module.model.first.weight.detach().clone()
 
     def shrunk(trainer: Trainer) -> float:
@@ -190,7 +227,10 @@ def decay_under_a_scaler(skipping: tuple[int, ...], fused: bool, local_steps: in
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("skipping", [(), (1,), (0, 1)])
 def test_a_skipped_step_does_not_decay(ranks: Any, skipping: tuple[int, ...], fused: bool) -> None:
-    """Oracle: the mean of what the ranks have decayed by. Most entries have moved by nothing else, so far."""
+    """Oracle: the mean of what the ranks have decayed by.
+
+    Most entries have moved by nothing else, so far.
+    """
     one_step = 1 - RATE * DECAY
     first = (one_step * (2 - len(skipping)) + len(skipping)) / 2
     for seen in ranks(2).run(decay_under_a_scaler, skipping, fused, 1):

@@ -1,4 +1,6 @@
-"""Checkpoints: a resumed run goes on as if nothing had happened, also with another number of ranks."""
+"""Checkpoints: a resumed run goes on as if nothing had happened, also with another number of
+ranks.
+"""
 
 import os
 import re
@@ -32,12 +34,20 @@ SETTINGS: dict[str, Any] = {"density": 0.05, "refresh_every": 4}
 
 
 def saver(folder: Path, **settings: Any) -> ModelCheckpoint:
-    return ModelCheckpoint(folder, "{step}", **{"save_top_k": -1, "every_n_train_steps": 10, **settings})
+    return ModelCheckpoint(
+        folder, "{step}", **{"save_top_k": -1, "every_n_train_steps": 10, **settings}
+    )
 
 
 def rotate(folder: Path, settings: dict[str, Any]) -> tuple[str, str]:
     checkpoint = saver(folder, every_n_train_steps=5, **settings)
-    fit(DCTStrategy(compress="gradients", **SETTINGS), Module(), 20, enable_checkpointing=True, callbacks=[checkpoint])
+    fit(
+        DCTStrategy(compress="gradients", **SETTINGS),
+        Module(),
+        20,
+        enable_checkpointing=True,
+        callbacks=[checkpoint],
+    )
     return checkpoint.best_model_path, checkpoint.last_model_path
 
 
@@ -59,7 +69,9 @@ def path(trained: Path, tmp_path: Path) -> Path:
 def names_in(folder: Path) -> dict[str, list[str]]:
     """What is in a folder of checkpoints, less what tells one save from the other."""
     return {
-        entry.name: [re.sub("-[0-9a-f]{8}-", "-", name) for name in sorted(os.listdir(entry))] if entry.is_dir() else []
+        entry.name: [re.sub("-[0-9a-f]{8}-", "-", name) for name in sorted(os.listdir(entry))]
+        if entry.is_dir()
+        else []
         for entry in sorted(folder.iterdir())
     }
 
@@ -68,12 +80,23 @@ def files_of(step: int) -> list[str]:
     return [f"{step:012d}-rank-{rank}-of-2.pt" for rank in range(2)]
 
 
-def test_every_checkpoint_has_one_file_a_rank_beside_it(ranks: Any, trained: Path, tmp_path: Path) -> None:
-    """Oracle: the names that checkpoint.py documents; they are there for each checkpoint and go with it."""
+def test_every_checkpoint_has_one_file_a_rank_beside_it(
+    ranks: Any, trained: Path, tmp_path: Path
+) -> None:
+    """Oracle: the names that checkpoint.py documents; they are there for each checkpoint and go
+    with it.
+    """
     expected = {f"step={step}.ckpt.dct": files_of(step) for step in (5, 10, 15, 20)}
-    assert names_in(trained) == dict(sorted({**expected, **{name[:-4]: [] for name in expected}}.items()))
+    assert names_in(trained) == dict(
+        sorted({**expected, **{name[:-4]: [] for name in expected}}.items())
+    )
     ranks(2).run(rotate, tmp_path / "last", {"save_top_k": 1, "save_last": True})
-    last = {"last.ckpt": [], "last.ckpt.dct": files_of(20), "step=20.ckpt": [], "step=20.ckpt.dct": files_of(20)}
+    last = {
+        "last.ckpt": [],
+        "last.ckpt.dct": files_of(20),
+        "step=20.ckpt": [],
+        "step=20.ckpt.dct": files_of(20),
+    }
     assert names_in(tmp_path / "last") == last
     ranks(2).run(rotate, tmp_path / "weights", {"save_weights_only": True, "save_top_k": 1})
     assert names_in(tmp_path / "weights") == {"step=20.ckpt": []}
@@ -112,7 +135,9 @@ def test_files_load_with_weights_only(trained: Path) -> None:
     assert note.keys() - expected.keys() == {"save", "fingerprints", "checksum"}
     for state in states_in(trained / "step=20.ckpt.dct", 2):
         assert state["synchronisations"] == 20
-        assert set(state["residuals"]) == {f"model.{parameter}" for parameter, _ in perceptron().named_parameters()}
+        assert set(state["residuals"]) == {
+            f"model.{parameter}" for parameter, _ in perceptron().named_parameters()
+        }
 
 
 class NumpyRate(Module):
@@ -120,20 +145,28 @@ class NumpyRate(Module):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: np.float64(0.5**epoch))
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda epoch: np.float64(0.5**epoch)
+        )
         return [optimizer], [schedule]
 
 
 def train_by_numpy(folder: Path, epochs: int, loading: dict[str, Any]) -> list[str]:
-    watch, saving = Watch(), ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
+    watch = Watch()
+    saving = ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
     strategy = DCTStrategy(density=0.2, local_steps=3, warmup_steps=0)
-    trainer = trainer_for(strategy, callbacks=[watch, saving], max_epochs=epochs, enable_checkpointing=True)
+    trainer = trainer_for(
+        strategy, callbacks=[watch, saving], max_epochs=epochs, enable_checkpointing=True
+    )
     trainer.fit(NumpyRate(), twice_ten_batches(), **loading)
     return watch.hashes[-20:]
 
 
 def test_other_objects_load_if_the_user_says_so(ranks: Any, tmp_path: Path) -> None:
-    """Oracle: the run without a stop, bitwise. Plain DDP takes ``weights_only=False`` for such a checkpoint, too."""
+    """Oracle: the run without a stop, bitwise.
+
+    Plain DDP takes ``weights_only=False`` for such a checkpoint, too.
+    """
     whole = ranks(2).run(train_by_numpy, tmp_path / "whole", 2, {})
     ranks(2).run(train_by_numpy, tmp_path / "half", 1, {})
     loading = {"ckpt_path": tmp_path / "half" / "epoch=0.ckpt", "weights_only": False}
@@ -166,16 +199,29 @@ def train_sharded(folder: Path, resumed: Path | None, epochs: int) -> tuple[dict
 
 
 def test_what_owners_hold_back_survives_other_numbers_of_ranks(ranks: Any, tmp_path: Path) -> None:
-    """Oracle: the mean, over the ranks that saved, of all that their files say is held back; 2, 4, 3 and 1 ranks."""
+    """Oracle: the mean, over the ranks that saved, of all that their files say is held back; 2, 4,
+    3 and 1 ranks.
+    """
     path = None
     for epochs, world_size in enumerate((2, 4, 3, 1), start=1):
         results = ranks(world_size).run(train_sharded, tmp_path / str(world_size), path, epochs)
         assert_replicas_equal([run for _, run in results])
         if path is not None:
-            states = [torch.load(file, weights_only=True) for file in sorted(Path(f"{path}.dct").iterdir())]
-            owned = [piece for state in states for pieces in state["owned"].values() for piece in pieces.values()]
+            states = [
+                torch.load(file, weights_only=True)
+                for file in sorted(Path(f"{path}.dct").iterdir())
+            ]
+            owned = [
+                piece
+                for state in states
+                for pieces in state["owned"].values()
+                for piece in pieces.values()
+            ]
             assert any(float(piece.norm()) > 0 for piece in owned)
-            zeros = {name: torch.zeros(entries.numel()).double() for name, entries in states[0]["residuals"].items()}
+            zeros = {
+                name: torch.zeros(entries.numel()).double()
+                for name, entries in states[0]["residuals"].items()
+            }
             assert "model.first.weight" in zeros
             saved = [held_back(state, zeros) for state in states]
             for start, _ in results:
@@ -191,7 +237,9 @@ def test_what_owners_hold_back_survives_other_numbers_of_ranks(ranks: Any, tmp_p
 
 def resume_densely(path: Path) -> Any:
     strategy = DCTStrategy(compress="gradients", density=1.0)
-    return fit_recorded(strategy, Module(None, torch.optim.SGD, lr=0.01), 1, ckpt_path=str(path), max_epochs=2)[1]
+    return fit_recorded(
+        strategy, Module(None, torch.optim.SGD, lr=0.01), 1, ckpt_path=str(path), max_epochs=2
+    )[1]
 
 
 def test_residuals_go_out_when_resumed_at_density_one(ranks: Any, trained: Path) -> None:
@@ -208,7 +256,9 @@ def test_residuals_go_out_when_resumed_at_density_one(ranks: Any, trained: Path)
 
 
 class Alternating(Module):
-    """Uses its second layer in the first four of every five batches; what it then holds back must wait for the next."""
+    """Uses its second layer in the first four of every five batches; what it then holds back must
+    wait for the next.
+    """
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         inputs, _ = batch
@@ -218,7 +268,13 @@ class Alternating(Module):
 
 def save_alternating(folder: Path) -> None:
     strategy = DCTStrategy(compress="gradients", **SETTINGS, find_unused_parameters=True)
-    fit(strategy, Alternating(), 5, enable_checkpointing=True, callbacks=[saver(folder, every_n_train_steps=5)])
+    fit(
+        strategy,
+        Alternating(),
+        5,
+        enable_checkpointing=True,
+        callbacks=[saver(folder, every_n_train_steps=5)],
+    )
 
 
 def resume_alternating(path: Path) -> dict[str, torch.Tensor]:
@@ -232,9 +288,13 @@ def resume_alternating(path: Path) -> dict[str, torch.Tensor]:
 
 
 def test_residual_of_an_unused_tensor_survives_a_resume(ranks: Any, tmp_path: Path) -> None:
-    """Oracle: the saved residual, bitwise: DDP throws away what is sent for a tensor that no rank has used."""
+    """Oracle: the saved residual, bitwise: DDP throws away what is sent for a tensor that no rank
+    has used.
+    """
     ranks(2).run(save_alternating, tmp_path)
     saved = residuals_in(tmp_path / "step=5.ckpt.dct", 2)
     assert float(saved[0]["model.second.weight"].norm()) > 0
-    for expected, held in zip(saved, ranks(2).run(resume_alternating, tmp_path / "step=5.ckpt"), strict=True):
+    for expected, held in zip(
+        saved, ranks(2).run(resume_alternating, tmp_path / "step=5.ckpt"), strict=True
+    ):
         assert torch.equal(expected["model.second.weight"], held["model.second.weight"])

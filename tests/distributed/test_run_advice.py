@@ -28,7 +28,9 @@ from lightning_dct.cost.timing import SIZES, MeasuredLink, measure_link
 @contextlib.contextmanager
 def heard() -> Iterator[tuple[io.StringIO, list[str]]]:
     """What is printed and logged on this rank."""
-    printed, messages, told = io.StringIO(), [], logging.handlers.MemoryHandler(1000)
+    printed = io.StringIO()
+    messages = []
+    told = logging.handlers.MemoryHandler(1000)
     logger = rank_zero.log
     level = logger.level
     logger.addHandler(told)
@@ -62,7 +64,9 @@ class SavesWeights(Callback):
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if batch_idx == 5:
             trainer.save_checkpoint(self.path, weights_only=True)
 
@@ -95,7 +99,9 @@ def wait_for_rank_1() -> tuple[str, list[str]]:
     ):
         warnings.simplefilter("always")
         fit(DCTStrategy(), Sleeps(), 15)
-    return printed.getvalue(), [str(warning.message) for warning in caught if "wait for it" in str(warning.message)]
+    return printed.getvalue(), [
+        str(warning.message) for warning in caught if "wait for it" in str(warning.message)
+    ]
 
 
 def test_a_slow_rank_is_named_while_it_trains_and_at_the_end(ranks: Any) -> None:
@@ -131,22 +137,35 @@ def test_a_run_is_told_once_at_the_start_and_once_at_the_end(ranks: Any) -> None
             assert sum("This run is short" in note for note in told) == (number == 0)
             assert not any("exchange='auto'" in note for note in told)
             assert printed.count("ms compressing") == printed.count("; with DDP ") == (number == 0)
+            # By chance.
             rows = [
-                line.partition("  ")[0] for line in printed.splitlines()[2:] if "slowest rank" not in line
-            ]  # by chance
-            summary = ["bytes sent", "compression ratio", "entries sent", "time of a step", "verdict"]
+                line.partition("  ")[0]
+                for line in printed.splitlines()[2:]
+                if "slowest rank" not in line
+            ]
+            summary = [
+                "bytes sent",
+                "compression ratio",
+                "entries sent",
+                "time of a step",
+                "verdict",
+            ]
             assert rows == (summary if number == 0 else [])
 
 
 def test_few_steps_are_not_judged_and_timing_the_link_is_no_traffic_of_theirs(ranks: Any) -> None:
-    """Oracle: the bytes of 2 steps are far fewer than those of the smallest tensor that is timed."""
+    """Oracle: the bytes of 2 steps are far fewer than those of the smallest tensor that is
+    timed.
+    """
     for _, printed, _, sent in ranks(2).run(look, {"compress": "gradients", "density": 0.1}, 2):
         assert "time of a step" not in printed
         assert 0 < sent < SIZES[0]
 
 
 def test_what_is_advised_can_be_followed(ranks: Any) -> None:
-    """Under DDP the tables have no rows; one replica has nobody to send to, and no setting of compression helps."""
+    """Under DDP the tables have no rows; one replica has nobody to send to, and no setting of
+    compression helps.
+    """
     dense = "the dense exchange (compress='gradients', density=1.0)"
     (first, told), (other, told_other) = ranks(2).run(recommend)
     (line,) = [line for line in first.splitlines() if line.startswith("verdict")]

@@ -1,4 +1,6 @@
-"""Loops and models that are allowed and rare: all ranks end with the same weights, or are told why they cannot."""
+"""Loops and models that are allowed and rare: all ranks end with the same weights, or are told why
+they cannot.
+"""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -33,9 +35,13 @@ EVERY_STEP = {"density": 0.3, "local_steps": 1, "warmup_steps": 0}
 
 
 def train(module: Module, batches: Any = 12, **trainer: Any) -> list[str]:
-    """Train, and return the names of tensors in which this rank differs from the mean of all ranks."""
+    """Train, and return the names of tensors in which this rank differs from the mean of all
+    ranks.
+    """
     strategy = DCTStrategy(**trainer.pop("settings", SETTINGS))
-    trainer_for(strategy, **trainer).fit(module, loader(batches, 40, 8) if isinstance(batches, int) else batches)
+    trainer_for(strategy, **trainer).fit(
+        module, loader(batches, 40, 8) if isinstance(batches, int) else batches
+    )
     return apart(module)
 
 
@@ -83,13 +89,17 @@ class OwnOptimizer(Module):
         return super().training_step(batch, batch_idx)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD([*self.model.first.parameters(), *self.model.second.parameters()], 0.1)
+        return torch.optim.SGD(
+            [*self.model.first.parameters(), *self.model.second.parameters()], 0.1
+        )
 
 
 class Inner(Module):
     """Steps what is inside Lightning's wrapper."""
 
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
         optimizer_closure()
         optimizer.optimizer.step()
 
@@ -100,7 +110,9 @@ STEPPERS = {"raw": Raw, "own": OwnOptimizer, "inner": Inner}
 @pytest.mark.parametrize("kind", STEPPERS)
 def test_steps_that_the_strategy_does_not_see_are_refused(ranks: Any, kind: str) -> None:
     """With gradients they do no harm."""
-    with pytest.raises(RankFailure, match=r"`SGD` has stepped 'model.*Step what `self.optimizers\(\)`"):
+    with pytest.raises(
+        RankFailure, match=r"`SGD` has stepped 'model.*Step what `self.optimizers\(\)`"
+    ):
         ranks(2).run(step, kind, SETTINGS)
     assert ranks(2).run(step, kind, {"compress": "gradients"}) == [[], []]
 
@@ -149,7 +161,9 @@ class Constants(Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("mask", torch.full((3,), torch.finfo(torch.float16).min, dtype=torch.float16))
+        self.register_buffer(
+            "mask", torch.full((3,), torch.finfo(torch.float16).min, dtype=torch.float16)
+        )
         self.register_buffer("ones", torch.ones(3, dtype=torch.bfloat16))
         self.register_buffer("frequencies", 10_000 ** -torch.linspace(0, 1, 32))
 
@@ -171,7 +185,12 @@ class Normalised(Manual):
         return [torch.optim.SGD(part.parameters(), 0.1) for part in self.model]
 
 
-KINDS = {"unfreezing": Unfreezing, "initialising": Initialising, "constants": Constants, "normalised": Normalised}
+KINDS = {
+    "unfreezing": Unfreezing,
+    "initialising": Initialising,
+    "constants": Constants,
+    "normalised": Normalised,
+}
 
 
 @pytest.mark.parametrize(
@@ -199,11 +218,18 @@ def test_constants_stay_as_they_are(ranks: Any) -> None:
 def keep_constants() -> list[bool]:
     module = Constants()
     train(module)
-    return [torch.equal(kept, begun) for kept, begun in zip(module.buffers(), Constants().buffers(), strict=True)]
+    return [
+        torch.equal(kept, begun)
+        for kept, begun in zip(module.buffers(), Constants().buffers(), strict=True)
+    ]
 
 
-def test_running_statistics_are_averaged_if_the_first_optimizer_has_nothing_to_train(ranks: Any) -> None:
-    """Oracle: ranks exchange after every second step, so they are alike at the start of every second batch."""
+def test_running_statistics_are_averaged_if_the_first_optimizer_has_nothing_to_train(
+    ranks: Any,
+) -> None:
+    """Oracle: ranks exchange after every second step, so they are alike at the start of every
+    second batch.
+    """
     assert ranks(2).run(normalise) == [[1, 3, 5, 7, 9, 11]] * 2
 
 
@@ -254,7 +280,9 @@ def test_a_second_optimizer_of_the_same_parameters_exchanges_them(ranks: Any) ->
     for sent, _ in (runs := ranks(2).run(train_in_two_phases)):
         assert all(later > earlier for earlier, later in pairwise(sent))
     assert runs[0][1] == runs[1][1]
-    with pytest.raises(RankFailure, match=r"Two optimizers step 'model\.first\.bias'.*Use `overlap_steps=0`"):
+    with pytest.raises(
+        RankFailure, match=r"Two optimizers step 'model\.first\.bias'.*Use `overlap_steps=0`"
+    ):
         ranks(2).run(train_in_two_phases_with_a_delay)
 
 
@@ -263,7 +291,9 @@ def train_in_two_phases_with_a_delay() -> None:
 
 
 class Copies(Module):
-    """Its optimizer steps copies of the weights, as some optimizers of half-precision weights do."""
+    """Its optimizer steps copies of the weights, as some optimizers of half-precision weights
+    do.
+    """
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD([weights.detach().clone() for weights in self.parameters()], 0.1)
@@ -275,6 +305,10 @@ def train_copies() -> list[str]:
 
 def test_an_optimizer_of_copies_is_told_that_nothing_is_exchanged(ranks: Any) -> None:
     """Oracle: rank 0 warns once, and says what to use instead."""
-    told = [message for message in ranks(2).run(train_copies)[0] if "steps no parameter of the model" in message]
+    told = [
+        message
+        for message in ranks(2).run(train_copies)[0]
+        if "steps no parameter of the model" in message
+    ]
     assert len(told) == 1
     assert "compress='gradients'" in told[0]

@@ -32,12 +32,19 @@ def rank() -> int:
 
 
 class Noise(Dataset):
-    """Batches of a linear teacher's examples: ``(batch, in)`` and ``(batch, out)``, another stream on every rank."""
+    """Batches of a linear teacher's examples: ``(batch, in)`` and ``(batch, out)``, another stream
+    on every rank.
+    """
 
-    def __init__(self, batches: int, in_features: int, out_features: int, batch_size: int = 4, rank: int = 0) -> None:
+    def __init__(
+        self, batches: int, in_features: int, out_features: int, batch_size: int = 4, rank: int = 0
+    ) -> None:
         self.shape = (batch_size, in_features)
-        self.batches, self.rank = batches, rank
-        self.teacher = torch.randn(in_features, out_features, generator=torch.Generator().manual_seed(7))
+        self.batches = batches
+        self.rank = rank
+        self.teacher = torch.randn(
+            in_features, out_features, generator=torch.Generator().manual_seed(7)
+        )
 
     def __len__(self) -> int:
         return self.batches
@@ -45,13 +52,17 @@ class Noise(Dataset):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         if index >= self.batches:
             raise IndexError(index)
-        inputs = torch.randn(self.shape, generator=torch.Generator().manual_seed(100_000 * self.rank + index))
+        inputs = torch.randn(
+            self.shape, generator=torch.Generator().manual_seed(100_000 * self.rank + index)
+        )
         return inputs, inputs @ self.teacher / self.shape[1] ** 0.5
 
 
 def loader(batches: int, in_features: int, out_features: int, batch_size: int = 4) -> DataLoader:
     """This rank's batches, one an item, always in the same order."""
-    return DataLoader(Noise(batches, in_features, out_features, batch_size, rank()), batch_size=None)
+    return DataLoader(
+        Noise(batches, in_features, out_features, batch_size, rank()), batch_size=None
+    )
 
 
 class Perceptron(nn.Module):
@@ -109,7 +120,8 @@ class Module(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return self.optimizer(
-            [parameter for parameter in self.parameters() if parameter.requires_grad], **self.optimizer_settings
+            [parameter for parameter in self.parameters() if parameter.requires_grad],
+            **self.optimizer_settings,
         )
 
 
@@ -124,7 +136,8 @@ class Manual(Module):
         return optimizers if isinstance(optimizers, list) else [optimizers]
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
-        loss, optimizers = self.loss(batch), self.stepped(batch_idx)
+        loss = self.loss(batch)
+        optimizers = self.stepped(batch_idx)
         for optimizer in optimizers:
             optimizer.zero_grad()
         self.manual_backward(loss)
@@ -148,10 +161,13 @@ class Run:
 
 
 class Watch(Callback):
-    """Records each batch's loss, a hash of the weights every so many batches, and what ``look`` sees after each."""
+    """Records each batch's loss, a hash of the weights every so many batches, and what ``look``
+    sees after each.
+    """
 
     def __init__(self, every: int = 1, look: Callable[[Trainer], Any] | None = None) -> None:
-        self.every, self.look = every, look
+        self.every = every
+        self.look = look
         self.losses: list[float] = []
         self.hashes: list[str] = []
         self.seen: list[Any] = []
@@ -172,16 +188,22 @@ def hash_of(module: nn.Module) -> str:
     digest = hashlib.sha1()
     for _, tensor in sorted(module.state_dict().items()):
         if isinstance(tensor, Tensor) and not tensor.is_meta:  # as what another stage has
-            digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
+            digest.update(
+                tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
+            )
     return digest.hexdigest()
 
 
 @contextmanager
 def on_two_nodes() -> Iterator[None]:
-    """This rank sees the environment of a job on two nodes with the same number of ranks, ranks in their order."""
+    """This rank sees the environment of a job on two nodes with the same number of ranks, ranks in
+    their order.
+    """
     per_node = int(os.environ["WORLD_SIZE"]) // 2
     node, local = divmod(rank(), per_node)
-    with patch.dict(os.environ, {"GROUP_RANK": str(node), "NODE_RANK": str(node), "LOCAL_RANK": str(local)}):
+    with patch.dict(
+        os.environ, {"GROUP_RANK": str(node), "NODE_RANK": str(node), "LOCAL_RANK": str(local)}
+    ):
         yield
 
 
@@ -202,7 +224,9 @@ def trainer_for(strategy: Any, **settings: Any) -> Trainer:
 
 def launched(strategy: Any) -> Fabric:
     """Fabric on the ranks that are already there."""
-    fabric = Fabric(accelerator=accelerator(), devices=int(os.environ["WORLD_SIZE"]), strategy=strategy)
+    fabric = Fabric(
+        accelerator=accelerator(), devices=int(os.environ["WORLD_SIZE"]), strategy=strategy
+    )
     fabric.launch()
     return fabric
 
@@ -233,7 +257,9 @@ def fit(
 
 
 class SearchLater(LearningRateFinder):
-    """Searches at the start of the second epoch, as Lightning's documentation of the finder shows."""
+    """Searches at the start of the second epoch, as Lightning's documentation of the finder
+    shows.
+    """
 
     def on_fit_start(self, *_: Any) -> None:
         pass
@@ -274,9 +300,11 @@ def weights_of(module: nn.Module) -> State:
 
 @contextmanager
 def local_gradients() -> Iterator[State]:
-    """Sums up, in fp64 and by name, the local gradients that the synchroniser is given, in unscaled units.
+    """Sums up, in fp64 and by name, the local gradients that the synchroniser is given, in unscaled
+    units.
 
-    Those of a synchronisation that is undone, because mixed precision skips its optimizer step, do not count.
+    Those of a synchronisation that is undone, because mixed precision skips its optimizer step, do
+    not count.
     """
     sums: State = {}
     pending: State = {}
@@ -287,7 +315,8 @@ def local_gradients() -> Iterator[State]:
         sparse = bucket.buffer().is_sparse
         gradients = [bucket.buffer().to_dense()] if sparse else bucket.gradients()
         for parameter, gradient in zip(bucket.parameters(), gradients, strict=True):
-            # DistributedDataParallel hands over what an optimizer that is not at turn has left in `.grad`.
+            # DistributedDataParallel hands over what an optimizer that is not at turn has left in
+            # `.grad`.
             if parameter.requires_grad:
                 pending[self.parameter_names[parameter]] = gradient.flatten().double() / scale
         before = self.synchronisations
@@ -304,36 +333,54 @@ def local_gradients() -> Iterator[State]:
 
 
 class Applied(Callback):
-    """Sums up, in fp64 and by name, the synchronised gradients that reach the optimizer, in unscaled units."""
+    """Sums up, in fp64 and by name, the synchronised gradients that reach the optimizer, in
+    unscaled units.
+    """
 
     def __init__(self) -> None:
         self.sums: State = {}
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        names = {parameter: name.replace("_orig_mod.", "") for name, parameter in pl_module.named_parameters()}
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
+    ) -> None:
+        names = {
+            parameter: name.replace("_orig_mod.", "")
+            for name, parameter in pl_module.named_parameters()
+        }
+        parameters = [
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        ]
         gradients = {
             names[parameter]: parameter.grad.to_dense().flatten().double()
             for parameter in parameters
             if parameter.grad is not None
         }
-        if all(gradient.isfinite().all() for gradient in gradients.values()):  # otherwise the step is skipped
+        # Otherwise the step is skipped.
+        if all(gradient.isfinite().all() for gradient in gradients.values()):
             for name, gradient in gradients.items():
                 self.sums[name] = self.sums.get(name, 0) + gradient
 
 
 def held_back(state: dict[str, Any], given: State) -> State:
-    """What a rank holds back, of its own gradients and of sums it owns, for each tensor that has had a gradient."""
+    """What a rank holds back, of its own gradients and of sums it owns, for each tensor that has
+    had a gradient.
+    """
     held = {}
     for name, gradient in given.items():
-        held[name] = torch.zeros_like(gradient) + torch.as_tensor(state["residuals"].get(name, 0.0)).to(gradient.device)
+        held[name] = torch.zeros_like(gradient) + torch.as_tensor(
+            state["residuals"].get(name, 0.0)
+        ).to(gradient.device)
         for start, piece in state["owned"].get(name, {}).items():
             held[name][start : start + piece.numel()] += piece.to(gradient.device)
     return held
 
 
-def fit_recorded(*arguments: Any, callbacks: Any = (), **settings: Any) -> tuple[Run, tuple[State, State, State]]:
-    """As :func:`fit`; and the sums of local gradients, those that were applied, and what this rank holds back."""
+def fit_recorded(
+    *arguments: Any, callbacks: Any = (), **settings: Any
+) -> tuple[Run, tuple[State, State, State]]:
+    """As :func:`fit`; and the sums of local gradients, those that were applied, and what this rank
+    holds back.
+    """
     applied = Applied()
     with local_gradients() as given:
         run = fit(*arguments, callbacks=[applied, *callbacks], **settings)
@@ -346,17 +393,22 @@ def assert_conserved(ranks: list[tuple[State, State, State]]) -> None:
     Up to 1e-5 of the largest entry of the tensor's gradient sum.
 
     Args:
-        ranks: For each rank the sums of its local gradients, the sums applied, and what it holds back.
+        ranks: For each rank the sums of its local gradients, the sums applied, and what it holds
+            back.
     """
     names = {name for given, _, _ in ranks for name in given}
     assert names
     for name in names:
         given = sum(mine[name] for mine, _, _ in ranks)
         applied = ranks[0][1].get(name, torch.zeros_like(given))
-        held = sum((mine[name].double() for _, _, mine in ranks if name in mine), torch.zeros_like(given))
+        held = sum(
+            (mine[name].double() for _, _, mine in ranks if name in mine), torch.zeros_like(given)
+        )
         difference = (len(ranks) * applied + held - given).abs().max()
         scale = max(float(max(mine[name].abs().max() for mine, _, _ in ranks)), 1e-12)
-        assert float(difference) <= 1e-5 * scale, f"{name}: {float(difference):.3g} of {scale:.3g} went missing"
+        assert float(difference) <= 1e-5 * scale, (
+            f"{name}: {float(difference):.3g} of {scale:.3g} went missing"
+        )
 
 
 def assert_replicas_equal(runs: list[Run]) -> None:
@@ -377,11 +429,14 @@ def assert_weights_equal(one: State, other: State) -> None:
 def assert_weights_close(one: State, other: State, rtol: float = 1e-5, atol: float = 1e-6) -> None:
     assert one.keys() == other.keys()
     for name, weight in one.items():
-        torch.testing.assert_close(other[name], weight, rtol=rtol, atol=atol, msg=lambda text, name=name: name + text)
+        torch.testing.assert_close(
+            other[name], weight, rtol=rtol, atol=atol, msg=lambda text, name=name: name + text
+        )
 
 
 def assert_learns(run: Run) -> None:
     """The second half of the run has a lower mean loss than the first quarter."""
     quarter = max(len(run.losses) // 4, 1)
-    start, end = run.losses[:quarter], run.losses[-2 * quarter :]
+    start = run.losses[:quarter]
+    end = run.losses[-2 * quarter :]
     assert sum(end) / len(end) < sum(start) / len(start), run.losses

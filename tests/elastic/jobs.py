@@ -1,7 +1,8 @@
-"""Elastic ranks to kill: each a process of its own, which tells after each exchange what shared weights it has.
+"""Elastic ranks to kill: each a process of its own, which tells after each exchange what shared
+weights it has.
 
-A row of ``digests-RANK.txt`` is the number of the round, a checksum of the shared weights, the optimizer step, the
-ranks present, the steps trained, and the time.
+A row of ``digests-RANK.txt`` is the number of the round, a checksum of the shared weights, the
+optimizer step, the ranks present, the steps trained, and the time.
 """
 
 import contextlib
@@ -33,12 +34,20 @@ SETTINGS: dict[str, Any] = {"local_steps": 4, "density": 0.3, "warmup_steps": 8}
 
 
 class Net(pl.LightningModule):
-    """A classifier with a BatchNorm and a schedule; ``slow`` seconds are added to each step until a file is there."""
+    """A classifier with a BatchNorm and a schedule; ``slow`` seconds are added to each step until a
+    file is there.
+    """
 
     def __init__(self, slow: float = 0.0, hurry: Path | None = None) -> None:
         super().__init__()
-        self.slow, self.hurry = slow, hurry
-        layers = torch.nn.Linear(16, 64), torch.nn.BatchNorm1d(64), torch.nn.ReLU(), torch.nn.Linear(64, 4)
+        self.slow = slow
+        self.hurry = hurry
+        layers = (
+            torch.nn.Linear(16, 64),
+            torch.nn.BatchNorm1d(64),
+            torch.nn.ReLU(),
+            torch.nn.Linear(64, 4),
+        )
         self.net = torch.nn.Sequential(*layers)
 
     def training_step(self, batch: Any, _: int) -> torch.Tensor:
@@ -49,7 +58,9 @@ class Net(pl.LightningModule):
 
     def validation_step(self, batch: Any, _: int) -> None:
         inputs, labels = batch
-        self.log("loss", torch.nn.functional.cross_entropy(self.net(inputs), labels), sync_dist=True)
+        self.log(
+            "loss", torch.nn.functional.cross_entropy(self.net(inputs), labels), sync_dist=True
+        )
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), 3e-3)
@@ -61,17 +72,30 @@ class Digests(pl.Callback):
     """Writes a row after each exchange."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.exchanges = folder, 0
+        self.folder = folder
+        self.exchanges = 0
 
     def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
         with (self.folder / f"folders-{trainer.global_rank}.txt").open("a") as file:
-            print(*(one.dirpath for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)), file=file)
+            print(
+                *(
+                    one.dirpath
+                    for one in trainer.checkpoint_callbacks
+                    if isinstance(one, ModelCheckpoint)
+                ),
+                file=file,
+            )
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         updates: Any = trainer.strategy.updates
         if updates.exchanges != self.exchanges:
             self.exchanges = updates.exchanges
-            row = updates.present.round, digest(updates), trainer.global_step, updates.present.size()
+            row = (
+                updates.present.round,
+                digest(updates),
+                trainer.global_step,
+                updates.present.size(),
+            )
             trained = trainer.global_step - updates.passed_over
             with (self.folder / f"digests-{trainer.global_rank}.txt").open("a") as file:
                 print(*row, trained, f"{time.time():.3f}", file=file)
@@ -79,35 +103,50 @@ class Digests(pl.Callback):
 
 def digest(updates: Any) -> str:
     """A checksum of all shared weights."""
-    together = b"".join(updates.weights.shared(name).numpy().tobytes() for name in sorted(updates.weights.parameters))
+    together = b"".join(
+        updates.weights.shared(name).numpy().tobytes()
+        for name in sorted(updates.weights.parameters)
+    )
     return f"{zlib.crc32(together):08x}"
 
 
 def examples(number: int, seed: int) -> TensorDataset:
     draw = torch.Generator().manual_seed(seed)
     inputs = torch.randn(number, 16, generator=draw)
-    return TensorDataset(inputs, (inputs @ torch.randn(16, 4, generator=torch.Generator().manual_seed(0))).argmax(1))
+    return TensorDataset(
+        inputs, (inputs @ torch.randn(16, 4, generator=torch.Generator().manual_seed(0))).argmax(1)
+    )
 
 
-def train(rank: int, ranks: int, lighthouse: str, folder: Path, steps: int, more: dict[str, Any]) -> None:
-    """Train as one rank; ``more`` has settings of the strategy, and what is taken out of it below."""
+def train(
+    rank: int, ranks: int, lighthouse: str, folder: Path, steps: int, more: dict[str, Any]
+) -> None:
+    """Train as one rank; ``more`` has settings of the strategy, and what is taken out of it
+    below.
+    """
     log = (folder / f"log-{rank}.txt").open("a")
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     sys.stdout = sys.stderr = log
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    os.environ["OMP_NUM_THREADS"] = "1"  # the ranks share the cores, and Lightning would take all for each
+    os.environ["OMP_NUM_THREADS"] = (
+        "1"  # the ranks share the cores, and Lightning would take all for each
+    )
     os.environ |= {LIGHTHOUSE: lighthouse, "NODE_RANK": str(rank), "LOCAL_RANK": "0"}
     more = dict(more)
     torch.manual_seed(rank)  # the first rank's weights are spread
-    net, path = Net(more.pop("slow", 0.0), folder / HURRY), more.pop("ckpt_path", None)
+    net = Net(more.pop("slow", 0.0), folder / HURRY)
+    path = more.pop("ckpt_path", None)
     if more.pop("splits", False):
         net.net.insert(3, SplitPoint(0.5))
-    accumulate, DCTElasticStrategy.fits = more.pop("accumulate", 1), more.pop("fits_before", 0)
+    accumulate = more.pop("accumulate", 1)
+    DCTElasticStrategy.fits = more.pop("fits_before", 0)
     # Each rank finds a folder of its own, as with the versions of Lightning's default logger.
     logger = CSVLogger(folder, version=f"of-{rank}") if more.pop("finds_folder", False) else None
-    saving = ModelCheckpoint(None if logger else folder, every_n_train_steps=more.pop("every", 10**6), save_last=True)
+    saving = ModelCheckpoint(
+        None if logger else folder, every_n_train_steps=more.pop("every", 10**6), save_last=True
+    )
     trainer = pl.Trainer(
         strategy=DCTElasticStrategy(**{**SETTINGS, **more}), accelerator="cpu", devices=1, num_nodes=ranks,
         max_steps=steps, callbacks=[Digests(folder), saving], val_check_interval=50, check_val_every_n_epoch=None,
@@ -127,18 +166,32 @@ def train(rank: int, ranks: int, lighthouse: str, folder: Path, steps: int, more
 class Job:
     """Ranks that are started, killed, stopped and started again."""
 
-    def __init__(self, ranks: int, folder: Path, steps: int, patience_s: float = 60.0, **more: Any) -> None:
+    def __init__(
+        self, ranks: int, folder: Path, steps: int, patience_s: float = 60.0, **more: Any
+    ) -> None:
         self.address = f"http://127.0.0.1:{free_port()}"
         self.patience_s = patience_s
         self.light()
-        self.ranks, self.folder, self.steps, self.more = ranks, folder, steps, more
+        self.ranks = ranks
+        self.folder = folder
+        self.steps = steps
+        self.more = more
         self.processes: dict[int, Any] = {}
 
     def light(self) -> None:
         """Start the lighthouse, a process of its own, at the same address as before."""
-        command = [str(Path(sys.executable).with_name("torchft_lighthouse")), "--bind", urlsplit(self.address).netloc]
+        command = [
+            str(Path(sys.executable).with_name("torchft_lighthouse")),
+            "--bind",
+            urlsplit(self.address).netloc,
+        ]
         # Longer than by default, because a busy machine lets a process wait for seconds.
-        times = ["--join_timeout_ms", str(int(1000 * self.patience_s)), "--heartbeat_timeout_ms", "5000"]
+        times = [
+            "--join_timeout_ms",
+            str(int(1000 * self.patience_s)),
+            "--heartbeat_timeout_ms",
+            "5000",
+        ]
         command += ["--min_replicas", "1", "--quorum_tick_ms", "50", *times]
         self.lighthouse = subprocess.Popen(command, env={**os.environ, "RUST_LOG": "error"})
         where = urlsplit(self.address)
@@ -168,7 +221,10 @@ class Job:
     def wait_for_rounds_of_all(self, rank: int, after: int, count: int) -> None:
         """Wait until a rank has met all others in so many rounds after one."""
         everyone = str(self.ranks)
-        self._wait_until(rank, lambda: sum(r[3] == everyone and int(r[0]) > after for r in self.rows(rank)) >= count)
+        self._wait_until(
+            rank,
+            lambda: sum(r[3] == everyone and int(r[0]) > after for r in self.rows(rank)) >= count,
+        )
 
     def _wait_until(self, rank: int, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 300.0
@@ -186,7 +242,9 @@ class Job:
         for rank, process in self.processes.items():
             process.join(timeout_s)
             assert process.exitcode == 0, self.log(rank)
-        return {rank: (self.folder / f"end-{rank}.txt").read_text().split() for rank in self.processes}
+        return {
+            rank: (self.folder / f"end-{rank}.txt").read_text().split() for rank in self.processes
+        }
 
     def stop(self) -> None:
         for process in self.processes.values():

@@ -1,4 +1,6 @@
-"""What a rank does with an exchange that fails or that it misses, against plain arithmetic; one process, no torchft."""
+"""What a rank does with an exchange that fails or that it misses, against plain arithmetic; one
+process, no torchft.
+"""
 
 from functools import partial
 from types import SimpleNamespace
@@ -20,7 +22,10 @@ class Pretended:
     """Ranks that send what this one does, times a factor, or fail."""
 
     def __init__(self) -> None:
-        self.round, self.quorum, self.commits, self.sent = 0, 1, True, []
+        self.round = 0
+        self.quorum = 1
+        self.commits = True
+        self.sent = []
         self.others: list[Any] = []
         self.forgotten = False
 
@@ -46,12 +51,16 @@ class Pretended:
 
 
 class Rank:
-    """A rank with 400 weights of zero, which are plain SGD's: a step of rate 1 takes the gradient from them."""
+    """A rank with 400 weights of zero, which are plain SGD's: a step of rate 1 takes the gradient
+    from them.
+    """
 
     def __init__(self, make: Any = torch.optim.SGD, density: float = 0.25, **settings: Any) -> None:
         self.parameter = torch.nn.Parameter(torch.zeros(400))
         self.optimizer = make([self.parameter], lr=1.0)
-        config = DCTConfig(local_steps=1, warmup_steps=0, kernel="torch", density=density, **settings)
+        config = DCTConfig(
+            local_steps=1, warmup_steps=0, kernel="torch", density=density, **settings
+        )
         self.present = Pretended()
         exchange = AllGather(Link(self.present, Traffic()))  # type: ignore[arg-type]
         exchange.link_traversals = 4.0
@@ -103,13 +112,21 @@ def test_a_failed_exchange_changes_nothing(gradient: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("added", [True, False])
-def test_a_rank_that_is_behind_keeps_what_the_others_have_not_added(gradient: torch.Tensor, added: bool) -> None:
+def test_a_rank_that_is_behind_keeps_what_the_others_have_not_added(
+    gradient: torch.Tensor, added: bool
+) -> None:
     rank = Rank(value_format="fp32")
     rank.present.commits = False
     rank.train_and_meet(gradient)
     sent = gradient.abs() >= gradient.abs()[rank.parameter.data != 0].topk(100).values[-1]
     theirs = torch.randn(400)
-    given = {"step": 3, "commits": [(0, 1 if added else 9)], "history": 7, "buffers": {}, "shared": {"w": theirs}}
+    given = {
+        "step": 3,
+        "commits": [(0, 1 if added else 9)],
+        "history": 7,
+        "buffers": {},
+        "shared": {"w": theirs},
+    }
     rank.updates.catch_up(given)
     kept = torch.where(sent, 0.0, -gradient) if added else -gradient
     torch.testing.assert_close(rank.parameter.data, theirs + kept)
@@ -121,12 +138,20 @@ def test_a_rank_that_is_behind_keeps_what_the_others_have_not_added(gradient: to
     assert rank.updates.trains
 
 
-def test_a_rank_that_has_missed_too_much_starts_with_nothing_held_back(gradient: torch.Tensor) -> None:
+def test_a_rank_that_has_missed_too_much_starts_with_nothing_held_back(
+    gradient: torch.Tensor,
+) -> None:
     rank = Rank()
     rank.present.commits = False
     rank.train_and_meet(gradient)
     theirs = torch.randn(400)
-    given = {"step": 300, "commits": [(200, 5)], "history": 7, "buffers": {}, "shared": {"w": theirs}}
+    given = {
+        "step": 300,
+        "commits": [(200, 5)],
+        "history": 7,
+        "buffers": {},
+        "shared": {"w": theirs},
+    }
     rank.updates.catch_up(given)
     assert torch.equal(rank.parameter.data, theirs)
 
@@ -134,7 +159,9 @@ def test_a_rank_that_has_missed_too_much_starts_with_nothing_held_back(gradient:
 def test_ranks_that_have_not_trained_are_not_counted_in_the_mean(gradient: torch.Tensor) -> None:
     rank = Rank(value_format="fp32")
     rank.present.others = [
-        lambda sent: changed(sent, rank=1, trained=0) if is_header(sent) else sent.new_zeros(sent.shape)
+        lambda sent: (
+            changed(sent, rank=1, trained=0) if is_header(sent) else sent.new_zeros(sent.shape)
+        )
     ]
     rank.train_and_meet(gradient)
     moved = rank.shared != 0
@@ -145,7 +172,8 @@ def test_ranks_that_have_not_trained_are_not_counted_in_the_mean(gradient: torch
 
 
 def test_a_rank_that_has_not_trained_moves_as_the_others_do(gradient: torch.Tensor) -> None:
-    rank, other = Rank(value_format="fp32"), Rank(value_format="fp32")
+    rank = Rank(value_format="fp32")
+    other = Rank(value_format="fp32")
     other.train_and_meet(gradient)
     rank.hear(other)
     rank.updates.before_step(rank.optimizer)
@@ -157,10 +185,15 @@ def test_a_rank_that_has_not_trained_moves_as_the_others_do(gradient: torch.Tens
     assert torch.equal(rank.parameter.data, 1.0 + rank.shared)
 
 
-def test_a_rank_that_has_stopped_in_the_warm_up_reads_what_is_sent_after_it(gradient: torch.Tensor) -> None:
+def test_a_rank_that_has_stopped_in_the_warm_up_reads_what_is_sent_after_it(
+    gradient: torch.Tensor,
+) -> None:
     """Others send more entries by then; it has no step of its own to send."""
-    config = DCTConfig(local_steps=8, warmup_steps=4, kernel="torch", density=0.25, value_format="fp32")
-    rank, other = Rank(value_format="fp32"), Rank(value_format="fp32")
+    config = DCTConfig(
+        local_steps=8, warmup_steps=4, kernel="torch", density=0.25, value_format="fp32"
+    )
+    rank = Rank(value_format="fp32")
+    other = Rank(value_format="fp32")
     rank.updates.plans.change(config)
     other.updates.plans.change(config)
     for _ in range(16):
@@ -198,10 +231,13 @@ def test_a_rank_that_is_behind_reads_with_the_settings_of_the_step_in_which_othe
 
 
 @pytest.mark.parametrize("others", [1, 2])
-def test_ranks_that_have_met_apart_take_the_weights_of_the_most(gradient: torch.Tensor, others: int) -> None:
+def test_ranks_that_have_met_apart_take_the_weights_of_the_most(
+    gradient: torch.Tensor, others: int
+) -> None:
     rank = Rank()
     rank.train_and_meet(gradient)  # alone
-    shared, sent = rank.shared.clone(), len(rank.present.sent)
+    shared = rank.shared.clone()
+    sent = len(rank.present.sent)
     rank.present.others = [lambda header: changed(header, rank=1, history=5)] * others
     rank.train_and_meet(gradient)
     assert len(rank.present.sent) == sent + 1  # the header
@@ -218,7 +254,8 @@ def other_rank(ready: int, row: torch.Tensor, history: int, step: int = 1) -> An
 def test_a_rank_that_leaves_hands_over_what_it_has_not_sent(gradient: torch.Tensor) -> None:
     rank = Rank()
     rank.train_and_meet(gradient)  # alone
-    shared, left = rank.shared.clone(), (rank.parameter.data - rank.shared).clone()
+    shared = rank.shared.clone()
+    left = (rank.parameter.data - rank.shared).clone()
     assert left.abs().sum() > 0
     rank.present.others = [other_rank(0, torch.zeros(400), rank.updates._history)]
     rank.updates.apply_all(ready=HANDS_OVER)
@@ -226,11 +263,15 @@ def test_a_rank_that_leaves_hands_over_what_it_has_not_sent(gradient: torch.Tens
     assert [len(sent) for sent in rank.present.sent[-2:]] == [len(Header._fields), 400]
 
 
-def test_the_others_take_what_a_rank_hands_over_and_send_nothing_then(gradient: torch.Tensor) -> None:
+def test_the_others_take_what_a_rank_hands_over_and_send_nothing_then(
+    gradient: torch.Tensor,
+) -> None:
     rank = Rank()
     rank.train_and_meet(gradient)
     rank.step(gradient)
-    shared, own, row = rank.shared.clone(), rank.parameter.data.clone(), torch.randn(400)
+    shared = rank.shared.clone()
+    own = rank.parameter.data.clone()
+    row = torch.randn(400)
     rank.present.others = [other_rank(2, row, rank.updates._history)]
     rank.updates.exchange_updates()
     torch.testing.assert_close(rank.shared, shared + row / 2)
@@ -241,7 +282,8 @@ def test_the_others_take_what_a_rank_hands_over_and_send_nothing_then(gradient: 
 def test_nothing_is_handed_over_while_a_rank_joins(gradient: torch.Tensor) -> None:
     rank = Rank()
     rank.train_and_meet(gradient)
-    shared, sent = rank.shared.clone(), len(rank.present.sent)
+    shared = rank.shared.clone()
+    sent = len(rank.present.sent)
     rank.present.others = [other_rank(0, torch.zeros(400), rank.updates._history, step=-1)]
     rank.updates.apply_all(ready=HANDS_OVER)
     assert torch.equal(rank.shared, shared)
@@ -260,10 +302,14 @@ def test_a_joiner_delays_what_the_others_send(gradient: torch.Tensor) -> None:
 
 def test_a_slow_rank_trains_as_many_steps_as_the_others_wait_for(gradient: torch.Tensor) -> None:
     rank = Rank()
-    rank.updates.plans.change(DCTConfig(local_steps=8, warmup_steps=0, kernel="torch", density=0.25))
+    rank.updates.plans.change(
+        DCTConfig(local_steps=8, warmup_steps=0, kernel="torch", density=0.25)
+    )
     nanoseconds = Header._fields.index("nanoseconds")
     rank.present.others = [
-        lambda sent: changed(sent, nanoseconds=int(sent[nanoseconds]) // 4) if is_header(sent) else sent
+        lambda sent: (
+            changed(sent, nanoseconds=int(sent[nanoseconds]) // 4) if is_header(sent) else sent
+        )
     ] * 3
     for _ in range(8):
         rank.step(gradient)
@@ -273,8 +319,12 @@ def test_a_slow_rank_trains_as_many_steps_as_the_others_wait_for(gradient: torch
 
 def test_a_rank_that_was_stopped_once_is_not_a_slow_one(gradient: torch.Tensor) -> None:
     rank = Rank()
-    rank.updates.plans.change(DCTConfig(local_steps=8, warmup_steps=0, kernel="torch", density=0.25))
-    rank.present.others = [lambda sent: changed(sent, nanoseconds=100_000_000) if is_header(sent) else sent] * 3
+    rank.updates.plans.change(
+        DCTConfig(local_steps=8, warmup_steps=0, kernel="torch", density=0.25)
+    )
+    rank.present.others = [
+        lambda sent: changed(sent, nanoseconds=100_000_000) if is_header(sent) else sent
+    ] * 3
     for number in range(8):
         rank.step(gradient, 30.0 if number == 3 else 0.1)
     rank.updates.exchange_updates()
@@ -282,8 +332,11 @@ def test_a_rank_that_was_stopped_once_is_not_a_slow_one(gradient: torch.Tensor) 
 
 
 def test_after_every_step_the_mean_is_lengthened_as_by_dct(gradient: torch.Tensor) -> None:
-    """Two ranks whose steps are at right angles: from the first exchange on, the next mean is longer."""
-    rank, other = Rank(Sign, value_format="fp32"), Rank(Sign, value_format="fp32")
+    """Two ranks whose steps are at right angles: from the first exchange on, the next mean is
+    longer.
+    """
+    rank = Rank(Sign, value_format="fp32")
+    other = Rank(Sign, value_format="fp32")
     mine = torch.zeros(400)
     mine[::2] = 1.0
     other.train_and_meet(1.0 - mine)
@@ -298,7 +351,9 @@ def test_after_every_step_the_mean_is_lengthened_as_by_dct(gradient: torch.Tenso
 
 
 def test_both_sets_of_weights_stay_within_bounds(gradient: torch.Tensor) -> None:
-    """A rank's own after each step, the shared ones after each exchange, which also others may have taken out."""
+    """A rank's own after each step, the shared ones after each exchange, which also others may have
+    taken out.
+    """
     rank = Rank(density=1.0, value_format="fp32")
     rank.updates.project = lambda: rank.parameter.data.clamp_(-0.5, 0.5)
     rank.step(gradient)
@@ -310,14 +365,18 @@ def test_both_sets_of_weights_stay_within_bounds(gradient: torch.Tensor) -> None
 
 
 def decaying(density: float = 0.25) -> Rank:
-    """A rank with 400 weights of 2, which shrink by a hundredth in each step; half of them have gradients."""
+    """A rank with 400 weights of 2, which shrink by a hundredth in each step; half of them have
+    gradients.
+    """
     rank = Rank(partial(torch.optim.AdamW, weight_decay=0.01), density=density, value_format="fp32")
     rank.parameter.data.fill_(2.0)
     return rank
 
 
 def test_decay_is_no_update(gradient: torch.Tensor) -> None:
-    """Oracle: weights without gradients shrink as they do on one rank, on all ranks; also after a failed exchange."""
+    """Oracle: weights without gradients shrink as they do on one rank, on all ranks; also after a
+    failed exchange.
+    """
     gradient[200:] = 0.0
     rank = decaying()
     rank.present.others = [lambda sent: sent]
@@ -329,9 +388,12 @@ def test_decay_is_no_update(gradient: torch.Tensor) -> None:
 
 
 def test_ranks_that_have_decayed_differently_decay_by_the_mean(gradient: torch.Tensor) -> None:
-    """One that has made two steps since its last exchange and one that has made one; what they hold back stays."""
+    """One that has made two steps since its last exchange and one that has made one; what they hold
+    back stays.
+    """
     gradient[200:] = 0.0
-    rank, other = decaying(), decaying()
+    rank = decaying()
+    other = decaying()
     other.train_and_meet(gradient)
     rank.hear(other)
     rank.step(gradient)

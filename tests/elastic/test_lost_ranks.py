@@ -15,7 +15,9 @@ from distributed.harness import Ranks
 from elastic.jobs import Job, Net, examples
 
 # Without importing it here, because it prints what it does unless it is told before.
-pytestmark = pytest.mark.skipif(find_spec("torchft") is None, reason="torchft has wheels for some platforms only")
+pytestmark = pytest.mark.skipif(
+    find_spec("torchft") is None, reason="torchft has wheels for some platforms only"
+)
 
 
 @pytest.fixture
@@ -23,7 +25,9 @@ def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     """``job(3, 200)``: three ranks, started, that train 200 steps; killed after the test."""
     made: list[Job] = []
 
-    def make(ranks: int, steps: int, only: dict[int, dict[str, Any]] | None = None, **more: Any) -> Job:
+    def make(
+        ranks: int, steps: int, only: dict[int, dict[str, Any]] | None = None, **more: Any
+    ) -> Job:
         made.append(Job(ranks, tmp_path, steps, **more))
         for rank in range(ranks):
             made[-1].start(rank, **(only or {}).get(rank, {}))
@@ -35,10 +39,14 @@ def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
 
 
 def check_alike(job: Job, ends: dict[int, list[str]], steps: int) -> None:
-    """The ranks have had the same shared weights after every exchange, and end with them at the step that was asked."""
+    """The ranks have had the same shared weights after every exchange, and end with them at the
+    step that was asked.
+    """
     digests = job.digests()
     assert digests
-    assert all(len(alike) == 1 for alike in digests.values()), {k: v for k, v in digests.items() if len(v) > 1}
+    assert all(len(alike) == 1 for alike in digests.values()), {
+        k: v for k, v in digests.items() if len(v) > 1
+    }
     assert {int(end[0]) for end in ends.values()} == {steps}
     assert len({end[1] for end in ends.values()}) == 1
     assert len({end[2] for end in ends.values()}) == 1  # the loss of all validation data
@@ -52,7 +60,9 @@ def resume(strategy: str, path: str, steps: int) -> tuple[int, float]:
     )  # fmt: skip
     net = Net()
     before = float(
-        trainer.validate(net, DataLoader(examples(500, 2), batch_size=100), ckpt_path=path, verbose=False)[0]["loss"]
+        trainer.validate(
+            net, DataLoader(examples(500, 2), batch_size=100), ckpt_path=path, verbose=False
+        )[0]["loss"]
     )
     trainer.fit(net, DataLoader(examples(4000, 1), batch_size=16, shuffle=True), ckpt_path=path)
     return trainer.global_step, before
@@ -102,7 +112,9 @@ def test_a_stopped_rank_comes_back_and_keeps_what_it_has_moved(job: Callable[...
     assert int(ends[2][3]) >= 40  # steps that it has passed over
 
 
-def test_a_rank_that_is_asked_to_end_hands_over_what_it_has_not_sent(job: Callable[..., Job]) -> None:
+def test_a_rank_that_is_asked_to_end_hands_over_what_it_has_not_sent(
+    job: Callable[..., Job],
+) -> None:
     run = job(3, 200, slow=0.02)
     run.wait_for(2, 60)
     run.kill(2, signal.SIGTERM)
@@ -119,12 +131,14 @@ def test_the_lighthouse_is_killed_and_comes_back(job: Callable[..., Job]) -> Non
     run.wait_for(0, 20)
     run.lighthouse.kill()
     run.lighthouse.wait()
-    reached, rounds = int(run.rows(0)[-1][2]), int(run.rows(0)[-1][0])
+    reached = int(run.rows(0)[-1][2])
+    rounds = int(run.rows(0)[-1][0])
     time.sleep(3.0)
     assert int(run.rows(0)[-1][0]) <= rounds + 1
     run.light()
     run.wait_for(0, reached + 8)  # beyond the round that may have been under way
-    # Whoever is much faster than the others passes them, so in a hurry few rounds may have all three.
+    # Whoever is much faster than the others passes them, so in a hurry few rounds may have all
+    # three.
     run.wait_for_rounds_of_all(0, rounds + 1, 11)
     run.hurry()
     ends = run.end()
@@ -151,7 +165,9 @@ def test_a_slow_rank_passes_over_steps(job: Callable[..., Job]) -> None:
     assert min(int(ends[0][3]), int(ends[2][3])) < steps / 4
 
 
-def test_batches_without_an_optimizer_step_are_not_steps_passed_over(job: Callable[..., Job]) -> None:
+def test_batches_without_an_optimizer_step_are_not_steps_passed_over(
+    job: Callable[..., Job],
+) -> None:
     ends = job(1, 50, accumulate=2).end()
     assert ends[0][0] == "50"
     assert ends[0][3] == "0"
@@ -180,7 +196,10 @@ def test_a_rank_does_not_join_another_fit(job: Callable[..., Job]) -> None:
     other = run.processes.pop(1)
     other.join(120)
     assert other.exitcode == 1
-    assert "This rank is in fit 2 of its process, and the run that it would join is in fit 1." in run.log(1)
+    assert (
+        "This rank is in fit 2 of its process, and the run that it would join is in fit 1."
+        in run.log(1)
+    )
     run.hurry()
     run.end()
 

@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 
-from lightning_dct.elastic.present import LONGEST_TRANSFER_S, TRANSFER_S, PresentRanks, _transport, import_torchft
+from lightning_dct.elastic.present import (
+    LONGEST_TRANSFER_S,
+    TRANSFER_S,
+    PresentRanks,
+    _transport,
+    import_torchft,
+)
 
 
 def meeting(error: str) -> tuple[PresentRanks, Any]:
@@ -16,9 +22,11 @@ def meeting(error: str) -> tuple[PresentRanks, Any]:
     present = object.__new__(PresentRanks)
     failed = SimpleNamespace(error=error, allowed=[])
     present.lost = present._failed_in_a_row = 0
-    present.trouble, present.transfer_s = "", TRANSFER_S
+    present.trouble = ""
+    present.transfer_s = TRANSFER_S
     present._manager = SimpleNamespace(
-        errored=lambda: RuntimeError(failed.error) if failed.error else None, should_commit=lambda: not failed.error
+        errored=lambda: RuntimeError(failed.error) if failed.error else None,
+        should_commit=lambda: not failed.error,
     )
     present._group = SimpleNamespace(set_timeout=failed.allowed.append)
     present._transport = SimpleNamespace(_checkpoint_lock=SimpleNamespace(timeout=TRANSFER_S))
@@ -26,11 +34,16 @@ def meeting(error: str) -> tuple[PresentRanks, Any]:
 
 
 def test_a_transfer_that_times_out_gets_more_time() -> None:
-    present, failed = meeting("[unbound_buffer.cc:81] Timed out waiting 8000ms for recv operation to complete")
+    present, failed = meeting(
+        "[unbound_buffer.cc:81] Timed out waiting 8000ms for recv operation to complete"
+    )
     with warnings.catch_warnings(record=True):
         for _ in range(10):
             assert not present.agree()
-    assert failed.allowed[:2] == [timedelta(seconds=2 * TRANSFER_S), timedelta(seconds=4 * TRANSFER_S)]
+    assert failed.allowed[:2] == [
+        timedelta(seconds=2 * TRANSFER_S),
+        timedelta(seconds=4 * TRANSFER_S),
+    ]
     assert present._manager._timeout == failed.allowed[-1] == timedelta(seconds=LONGEST_TRANSFER_S)
     assert present._transport._checkpoint_lock.timeout == LONGEST_TRANSFER_S
 
@@ -60,7 +73,9 @@ def test_the_first_failure_of_a_streak_warns_and_some_later_ones() -> None:
     assert "lower `density`" in str(caught[0].message)
 
 
-@pytest.mark.skipif(find_spec("torchft") is None, reason="torchft has wheels for some platforms only")
+@pytest.mark.skipif(
+    find_spec("torchft") is None, reason="torchft has wheels for some platforms only"
+)
 def test_a_peer_that_reads_for_too_long_can_read_again() -> None:
     import_torchft()
     transport = _transport("127.0.0.1")

@@ -1,4 +1,6 @@
-"""What cannot be elastic is refused by name; and what the strategy does by itself, without a group."""
+"""What cannot be elastic is refused by name; and what the strategy does by itself, without a
+group.
+"""
 
 import json
 from types import SimpleNamespace
@@ -16,7 +18,13 @@ from lightning_dct import DCTElasticStrategy, DCTStrategy
 from lightning_dct.config import DCTConfig
 from lightning_dct.elastic import elastic_strategy
 from lightning_dct.elastic.elastic_updates import Header, refuse_not_in_place
-from lightning_dct.elastic.joining import compare_settings, compare_starts, settings_of, situation_of, take_situation
+from lightning_dct.elastic.joining import (
+    compare_settings,
+    compare_starts,
+    settings_of,
+    situation_of,
+    take_situation,
+)
 from lightning_dct.elastic.present import import_torchft
 from lightning_dct.law import RunLength
 
@@ -45,10 +53,14 @@ def test_settings_that_take_all_ranks(setting: dict[str, Any]) -> None:
 def test_ranks_that_lightning_would_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would end all of them if one dies. Those with a number are there already."""
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    with pytest.raises(ValueError, match=r"`devices=3`.*`python examples/elastic/start.py 3 train.py`"):
+    with pytest.raises(
+        ValueError, match=r"`devices=3`.*`python examples/elastic/start.py 3 train.py`"
+    ):
         Trainer(strategy="dct_elastic", accelerator="cpu", devices=3, logger=False)
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert Trainer(strategy="dct_elastic", accelerator="cpu", devices=3, logger=False).global_rank == 1
+    assert (
+        Trainer(strategy="dct_elastic", accelerator="cpu", devices=3, logger=False).global_rank == 1
+    )
 
 
 def test_parameters_that_cannot_be_read_in_place() -> None:
@@ -63,10 +75,22 @@ def test_parameters_that_cannot_be_read_in_place() -> None:
 
 
 def test_settings_on_the_command_line() -> None:
-    """LightningCLI reads from the source of ``__init__`` which settings it passes on, and some code it cannot read."""
-    given = {"": "lightning_dct.DCTElasticStrategy", ".local_steps": "4", ".density": "0.5", ".bucket_cap_mb": "7"}
+    """LightningCLI reads from the source of ``__init__`` which settings it passes on, and some code
+    it cannot read.
+    """
+    given = {
+        "": "lightning_dct.DCTElasticStrategy",
+        ".local_steps": "4",
+        ".density": "0.5",
+        ".bucket_cap_mb": "7",
+    }
     words = [f"--trainer.strategy{setting}={value}" for setting, value in given.items()]
-    cli = LightningCLI(BoringModel, run=False, seed_everything_default=None, args=["--trainer.accelerator=cpu", *words])
+    cli = LightningCLI(
+        BoringModel,
+        run=False,
+        seed_everything_default=None,
+        args=["--trainer.accelerator=cpu", *words],
+    )
     strategy = cli.trainer.strategy
     assert (strategy.config.local_steps, strategy.config.density) == (4, 0.5)
     assert (strategy.config.exchange, strategy._ddp_kwargs["bucket_cap_mb"]) == ("all_gather", 7)
@@ -86,9 +110,14 @@ def strategy() -> DCTElasticStrategy:
 def test_a_step_that_is_passed_over_returns_what_the_last_one_has(
     strategy: DCTElasticStrategy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    updates, weight = SimpleNamespace(trains=True), torch.ones((), requires_grad=True)
+    updates = SimpleNamespace(trains=True)
+    weight = torch.ones((), requires_grad=True)
     monkeypatch.setattr(DCTElasticStrategy, "_elastic", updates)
-    monkeypatch.setattr(DCTStrategy, "training_step", lambda self, batch: {"loss": 2 * weight, "preds": [3 * weight]})
+    monkeypatch.setattr(
+        DCTStrategy,
+        "training_step",
+        lambda self, batch: {"loss": 2 * weight, "preds": [3 * weight]},
+    )
     strategy.training_step(None)
     updates.trains = False
     output = strategy.training_step(None)
@@ -103,7 +132,8 @@ class OneOther:
     """A group of two, in which the other sends what a function makes of what this one does."""
 
     def __init__(self, other: Any, text: str = "") -> None:
-        self.other, self.text = other, text
+        self.other = other
+        self.text = text
         self.waited: list[float | None] = []
 
     def gather(self, sent: torch.Tensor, patience_s: float | None = None) -> torch.Tensor | None:
@@ -144,7 +174,8 @@ def test_ranks_choose_settings_by_the_steps_that_the_first_one_expects(
 
 
 def test_a_rank_can_join_after_something_is_unfrozen() -> None:
-    peer, joiner = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    peer = torch.nn.Linear(2, 2)
+    joiner = torch.nn.Linear(2, 2)
     peer.trainer = joiner.trainer = SimpleNamespace(checkpoint_callbacks=[])  # type: ignore[assignment]
     joiner.weight.requires_grad_(False)
     config = DCTConfig()
@@ -154,7 +185,9 @@ def test_a_rank_can_join_after_something_is_unfrozen() -> None:
     assert joiner.weight.requires_grad
     assert not joiner.bias.requires_grad
     with pytest.raises(ValueError, match="settings of this rank differ"):
-        compare_settings(settings_of(peer, config, 1), settings_of(torch.nn.Linear(3, 2), config, 1))
+        compare_settings(
+            settings_of(peer, config, 1), settings_of(torch.nn.Linear(3, 2), config, 1)
+        )
 
 
 def test_ranks_wait_for_the_slowest_to_read_its_checkpoint() -> None:
@@ -170,10 +203,14 @@ def test_ranks_wait_for_the_slowest_to_read_its_checkpoint() -> None:
 def test_ranks_meet_again_if_one_goes_while_it_reads_its_checkpoint(
     strategy: DCTElasticStrategy, monkeypatch: pytest.MonkeyPatch, given: Any
 ) -> None:
-    read, answers = {"state_dict": {"w": torch.ones(3)}, "global_step": 5}, [False, True]
-    strategy._lightning_module = SimpleNamespace(trainer=SimpleNamespace(state=SimpleNamespace(fn=TrainerFn.FITTING)))  # type: ignore[assignment]
+    read = {"state_dict": {"w": torch.ones(3)}, "global_step": 5}
+    answers = [False, True]
+    strategy._lightning_module = SimpleNamespace(
+        trainer=SimpleNamespace(state=SimpleNamespace(fn=TrainerFn.FITTING))
+    )  # type: ignore[assignment]
     strategy.present = OneOther(lambda sent: sent if answers.pop(0) else None)  # type: ignore[assignment]
-    strategy.length = RunLength(20.0)  # as expected before the checkpoint, in which is nothing of this strategy
+    # As expected before the checkpoint, in which is nothing of this strategy.
+    strategy.length = RunLength(20.0)
     monkeypatch.setattr(DCTElasticStrategy, "global_rank", 0)
     monkeypatch.setattr(DCTStrategy, "load_checkpoint", lambda *_: read)
     monkeypatch.setattr(strategy, "_join", lambda: setattr(strategy, "_given", given))
@@ -183,9 +220,13 @@ def test_ranks_meet_again_if_one_goes_while_it_reads_its_checkpoint(
 
 
 @pytest.mark.parametrize("search", [LearningRateFinder, BatchSizeFinder])
-def test_searches_are_refused_before_anything_is_set_up(strategy: DCTElasticStrategy, search: Any) -> None:
+def test_searches_are_refused_before_anything_is_set_up(
+    strategy: DCTElasticStrategy, search: Any
+) -> None:
     strategy._lightning_module = SimpleNamespace(automatic_optimization=True)  # type: ignore[assignment]
-    trainer: Any = SimpleNamespace(state=SimpleNamespace(fn=TrainerFn.FITTING), callbacks=[search()])
+    trainer: Any = SimpleNamespace(
+        state=SimpleNamespace(fn=TrainerFn.FITTING), callbacks=[search()]
+    )
     with pytest.raises(ValueError, match=f"cannot run `{search.__name__}`.* Run the search first"):
         strategy.setup(trainer)
 
@@ -195,7 +236,9 @@ def test_a_save_after_fit_comes_from_the_first_rank_that_was_present(
 ) -> None:
     """Rank 0 may be gone, and then nobody else would save."""
     saved: list[Any] = []
-    monkeypatch.setattr(DCTStrategy, "save_checkpoint", lambda self, *_: saved.append(self.present.rank()))
+    monkeypatch.setattr(
+        DCTStrategy, "save_checkpoint", lambda self, *_: saved.append(self.present.rank())
+    )
     monkeypatch.setattr(DCTElasticStrategy, "global_rank", 1)
     strategy.save_checkpoint({}, "before-fit.ckpt")
     strategy.synchronizer = SimpleNamespace()  # type: ignore[assignment]
@@ -205,14 +248,21 @@ def test_a_save_after_fit_comes_from_the_first_rank_that_was_present(
     assert saved == [0]
 
 
-def test_settings_that_are_not_of_the_config_reach_the_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_that_are_not_of_the_config_reach_the_updates(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """`project`, and `broadcast_buffers=False`, which leaves each rank its own buffers."""
     monkeypatch.setattr("lightning_dct.elastic.elastic_strategy.import_torchft", lambda: None)
-    monkeypatch.setattr(elastic_strategy, "PresentRanks", lambda *_: SimpleNamespace(size=lambda: 1, rank=lambda: 0))
+    monkeypatch.setattr(
+        elastic_strategy, "PresentRanks", lambda *_: SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    )
     monkeypatch.setattr(DCTElasticStrategy, "global_rank", 0)
     monkeypatch.setenv("TORCHFT_LIGHTHOUSE", "http://127.0.0.1:1")
     module: Any = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
-    for settings, buffers, bound in (({}, 3, 9.0), ({"broadcast_buffers": False, "project": clamp}, 0, 0.5)):
+    for settings, buffers, bound in (
+        ({}, 3, 9.0),
+        ({"broadcast_buffers": False, "project": clamp}, 0, 0.5),
+    ):
         strategy = DCTElasticStrategy(**settings)
         strategy._lightning_module = module
         torch.nn.init.constant_(module[0].weight, 9.0)

@@ -23,7 +23,9 @@ def spread(ids: Tensor) -> Tensor:
 class Growing(Hybrid):
     """A small hybrid-parallel model with growing tables."""
 
-    def __init__(self, exchange: dict[str, Any], optimizer: str = "sgd", learning_rate: float = 0.2) -> None:
+    def __init__(
+        self, exchange: dict[str, Any], optimizer: str = "sgd", learning_rate: float = 0.2
+    ) -> None:
         super().__init__({}, optimizer, learning_rate)
         self.tables = GrowingEmbeddingBags(len(TABLE_ROWS), DIM, seed=5, **exchange)
 
@@ -37,19 +39,31 @@ class Growing(Hybrid):
 
 
 def train(
-    number: int, exchange: dict[str, Any], optimizer: str = "sgd", settings: dict[str, Any] | None = None
+    number: int,
+    exchange: dict[str, Any],
+    optimizer: str = "sgd",
+    settings: dict[str, Any] | None = None,
 ) -> tuple[dict[str, Tensor], int]:
-    """Train, save when told where, and give this rank's weights, and how many rows it has evicted."""
+    """Train, save when told where, and give this rank's weights, and how many rows it has
+    evicted.
+    """
     module = Growing(exchange, optimizer)
     fit(module, number, **(settings or {}))
     return whole(module), module.tables.traffic.totals.evicted_rows
 
 
-def train_beside_the_reference(steps: int, kind: str, admit_after: int, **settings: Any) -> dict[str, Any]:
-    """Train tables that are too small beside the reference; the largest differences, and how many rows there are."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+def train_beside_the_reference(
+    steps: int, kind: str, admit_after: int, **settings: Any
+) -> dict[str, Any]:
+    """Train tables that are too small beside the reference; the largest differences, and how many
+    rows there are.
+    """
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     sizes = [40, 3, 17, 200]
-    tables = GrowingEmbeddingBags(len(sizes), DIM, max_rows=40, admit_after=admit_after, seed=3, **settings)
+    tables = GrowingEmbeddingBags(
+        len(sizes), DIM, max_rows=40, admit_after=admit_after, seed=3, **settings
+    )
     tables.materialize()
     # Ids in the order of their keys, because messages name rows in that order.
     ids = [spread(torch.arange(size)) for size in sizes]
@@ -58,11 +72,15 @@ def train_beside_the_reference(steps: int, kind: str, admit_after: int, **settin
         keys = placement.locate(torch.full_like(known, table).numpy(), known.numpy())[1]
         ids[table] = known[torch.from_numpy(keys).argsort()]
     options = Settings(**settings)
-    emulation = GrowingEmulation(ids, tables._default_rows, placement, options, tables.capacity(), admit_after)
+    emulation = GrowingEmulation(
+        ids, tables._default_rows, placement, options, tables.capacity(), admit_after
+    )
 
     def given(small: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tensor | None]:
         if offsets is None:
-            return torch.stack([ids[table][column] for table, column in enumerate(small.T)], dim=1), None
+            return torch.stack(
+                [ids[table][column] for table, column in enumerate(small.T)], dim=1
+            ), None
         samples = (len(offsets) - 1) // len(sizes)
         of_table = offsets[::samples] if samples else offsets.new_zeros(len(sizes) + 1)
         pieces = zip(ids, of_table, of_table[1:], strict=False)
@@ -74,6 +92,10 @@ def train_beside_the_reference(steps: int, kind: str, admit_after: int, **settin
             yield "rows", tables.own_rows(keys[own]), rows[torch.from_numpy(own)]
 
     worst = train_beside(emulation, tables, steps, kind, sizes, given, compared)
-    totals, there = tables.traffic.totals, len(tables.directory.rows)
-    assert (totals.admitted_rows, totals.evicted_rows) == (emulation.admitted[rank], emulation.evicted[rank])
+    totals = tables.traffic.totals
+    there = len(tables.directory.rows)
+    assert (totals.admitted_rows, totals.evicted_rows) == (
+        emulation.admitted[rank],
+        emulation.evicted[rank],
+    )
     return {**worst, "evicted": totals.evicted_rows, "there": there, "room": tables.capacity()}

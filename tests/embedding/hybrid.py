@@ -33,20 +33,27 @@ ALL_GRADIENTS = {"compress": "gradients", **EVERYTHING}
 class Hybrid(LightningModule):
     dim = DIM
 
-    def __init__(self, exchange: dict[str, Any], optimizer: str = "sgd", learning_rate: float = 0.2) -> None:
+    def __init__(
+        self, exchange: dict[str, Any], optimizer: str = "sgd", learning_rate: float = 0.2
+    ) -> None:
         super().__init__()
         self.tables = ShardedEmbeddingBags(TABLE_ROWS, self.dim, seed=5, **exchange)
         with torch.random.fork_rng():
             torch.manual_seed(9)
-            self.top = nn.Sequential(nn.Linear(len(TABLE_ROWS) * self.dim, 8), nn.Tanh(), nn.Linear(8, 1))
-        self.optimizer, self.learning_rate = optimizer, learning_rate
+            self.top = nn.Sequential(
+                nn.Linear(len(TABLE_ROWS) * self.dim, 8), nn.Tanh(), nn.Linear(8, 1)
+            )
+        self.optimizer = optimizer
+        self.learning_rate = learning_rate
         self.unused_dense: list[bool] = []
 
     def slots(self) -> dict[str, int]:
         """The slot of each of this rank's rows, by table and row."""
         ranges = self.tables.placement.ranges(self.tables.exchange_group.rank)
         return {
-            f"{table}.{row}": place + row - start for table, start, stop, place in ranges for row in range(start, stop)
+            f"{table}.{row}": place + row - start
+            for table, start, stop, place in ranges
+            for row in range(start, stop)
         }
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -82,7 +89,8 @@ class Batches(IterableDataset):
 
     @staticmethod
     def batch(index: int) -> tuple[Tensor, Tensor]:
-        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        rank = int(os.environ["RANK"])
+        world_size = int(os.environ["WORLD_SIZE"])
         draws = torch.rand(GLOBAL_BATCH, len(TABLE_ROWS), generator=generator(index, 7))
         ids = (draws**2 * torch.tensor(TABLE_ROWS)).long()
         share = slice(GLOBAL_BATCH * rank // world_size, GLOBAL_BATCH * (rank + 1) // world_size)
@@ -94,7 +102,9 @@ def batches(number: int) -> DataLoader:
 
 
 def whole(module: Hybrid) -> dict[str, Tensor]:
-    """This rank's rows and their optimizer states by table and row, and the replicated weights by name."""
+    """This rank's rows and their optimizer states by table and row, and the replicated weights by
+    name.
+    """
     weight = module.tables.weight
     found = {name: value.detach().clone() for name, value in module.top.named_parameters()}
     optimizers = [] if module._trainer is None else module.trainer.optimizers
@@ -110,7 +120,9 @@ def together(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: value for part in parts for name, value in part.items()}
 
 
-def train(number: int, exchange: dict[str, Any], optimizer: str = "sgd", **settings: Any) -> dict[str, Tensor]:
+def train(
+    number: int, exchange: dict[str, Any], optimizer: str = "sgd", **settings: Any
+) -> dict[str, Tensor]:
     """Train, save when told where, and give this rank's weights."""
     module = Hybrid(exchange, optimizer)
     fit(module, number, **settings)
@@ -142,27 +154,37 @@ def halves(save: Path | None, load: Path | None) -> dict[str, Any]:
 def load(path: str) -> dict[str, Tensor]:
     """Load a checkpoint by validating it; this rank's weights."""
     module = Hybrid({"density": 0.2})
-    trainer_for(DCTStrategy(**ALL_GRADIENTS)).validate(module, batches(1), ckpt_path=path, verbose=False)
+    trainer_for(DCTStrategy(**ALL_GRADIENTS)).validate(
+        module, batches(1), ckpt_path=path, verbose=False
+    )
     return whole(module)
 
 
-def resume(path: str, make: Callable[..., Hybrid], exchange: dict[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
+def resume(
+    path: str, make: Callable[..., Hybrid], exchange: dict[str, Any]
+) -> tuple[dict[str, Tensor], list[str]]:
     """Train on from a checkpoint; what this rank has at the start, and the warnings."""
-    module, seen = make(exchange, "adagrad"), []
+    module = make(exchange, "adagrad")
+    seen = []
     module.on_train_start = lambda: seen.append(whole(module))
     said = warnings_of(fit, module, 4, path, max_epochs=2)
     return seen[0], [one for one in said if "max_rows" in one]
 
 
 def files_in(folder: str) -> list[str]:
-    return sorted(str(file.relative_to(folder)) for file in Path(folder).rglob("*") if file.is_file())
+    return sorted(
+        str(file.relative_to(folder)) for file in Path(folder).rglob("*") if file.is_file()
+    )
 
 
-def residuals_then(make: Callable[..., Hybrid], exchange: dict[str, Any], path: str) -> dict[tuple[int, int], Tensor]:
+def residuals_then(
+    make: Callable[..., Hybrid], exchange: dict[str, Any], path: str
+) -> dict[tuple[int, int], Tensor]:
     """Train a little, save, and give what this rank's residuals are by table and row."""
     module = make(exchange)
     fit(module, 5, save_to=path)
-    tables, found = module.tables, {}
+    tables = module.tables
+    found = {}
     held = tables.held
     for owner in held.codes:
         places, slots = held.cache.contents(owner)
@@ -171,16 +193,22 @@ def residuals_then(make: Callable[..., Hybrid], exchange: dict[str, Any], path: 
     return found
 
 
-def collected_after(make: Callable[..., Hybrid], exchange: dict[str, Any], path: str) -> dict[tuple[int, int], Tensor]:
+def collected_after(
+    make: Callable[..., Hybrid], exchange: dict[str, Any], path: str
+) -> dict[tuple[int, int], Tensor]:
     """Resume, and give the gradients that this rank has collected by table and row."""
     module = make(exchange)
     seen: dict = {}
 
     def look(*_: Any) -> None:
-        tables, rank = module.tables, module.tables.exchange_group.rank
+        tables = module.tables
+        rank = module.tables.exchange_group.rank
         for places, gradient in tables.collected.wait():
-            assert tables.resolve(places, gradient)[0].numel() == places.numel()  # all of them have rows
-            for table, row, values in zip(*tables.placement.rows_of(rank, places.cpu().numpy()), gradient, strict=True):
+            # All of them have rows.
+            assert tables.resolve(places, gradient)[0].numel() == places.numel()
+            for table, row, values in zip(
+                *tables.placement.rows_of(rank, places.cpu().numpy()), gradient, strict=True
+            ):
                 seen[int(table), int(row)] = seen.get((int(table), int(row)), 0) + values.double()
 
     module.on_train_start = look

@@ -1,4 +1,6 @@
-"""Growing tables without arrays: which ids have rows, in dicts, and all ranks' rows and messages in one process."""
+"""Growing tables without arrays: which ids have rows, in dicts, and all ranks' rows and messages in
+one process.
+"""
 
 from collections import defaultdict
 
@@ -13,17 +15,22 @@ class PlainCache:
     """Keys with slots, the times of their last requests, and counts."""
 
     def __init__(self, capacity: int) -> None:
-        self.capacity, self.time = capacity, 0
+        self.capacity = capacity
+        self.time = 0
         self.slots: dict[int, int] = {}
         self.last_used: dict[int, int] = {}
         self.counts: dict[int, int] = defaultdict(int)
 
     def admit(self, wanted: list[int]) -> list[int]:
-        """Admit keys, and give those that were evicted: the oldest, of equally old ones that in the lowest slot."""
+        """Admit keys, and give those that were evicted: the oldest, of equally old ones that in the
+        lowest slot.
+        """
         self.time += 1
         new = [key for key in wanted if key not in self.slots]
         excess = len(self.slots) + len(new) - max(self.capacity, len(wanted))
-        old = sorted(set(self.slots) - set(wanted), key=lambda key: (self.last_used[key], self.slots[key]))
+        old = sorted(
+            set(self.slots) - set(wanted), key=lambda key: (self.last_used[key], self.slots[key])
+        )
         evicted = old[: max(excess, 0)]
         for key in evicted:
             del self.slots[key], self.last_used[key], self.counts[key]
@@ -40,7 +47,8 @@ class PlainDirectory:
 
     def __init__(self, capacity: int, admit_after: int) -> None:
         self.admit_after = admit_after
-        self.rows, self.counted = PlainCache(capacity), PlainCache(capacity)
+        self.rows = PlainCache(capacity)
+        self.counted = PlainCache(capacity)
 
     def request(self, keys: list[int]) -> tuple[list[int], list[int]]:
         """The keys that get a row, and those that lose it."""
@@ -54,21 +62,32 @@ class PlainDirectory:
 
 
 class GrowingEmulation(Emulation):
-    """All ranks of growing tables at once, for some ids that may occur: ``ids[table]``, in the order of their keys."""
+    """All ranks of growing tables at once, for some ids that may occur: ``ids[table]``, in the
+    order of their keys.
+    """
 
     def __init__(
-        self, ids: list[Tensor], defaults: Tensor, placement: RowOwners, settings: Settings, room: int, admit_after: int
+        self,
+        ids: list[Tensor],
+        defaults: Tensor,
+        placement: RowOwners,
+        settings: Settings,
+        room: int,
+        admit_after: int,
     ) -> None:
         tables = [row.repeat(len(known), 1) for row, known in zip(defaults, ids, strict=True)]
         super().__init__(tables, [known.numpy() for known in ids], placement, settings)
         self.defaults = defaults
         self.directories = [PlainDirectory(room, admit_after) for _ in self.world]
-        self.admitted, self.evicted = [0 for _ in self.world], [0 for _ in self.world]
+        self.admitted = [0 for _ in self.world]
+        self.evicted = [0 for _ in self.world]
 
     def forward(self, step: int, bags: dict[int, list], pooling: str) -> dict[int, Tensor]:
         """Make and evict rows, then as for tables of fixed size."""
         self.where = {
-            int(key): (table, row) for table, keys in enumerate(self.keys) for row, key in enumerate(keys.tolist())
+            int(key): (table, row)
+            for table, keys in enumerate(self.keys)
+            for row, key in enumerate(keys.tolist())
         }
         for owner in self.world:
             asked = {
@@ -86,7 +105,9 @@ class GrowingEmulation(Emulation):
                 self.seen -= {(user, table, row) for user in self.world}
         return super().forward(step, bags, pooling)
 
-    def backward(self, bags: dict[int, list], gradients: dict[int, Tensor], pooling: str) -> list[Tensor]:
+    def backward(
+        self, bags: dict[int, list], gradients: dict[int, Tensor], pooling: str
+    ) -> list[Tensor]:
         """As for tables of fixed size, without what arrives for ids without rows."""
         total = super().backward(bags, gradients, pooling)
         there = {self.where[key] for directory in self.directories for key in directory.rows.slots}

@@ -1,7 +1,8 @@
-"""Sharded tables, all ranks in one process: whole tables, and `lightning_dct.reference` for what crosses between ranks.
+"""Sharded tables, all ranks in one process: whole tables, and `lightning_dct.reference` for what
+crosses between ranks.
 
-Nothing else is shared with the package but the placement (who owns which row) and the coded form of whole rows: no
-caches, no messages, no bytes.
+Nothing else is shared with the package but the placement (who owns which row) and the coded form of
+whole rows: no caches, no messages, no bytes.
 """
 
 import math
@@ -22,7 +23,8 @@ def first_rows(table_rows: list[int], dim: int, seed: int) -> list[Tensor]:
     """The initial tables."""
     bounds = np.array([1 / math.sqrt(rows) for rows in table_rows], dtype=np.float32)
     return [
-        initial_rows(seed, np.full(rows, table), np.arange(rows), bounds, dim) for table, rows in enumerate(table_rows)
+        initial_rows(seed, np.full(rows, table), np.arange(rows), bounds, dim)
+        for table, rows in enumerate(table_rows)
     ]
 
 
@@ -33,7 +35,9 @@ def bags_of(ids: Tensor, offsets: Tensor | None, num_tables: int) -> list[list[l
     samples = (len(offsets) - 1) // num_tables
     return [
         [
-            ids[int(offsets[table * samples + sample]) : int(offsets[table * samples + sample + 1])].tolist()
+            ids[
+                int(offsets[table * samples + sample]) : int(offsets[table * samples + sample + 1])
+            ].tolist()
             for table in range(num_tables)
         ]
         for sample in range(samples)
@@ -43,10 +47,17 @@ def bags_of(ids: Tensor, offsets: Tensor | None, num_tables: int) -> list[list[l
 class Emulation:
     """All ranks at once, for the ids whose rows ``tables`` hold."""
 
-    def __init__(self, tables: list[Tensor], ids: list[np.ndarray], placement: RowOwners, settings: Settings) -> None:
-        self.tables, self.dim, self.settings = tables, tables[0].shape[1], settings
-        located = [placement.locate(np.full(len(known), table), known) for table, known in enumerate(ids)]
-        self.owners, self.keys = [owner for owner, _ in located], [keys for _, keys in located]
+    def __init__(
+        self, tables: list[Tensor], ids: list[np.ndarray], placement: RowOwners, settings: Settings
+    ) -> None:
+        self.tables = tables
+        self.dim = tables[0].shape[1]
+        self.settings = settings
+        located = [
+            placement.locate(np.full(len(known), table), known) for table, known in enumerate(ids)
+        ]
+        self.owners = [owner for owner, _ in located]
+        self.keys = [keys for _, keys in located]
         self.world = range(placement.world_size)
         self.copies = [[table.clone() for table in tables] for _ in self.world]
         self.residuals = [[torch.zeros_like(table) for table in self.tables] for _ in self.world]
@@ -66,7 +77,9 @@ class Emulation:
                 new, _ = self._cross(look_up, user, owner, asked, self.tables, self.copies[user])
                 for (table, rows), part in zip(asked.items(), new, strict=True):
                     own = self.tables[table][rows]
-                    self.copies[user][table][rows] = own if owner == user else part.view(-1, self.dim)
+                    self.copies[user][table][rows] = (
+                        own if owner == user else part.view(-1, self.dim)
+                    )
             out = torch.zeros(len(samples), len(self.tables), self.dim)
             for index, sample in enumerate(samples):
                 for table, rows in enumerate(sample):
@@ -79,19 +92,33 @@ class Emulation:
 
     def _come_whole(self, user: int, asked: dict[int, list[int]]) -> None:
         """Add to a user's copies all that rows which it asks for the first time have moved."""
-        new = [(t, row) for t, rows in asked.items() for row in rows if (user, t, row) not in self.seen]
+        new = [
+            (t, row) for t, rows in asked.items() for row in rows if (user, t, row) not in self.seen
+        ]
         self.seen |= {(user, *row) for row in new}
-        moved = [(t, row) for t, row in new if not torch.equal(self.tables[t][row], self.copies[user][t][row])]
+        moved = [
+            (t, row)
+            for t, row in new
+            if not torch.equal(self.tables[t][row], self.copies[user][t][row])
+        ]
         if moved:
             form = self.settings.value_format
-            rows = torch.stack([self.tables[t][row] - self.copies[user][t][row] for t, row in moved])
+            rows = torch.stack(
+                [self.tables[t][row] - self.copies[user][t][row] for t, row in moved]
+            )
             for (t, row), read in zip(
-                moved, decode_whole(encode_whole(rows, form), len(rows), self.dim, form), strict=True
+                moved,
+                decode_whole(encode_whole(rows, form), len(rows), self.dim, form),
+                strict=True,
             ):
                 self.copies[user][t][row] += read
 
-    def backward(self, bags: dict[int, list], gradients: dict[int, Tensor], pooling: str) -> list[Tensor]:
-        """The dense gradient of every table from those of the pooled bags: an owner's own part comes first."""
+    def backward(
+        self, bags: dict[int, list], gradients: dict[int, Tensor], pooling: str
+    ) -> list[Tensor]:
+        """The dense gradient of every table from those of the pooled bags: an owner's own part
+        comes first.
+        """
         total = [torch.zeros_like(table) for table in self.tables]
         for owner in self.world:
             for user in sorted(self.world, key=lambda user: user != owner):
@@ -99,13 +126,17 @@ class Emulation:
                 for sample, pulls in zip(bags[user], gradients[user], strict=True):
                     for table, rows in enumerate(sample):
                         for row in rows:
-                            by_row[table][row] += pulls[table] / (len(rows) if pooling == "mean" else 1)
+                            by_row[table][row] += pulls[table] / (
+                                len(rows) if pooling == "mean" else 1
+                            )
                 asked = self._asked(owner, bags[user])
                 if user == owner:
                     for table, rows in asked.items():
                         total[table][rows] += by_row[table][rows]
                     continue
-                sent, left = self._cross(return_gradients, user, owner, asked, by_row, self.residuals[user])
+                sent, left = self._cross(
+                    return_gradients, user, owner, asked, by_row, self.residuals[user]
+                )
                 for (table, rows), part, rest in zip(asked.items(), sent, left, strict=True):
                     total[table][rows] += part.view(-1, self.dim)
                     self.residuals[user][table][rows] = rest.view(-1, self.dim)
@@ -114,18 +145,31 @@ class Emulation:
     def _asked(self, owner: int, samples: list) -> dict[int, list[int]]:
         """The distinct rows a rank asks an owner for, by table and ascending."""
         asked: dict[int, list[int]] = defaultdict(list)
-        for table, row in sorted({(t, row) for sample in samples for t, rows in enumerate(sample) for row in rows}):
+        for table, row in sorted(
+            {(t, row) for sample in samples for t, rows in enumerate(sample) for row in rows}
+        ):
             if self.owners[table][row] == owner:
                 asked[table].append(row)
         return asked
 
     def _cross(
-        self, function: Callable, user: int, owner: int, asked: dict[int, list[int]], one: list, other: list
+        self,
+        function: Callable,
+        user: int,
+        owner: int,
+        asked: dict[int, list[int]],
+        one: list,
+        other: list,
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """What a function of the reference gives for some rows; and the second of its arguments, perhaps changed."""
+        """What a function of the reference gives for some rows; and the second of its arguments,
+        perhaps changed.
+        """
         thresholds = self.thresholds[function, user, owner]
         used = [thresholds[table] for table in asked]
-        parts = [[tables[table][rows].flatten() for table, rows in asked.items()] for tables in (one, other)]
+        parts = [
+            [tables[table][rows].flatten() for table, rows in asked.items()]
+            for tables in (one, other)
+        ]
         given = function(*parts, used, self.settings)
         for table, threshold in zip(asked, used, strict=True):
             thresholds[table] = threshold

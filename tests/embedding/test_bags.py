@@ -21,12 +21,17 @@ def form(sizes: list[int], pooling: str) -> Features:
 
 @st.composite
 def bags_of_rows(draw: st.DrawFn) -> tuple[list[int], list[list[list[int]]]]:
-    """Table sizes, and the rows in the bag of each table and sample: ``[table][sample]``, some of them empty."""
+    """Table sizes, and the rows in the bag of each table and sample: ``[table][sample]``, some of
+    them empty.
+    """
     sizes = draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
     samples = draw(st.integers(0, 5))
     return sizes, [
         draw(
-            st.lists(st.lists(st.integers(0, rows - 1), max_size=4), min_size=samples, max_size=samples), label="table"
+            st.lists(
+                st.lists(st.integers(0, rows - 1), max_size=4), min_size=samples, max_size=samples
+            ),
+            label="table",
         )
         for rows in sizes
     ]
@@ -35,11 +40,16 @@ def bags_of_rows(draw: st.DrawFn) -> tuple[list[int], list[list[list[int]]]]:
 def laid_flat(bags: list[list[list[int]]]) -> tuple[Tensor, Tensor]:
     flat = [row for table in bags for bag in table for row in bag]
     lengths = [len(bag) for table in bags for bag in table]
-    return torch.tensor(flat, dtype=torch.int64), torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int64)
+    return torch.tensor(flat, dtype=torch.int64), torch.tensor(
+        [0, *np.cumsum(lengths)], dtype=torch.int64
+    )
 
 
 def looked_up(bags: Bags, tables: list[Tensor]) -> Tensor:
-    rows = [tables[table][row] for table, row in zip(bags.tables.tolist(), bags.rows.tolist(), strict=True)]
+    rows = [
+        tables[table][row]
+        for table, row in zip(bags.tables.tolist(), bags.rows.tolist(), strict=True)
+    ]
     return torch.stack(rows) if rows else torch.empty(0, DIM, dtype=tables[0].dtype)
 
 
@@ -50,7 +60,9 @@ def some_tables(sizes: list[int], dtype: torch.dtype) -> list[Tensor]:
 
 @given(case=bags_of_rows(), pooling=st.sampled_from(POOLINGS))
 @examples(60)
-def test_bags_as_torch_pools_them(case: tuple[list[int], list[list[list[int]]]], pooling: str) -> None:
+def test_bags_as_torch_pools_them(
+    case: tuple[list[int], list[list[list[int]]]], pooling: str
+) -> None:
     sizes, content = case
     ids, offsets = laid_flat(content)
     bags = read_bags(ids, offsets, form(sizes, pooling))
@@ -61,13 +73,17 @@ def test_bags_as_torch_pools_them(case: tuple[list[int], list[list[list[int]]]],
     assert pooled.shape == (samples, len(sizes), DIM)
     for table, (weight, own) in enumerate(zip(tables, content, strict=True)):
         flat, starts = laid_flat([own])
-        oracle = nn.EmbeddingBag.from_pretrained(weight, mode=pooling, include_last_offset=True, freeze=False)
+        oracle = nn.EmbeddingBag.from_pretrained(
+            weight, mode=pooling, include_last_offset=True, freeze=False
+        )
         expected = oracle(flat, starts) if samples else torch.empty(0, DIM, dtype=torch.float64)
         torch.testing.assert_close(pooled[:, table], expected, rtol=1e-15, atol=1e-15)
         if not samples:
             continue
         # The gradient of each look-up, summed by row, is that of the table.
-        gradient = torch.randn(samples, DIM, generator=torch.Generator().manual_seed(table), dtype=torch.float64)
+        gradient = torch.randn(
+            samples, DIM, generator=torch.Generator().manual_seed(table), dtype=torch.float64
+        )
         expected.backward(gradient)
         whole = torch.zeros_like(pooled)
         whole[:, table] = gradient
@@ -80,11 +96,21 @@ def test_bags_as_torch_pools_them(case: tuple[list[int], list[list[list[int]]]],
         torch.testing.assert_close(mine, oracle.weight.grad, rtol=1e-14, atol=1e-14)
 
 
-@given(sizes=st.lists(st.integers(1, 6), min_size=1, max_size=4), data=st.data(), pooling=st.sampled_from(POOLINGS))
+@given(
+    sizes=st.lists(st.integers(1, 6), min_size=1, max_size=4),
+    data=st.data(),
+    pooling=st.sampled_from(POOLINGS),
+)
 @examples(60)
-def test_one_row_of_each_table_a_sample(sizes: list[int], data: st.DataObject, pooling: str) -> None:
-    drawn = data.draw(st.lists(st.tuples(*(st.integers(0, rows - 1) for rows in sizes)), max_size=6))
-    ids = torch.tensor(drawn, dtype=data.draw(st.sampled_from([torch.int64, torch.int32, torch.uint8])))
+def test_one_row_of_each_table_a_sample(
+    sizes: list[int], data: st.DataObject, pooling: str
+) -> None:
+    drawn = data.draw(
+        st.lists(st.tuples(*(st.integers(0, rows - 1) for rows in sizes)), max_size=6)
+    )
+    ids = torch.tensor(
+        drawn, dtype=data.draw(st.sampled_from([torch.int64, torch.int32, torch.uint8]))
+    )
     bags = read_bags(ids.reshape(-1, len(sizes)), None, form(sizes, pooling))
     tables = some_tables(sizes, torch.float32)
     rows = looked_up(bags, tables)
@@ -95,7 +121,9 @@ def test_one_row_of_each_table_a_sample(sizes: list[int], data: st.DataObject, p
             assert torch.equal(pooled[sample, table], tables[table][row])
     assert torch.equal(bags.spread(pooled).view_as(rows), rows)
     # As bags of one row each.
-    flat, offsets = laid_flat([[[chosen[table]] for chosen in drawn] for table in range(len(sizes))])
+    flat, offsets = laid_flat(
+        [[[chosen[table]] for chosen in drawn] for table in range(len(sizes))]
+    )
     same = read_bags(flat, offsets, form(sizes, pooling))
     assert torch.equal(same.pool(looked_up(same, tables)), pooled)
 
@@ -120,12 +148,24 @@ ONE = torch.tensor([1])
 @pytest.mark.parametrize(
     ("ids", "offsets", "message"),
     [
-        (torch.ones(2, 2), None, "`ids` must be whole numbers, int64 or int32; they are torch.float32"),
+        (
+            torch.ones(2, 2),
+            None,
+            "`ids` must be whole numbers, int64 or int32; they are torch.float32",
+        ),
         (torch.ones(2, 2, dtype=torch.bool), None, "`ids` must be whole numbers.*torch.bool"),
         (ONE, torch.tensor([0.0, 0.5, 1.0]), "`offsets` must be whole numbers.*torch.float32"),
-        (torch.ones(2, 3, dtype=torch.int64), None, r"shape \[samples, 2\].*they have \[2, 3\]. Give `offsets`"),
+        (
+            torch.ones(2, 3, dtype=torch.int64),
+            None,
+            r"shape \[samples, 2\].*they have \[2, 3\]. Give `offsets`",
+        ),
         (ONE, None, r"Without `offsets`, .*they have \[1\]"),
-        (ONE.view(1, 1), torch.tensor([0, 1, 1]), r"`offsets` \[2 \* samples \+ 1\]; they have \[1, 1\] and \[3\]"),
+        (
+            ONE.view(1, 1),
+            torch.tensor([0, 1, 1]),
+            r"`offsets` \[2 \* samples \+ 1\]; they have \[1, 1\] and \[3\]",
+        ),
         (ONE, torch.tensor([[0, 1, 1]]), r"they have \[1\] and \[1, 3\]"),
         (ONE, torch.tensor([0, 1]), r"they have \[1\] and \[2\]"),
         (ONE, torch.tensor(0), r"they have \[1\] and \[\]"),
@@ -143,8 +183,13 @@ def test_malformed_input(ids: Tensor, offsets: Tensor | None, message: str) -> N
 
 @pytest.mark.parametrize("bad", [-1, 2, 2**40])
 def test_ids_out_of_range(bad: int) -> None:
-    message = re.escape(f"Id {bad} is out of range: table 1 has 2 rows (2 of 6 ids are out of range). Correct the ids")
+    message = re.escape(
+        f"Id {bad} is out of range: table 1 has 2 rows (2 of 6 ids are out of range). Correct"
+        " the ids"
+    )
     with pytest.raises(IndexError, match=message):
         read_bags(torch.tensor([[4, 1], [0, bad], [5, 0]]), None, form([5, 2], "sum"))
     with pytest.raises(IndexError, match=message):
-        read_bags(torch.tensor([4, 0, 1, bad, 0, 2]), torch.tensor([0, 2, 2, 4, 6]), form([5, 2], "sum"))
+        read_bags(
+            torch.tensor([4, 0, 1, bad, 0, 2]), torch.tensor([0, 2, 2, 4, 6]), form([5, 2], "sum")
+        )

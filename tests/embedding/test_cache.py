@@ -35,7 +35,8 @@ def asked(rows: list[int]) -> Any:
 @given(capacity=capacities, history=requests)
 @examples(60)
 def test_the_same_as_a_dict(capacity: int, history: list[list[int]]) -> None:
-    cache, plain = RowCache(capacity), PlainCache(capacity)
+    cache = RowCache(capacity)
+    plain = PlainCache(capacity)
     for wanted in history:
         before = dict(plain.slots)
         evicted = plain.admit(wanted)
@@ -45,9 +46,9 @@ def test_the_same_as_a_dict(capacity: int, history: list[list[int]]) -> None:
         assert list(after) == sorted(after)
         assert admission.slots.tolist() == [after[row] for row in wanted]
         assert admission.new.tolist() == [row not in before for row in wanted]
-        assert dict(zip(admission.evicted.tolist(), admission.evicted_slots.tolist(), strict=True)) == {
-            row: before[row] for row in evicted
-        }
+        assert dict(
+            zip(admission.evicted.tolist(), admission.evicted_slots.tolist(), strict=True)
+        ) == {row: before[row] for row in evicted}
         assert len(cache) == len(after) <= max(capacity, len(wanted))
         assert cache.counts[list(after.values())].tolist() == [plain.counts[row] for row in after]
         assert cache.find(asked([*after, UNIVERSE])).tolist() == [*after.values(), -1]
@@ -55,25 +56,36 @@ def test_the_same_as_a_dict(capacity: int, history: list[list[int]]) -> None:
 
 @given(capacity=capacities, history=requests, cut=st.integers(0, 25))
 @examples(60)
-def test_a_resumed_cache_goes_on_as_the_other_end_does(capacity: int, history: list[list[int]], cut: int) -> None:
-    one, other = RowCache(capacity), RowCache(capacity)
+def test_a_resumed_cache_goes_on_as_the_other_end_does(
+    capacity: int, history: list[list[int]], cut: int
+) -> None:
+    one = RowCache(capacity)
+    other = RowCache(capacity)
     for number, wanted in enumerate(history):
         if number == cut:
             saved = other.state_dict()
-            frozen = {name: value.clone() for name, value in saved.items() if isinstance(value, torch.Tensor)}
+            frozen = {
+                name: value.clone()
+                for name, value in saved.items()
+                if isinstance(value, torch.Tensor)
+            }
             other = RowCache(capacity)
             other.load_state_dict(saved)
         if number % 4 == 3:
             one.counts >>= 1
             other.counts >>= 1
-        ours, theirs = one.admit(asked(wanted)), other.admit(asked(wanted))
+        ours = one.admit(asked(wanted))
+        theirs = other.admit(asked(wanted))
         for mine, yours in zip(ours, theirs, strict=True):
             assert mine.tolist() == yours.tolist()
-    ours, theirs = one.state_dict(), other.state_dict()
+    ours = one.state_dict()
+    theirs = other.state_dict()
     assert ours.pop("requests") == theirs.pop("requests") == len(history)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     if cut < len(history):
-        assert all(torch.equal(saved[name], value) for name, value in frozen.items()), "a saved state must not change"
+        assert all(torch.equal(saved[name], value) for name, value in frozen.items()), (
+            "a saved state must not change"
+        )
 
 
 @pytest.mark.parametrize("last_used", [2**31, 2**31 + 5])
@@ -81,28 +93,38 @@ def test_very_many_requests(last_used: int) -> None:
     cache = RowCache(2)
     cache.admit(asked([1, 2]))
     state = cache.state_dict()
-    cache.load_state_dict({**state, "requests": last_used, "last_used": state["last_used"] + last_used - 1})
+    cache.load_state_dict(
+        {**state, "requests": last_used, "last_used": state["last_used"] + last_used - 1}
+    )
     cache.admit(asked([2]))
     assert cache.admit(asked([3])).evicted.tolist() == [1]
 
 
 def test_many_rows_are_found_where_they_were_put() -> None:
     """Rows far apart and next to each other, while most of a cache comes and goes."""
-    cache, generator = RowCache(3000), np.random.default_rng(0)
+    cache = RowCache(3000)
+    generator = np.random.default_rng(0)
     where: dict[int, int] = {}
     for _ in range(60):
-        near, far = generator.integers(0, 2000, 400), generator.integers(0, 2**40, 400)
+        near = generator.integers(0, 2000, 400)
+        far = generator.integers(0, 2**40, 400)
         wanted = np.unique(np.concatenate([near, far, generator.choice(list(where) or [0], 300)]))
         admission = cache.admit(wanted)
-        assert all(where.pop(row) == slot for row, slot in zip(*map(np.ndarray.tolist, admission[2:4]), strict=True))
+        assert all(
+            where.pop(row) == slot
+            for row, slot in zip(*map(np.ndarray.tolist, admission[2:4]), strict=True)
+        )
         for row, slot, new in zip(*map(np.ndarray.tolist, (wanted, *admission[:2])), strict=True):
             assert (row not in where) if new else (where[row] == slot)
             where[row] = slot
         assert slots_of(cache) == where
 
 
-PLACES, DIM = 30, 3
-histories = st.lists(st.sets(st.integers(0, PLACES - 1), max_size=10).map(sorted), min_size=1, max_size=15)
+PLACES = 30
+DIM = 3
+histories = st.lists(
+    st.sets(st.integers(0, PLACES - 1), max_size=10).map(sorted), min_size=1, max_size=15
+)
 
 
 PEERS = {0: PLACES, 2: PLACES}
@@ -112,7 +134,9 @@ def initial(peer: int, places: np.ndarray) -> Tensor:
     return torch.from_numpy(places)[:, None] * 10.0 + torch.arange(DIM) + 0.5 + 1000 * peer
 
 
-def remembered(capacity: int, with_residual: bool = True, dtype: torch.dtype = torch.float32) -> RowStore:
+def remembered(
+    capacity: int, with_residual: bool = True, dtype: torch.dtype = torch.float32
+) -> RowStore:
     return RowStore(capacity, PEERS, 3, 2, initial, torch.empty(0, DIM, dtype=dtype), with_residual)
 
 
@@ -142,15 +166,20 @@ def by_peer(wanted: list[Named]) -> dict[int, np.ndarray]:
 def test_the_same_as_dicts(
     capacity: int, history: list[list[Named]], resumed_at: int | None, dtype: torch.dtype
 ) -> None:
-    """One room for the rows of all peers; an owner forgets what it is told of; and never more room than due."""
-    rows, mirror = remembered(capacity, dtype=dtype), remembered(UNBOUNDED, with_residual=False, dtype=dtype)
+    """One room for the rows of all peers; an owner forgets what it is told of; and never more room
+    than due.
+    """
+    rows = remembered(capacity, dtype=dtype)
+    mirror = remembered(UNBOUNDED, with_residual=False, dtype=dtype)
     copies: dict[Named, Tensor] = {}
     residuals: dict[Named, Tensor] = {}
     last_used: dict[Named, int] = {}
-    largest, number = 0, 1.0
+    largest = 0
+    number = 1.0
     for step, wanted in enumerate(history):
         if step == resumed_at:
-            state, rows = rows.state_dict(), remembered(capacity, dtype=dtype)
+            state = rows.state_dict()
+            rows = remembered(capacity, dtype=dtype)
             rows.load_state_dict(state)
             assert len(rows.copies) == rows.cache.num_slots
         slots, evicted = rows.admit(by_peer(wanted))
@@ -164,24 +193,44 @@ def test_the_same_as_dicts(
         same, nothing = mirror.admit(by_peer(wanted))
         assert all(not places.size for places, _ in nothing.values())
         # The least recently requested rows have gone, and only if there was no room.
-        gone = [key for places in evicted for key in [(places, place) for place in evicted[places].places.tolist()]]
+        gone = [
+            key
+            for places in evicted
+            for key in [(places, place) for place in evicted[places].places.tolist()]
+        ]
         assert not gone or len(copies.keys() | set(wanted)) == max(capacity, len(wanted))
         for peer, own in by_peer(wanted).items():
-            for place, slot, other in zip(own.tolist(), slots[peer].tolist(), same[peer].tolist(), strict=True):
+            for place, slot, other in zip(
+                own.tolist(), slots[peer].tolist(), same[peer].tolist(), strict=True
+            ):
                 key = (peer, place)
-                assert torch.equal(rows.copies[slot], copies.get(key, initial(peer, places_of([place]))[0].to(dtype)))
-                assert torch.equal(rows.residual[slot], residuals.get(key, torch.zeros(DIM, dtype=dtype)))
+                assert torch.equal(
+                    rows.copies[slot],
+                    copies.get(key, initial(peer, places_of([place]))[0].to(dtype)),
+                )
+                assert torch.equal(
+                    rows.residual[slot], residuals.get(key, torch.zeros(DIM, dtype=dtype))
+                )
                 if key not in copies:
-                    assert torch.equal(mirror.copies[other], initial(peer, places_of([place]))[0].to(dtype))
-                copies[key], residuals[key] = (torch.full((DIM,), one, dtype=dtype) for one in (number, -number))
-                rows.copies[slot], rows.residual[slot] = copies[key], residuals[key]
+                    assert torch.equal(
+                        mirror.copies[other], initial(peer, places_of([place]))[0].to(dtype)
+                    )
+                copies[key], residuals[key] = (
+                    torch.full((DIM,), one, dtype=dtype) for one in (number, -number)
+                )
+                rows.copies[slot] = copies[key]
+                rows.residual[slot] = residuals[key]
                 number += 1
                 last_used[key] = step
         largest = max(largest, len(wanted))
         for store in (rows, mirror):
-            there = [(peer, place) for peer in PEERS for place in store.cache.contents(peer)[0].tolist()]
+            there = [
+                (peer, place) for peer in PEERS for place in store.cache.contents(peer)[0].tolist()
+            ]
             assert there == sorted(copies)
-        assert rows.cache.num_slots <= len(rows.copies) == len(rows.residual) <= max(capacity, largest)
+        assert (
+            rows.cache.num_slots <= len(rows.copies) == len(rows.residual) <= max(capacity, largest)
+        )
         assert mirror.residual.shape[1] == 0
 
 
@@ -201,7 +250,8 @@ def test_an_owner_refuses_to_forget_what_it_does_not_have() -> None:
 
 
 def test_room_is_made_by_quarters() -> None:
-    rows, rooms = remembered(20), []
+    rows = remembered(20)
+    rooms = []
     for row in range(PLACES):
         rows.admit({0: places_of([row]), 2: places_of([])})
         rooms.append(len(rows.copies))
@@ -247,11 +297,17 @@ def bytes_in(thing: Any, seen: set[int]) -> int:
         return sum(bytes_in(value, seen) for value in thing.values())
     if isinstance(thing, list | tuple) or type(thing).__name__ == "deque":
         return sum(bytes_in(value, seen) for value in thing)
-    return bytes_in(vars(thing), seen) if type(thing).__name__ in ("RowStore", "RowCache", "RequestCode") else 0
+    return (
+        bytes_in(vars(thing), seen)
+        if type(thing).__name__ in ("RowStore", "RowCache", "RequestCode")
+        else 0
+    )
 
 
 def memory_beside_own_rows(rows: int, dim: int, batch: int) -> tuple[float, float, bool]:
-    """What this rank remembers, in shares of rows; and beside that a share's bytes of rows, and whether it is full."""
+    """What this rank remembers, in shares of rows; and beside that a share's bytes of rows, and
+    whether it is full.
+    """
     tables = ShardedEmbeddingBags([rows] * 4, dim)
     tables.materialize()
     share = 4 * rows / dist.get_world_size() * dim * 4
@@ -261,7 +317,11 @@ def memory_beside_own_rows(rows: int, dim: int, batch: int) -> tuple[float, floa
         tables(torch.randint(0, rows, (batch, 4), generator=numbers)).sum().backward()
         tables.weight.grad = None
         largest = max(largest, bytes_in([tables.held, tables.mirrors], set()) / share)
-    return largest, default_room(int(4 * rows / dist.get_world_size()), dim, 4 * dim), len(tables.held.cache)
+    return (
+        largest,
+        default_room(int(4 * rows / dist.get_world_size()), dim, 4 * dim),
+        len(tables.held.cache),
+    )
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -278,7 +338,9 @@ def test_the_default_room() -> None:
 
 
 def request_twice(cache_rows: int, pool_first: bool, backward: bool) -> list[float]:
-    tables = ShardedEmbeddingBags([40], DIM, cache_rows=cache_rows, density=1.0, value_format="fp32")
+    tables = ShardedEmbeddingBags(
+        [40], DIM, cache_rows=cache_rows, density=1.0, value_format="fp32"
+    )
     tables.materialize()
     first = tables.request(torch.arange(10).view(-1, 1))
     pooled = first.pooled() if pool_first else None
@@ -294,7 +356,9 @@ def test_rows_must_stay_until_their_backward(ranks: Any, pool_first: bool) -> No
     found = ranks(2).run(request_twice, 20, pool_first, True)
     assert sum(torch.tensor(found)).tolist() == [0.0] * DIM
     # Pooling them would write into the copies of other rows.
-    with pytest.raises(RankFailure, match=r"between a request and its backward.*`cache_rows` \(5\).*Raise it"):
+    with pytest.raises(
+        RankFailure, match=r"between a request and its backward.*`cache_rows` \(5\).*Raise it"
+    ):
         ranks(2).run(request_twice, 5, pool_first, pool_first)
 
 
@@ -307,17 +371,28 @@ def test_rows_must_stay_until_their_backward(ranks: Any, pool_first: bool) -> No
 def test_add_entries(data: st.DataObject, slots: list[int], dtype: torch.dtype) -> None:
     rows = torch.arange(10.0 * DIM, dtype=dtype).view(10, DIM)
     expected = rows.clone()
-    positions = data.draw(st.lists(st.integers(0, max(len(slots) * DIM - 1, 0)), unique=True)) if slots else []
+    positions = (
+        data.draw(st.lists(st.integers(0, max(len(slots) * DIM - 1, 0)), unique=True))
+        if slots
+        else []
+    )
     values = [index + 0.25 for index in range(len(positions))]
     for position, value in zip(positions, values, strict=True):
         expected[slots[position // DIM], position % DIM] += value
     numbers = torch.tensor(positions, dtype=torch.int64)
-    add_entries(rows, torch.tensor(slots, dtype=torch.int64), numbers, torch.tensor(values, dtype=torch.float32))
+    add_entries(
+        rows,
+        torch.tensor(slots, dtype=torch.int64),
+        numbers,
+        torch.tensor(values, dtype=torch.float32),
+    )
     assert torch.equal(rows, expected)
 
 
 def copies_of(pooled: list[int]) -> list[Tensor]:
-    """This rank's copies of the others, and the others' copies of its rows, after looks-up pooled so many times."""
+    """This rank's copies of the others, and the others' copies of its rows, after looks-up pooled
+    so many times.
+    """
     tables = ShardedEmbeddingBags([40, 30], DIM, density=0.3, cache_rows=100)
     tables.materialize()
     optimizer = torch.optim.SGD(tables.parameters(), 1.0)

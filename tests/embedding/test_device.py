@@ -1,4 +1,6 @@
-"""What is remembered moves with the module, as a strategy moves it when its tables are there already."""
+"""What is remembered moves with the module, as a strategy moves it when its tables are there
+already.
+"""
 
 import copy
 from typing import Any
@@ -20,7 +22,8 @@ def tensors_in(thing: Any) -> list[Tensor]:
         return [tensor for value in thing.values() for tensor in tensors_in(value)]
     if isinstance(thing, list | tuple):
         return [tensor for value in thing for tensor in tensors_in(value)]
-    kinds = ShardedEmbeddingBags | RowStore | RowCollectives  # collected gradients move when they are delivered
+    # Collected gradients move when they are delivered.
+    kinds = ShardedEmbeddingBags | RowStore | RowCollectives
     return tensors_in(vars(thing)) if isinstance(thing, kinds) else []
 
 
@@ -29,12 +32,16 @@ def moved_between_request_and_backward() -> tuple[int, int, list[str], list[str]
     tables = ShardedEmbeddingBags([40, 30], 3, cache_rows=4)
     tables.materialize()
     for step in range(3):  # what had to go of the last request waits for a backward
-        pooled = tables((torch.arange(10).view(-1, 1) + torch.tensor([10 * step, 3 * step + rank])) % 30)
+        pooled = tables(
+            (torch.arange(10).view(-1, 1) + torch.tensor([10 * step, 3 * step + rank])) % 30
+        )
         if step < 2:
             pooled.sum().backward()
     numbers = [tensor.numel() for tensor in tensors_in(tables)]
     tables.to("meta")
-    devices = [tensor.device.type for tensor in tensors_in(tables)] + [tables.exchange_group.device.type]
+    devices = [tensor.device.type for tensor in tensors_in(tables)] + [
+        tables.exchange_group.device.type
+    ]
     tables.reset_memory()
     anew = [tensor.device.type for tensor in tensors_in(tables)]
     return len(numbers), sum(number > 0 for number in numbers), devices, anew

@@ -15,10 +15,18 @@ def rows_of(directory: RowDirectory) -> dict[int, int]:
     return slots_of(directory.rows)
 
 
-@given(capacity=st.integers(1, 12), admit_after=st.integers(1, 3), history=histories, resumed_at=st.integers(0, 20))
+@given(
+    capacity=st.integers(1, 12),
+    admit_after=st.integers(1, 3),
+    history=histories,
+    resumed_at=st.integers(0, 20),
+)
 @examples(80)
-def test_the_same_as_dicts(capacity: int, admit_after: int, history: list[list[int]], resumed_at: int) -> None:
-    directory, plain = RowDirectory(capacity, admit_after), PlainDirectory(capacity, admit_after)
+def test_the_same_as_dicts(
+    capacity: int, admit_after: int, history: list[list[int]], resumed_at: int
+) -> None:
+    directory = RowDirectory(capacity, admit_after)
+    plain = PlainDirectory(capacity, admit_after)
     for number, wanted in enumerate(history):
         if number == resumed_at:
             saved = directory.state_dict()
@@ -30,11 +38,16 @@ def test_the_same_as_dicts(capacity: int, admit_after: int, history: list[list[i
         assert (keys.tolist(), sorted(gone.tolist())) == (made, sorted(evicted))
         assert rows_of(directory) == plain.rows.slots
         assert slots.tolist() == [plain.rows.slots[key] for key in made]
-        assert directory.rows.find(asked(wanted)).tolist() == [plain.rows.slots.get(key, -1) for key in wanted]
-        # Never more rows than there is room for, whatever is requested; who stays, stays where it was.
+        assert directory.rows.find(asked(wanted)).tolist() == [
+            plain.rows.slots.get(key, -1) for key in wanted
+        ]
+        # Never more rows than there is room for, whatever is requested; who stays, stays where it
+        # was.
         assert len(plain.rows.slots) <= capacity
         assert directory.rows.num_slots <= capacity
-        assert all(rows_of(directory)[key] == slot for key, slot in before.items() if key not in evicted)
+        assert all(
+            rows_of(directory)[key] == slot for key, slot in before.items() if key not in evicted
+        )
 
 
 @given(
@@ -61,7 +74,10 @@ def test_other_owners_merge_the_newest(
         expected = sorted(own, key=lambda key: (-last[key], key))[:capacity]
         assert sorted(rows_of(new)) == sorted(expected)
         # Counts go on, too: an id that was seen often enough but for one time gets its row now.
-        counted = [{key: old.counted.counts[slot] for key, slot in slots_of(old.counted).items()} for old in olds]
+        counted = [
+            {key: old.counted.counts[slot] for key, slot in slots_of(old.counted).items()}
+            for old in olds
+        ]
         due = [
             key
             for counts in counted

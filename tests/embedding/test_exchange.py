@@ -31,7 +31,11 @@ def test_tables_of_a_single_process_send_nothing(grad: bool) -> None:
         pooled.sum().backward()
     tables.finish_evaluation()
     for traffic in (tables.traffic, tables.evaluation_traffic):
-        assert (traffic.totals.bytes_sent, traffic.totals.bytes_dense, traffic.totals.entries) == (0, 0, 0)
+        assert (traffic.totals.bytes_sent, traffic.totals.bytes_dense, traffic.totals.entries) == (
+            0,
+            0,
+            0,
+        )
 
 
 def test_a_damaged_number_of_ranks_is_refused_and_not_counted_up_to() -> None:
@@ -44,18 +48,29 @@ def test_a_damaged_number_of_ranks_is_refused_and_not_counted_up_to() -> None:
 
 
 def exchanged() -> tuple[list[list[int]], int, list[list[int]], int]:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     exchange = RowCollectives(dist.group.WORLD, CPU)
-    announcing, sending = Traffic(), Traffic()
+    announcing = Traffic()
+    sending = Traffic()
     told = np.array([[100 * rank + peer, -1, 2**31 - 1] for peer in range(world_size)])
     heard = exchange.announce(told, announcing, least=-1)
     sizes = {peer: payload(peer, rank).numel() for peer in range(world_size)}
-    parts = exchange.start({peer: payload(rank, peer) for peer in range(world_size)}, sizes, sending)()
-    return heard.tolist(), announcing.totals.bytes_sent, [p.tolist() for p in parts], sending.totals.bytes_sent
+    parts = exchange.start(
+        {peer: payload(rank, peer) for peer in range(world_size)}, sizes, sending
+    )()
+    return (
+        heard.tolist(),
+        announcing.totals.bytes_sent,
+        [p.tolist() for p in parts],
+        sending.totals.bytes_sent,
+    )
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_every_rank_hears_what_it_was_told_and_counts_what_it_sends_to_others(ranks: Any, world_size: int) -> None:
+def test_every_rank_hears_what_it_was_told_and_counts_what_it_sends_to_others(
+    ranks: Any, world_size: int
+) -> None:
     world = range(world_size)
     for rank, (heard, announced, parts, sent) in enumerate(ranks(world_size).run(exchanged)):
         assert heard == [[100 * peer + rank, -1, 2**31 - 1] for peer in world]
@@ -115,7 +130,9 @@ def copied_and_pickled_with_a_lookup_under_way() -> tuple[bool, str]:
 
 
 def test_tables_are_copied_and_not_pickled(ranks: Any) -> None:
-    """Oracle: the original's gradient; a file cannot hold a process group, and so says what can be saved."""
+    """Oracle: the original's gradient; a file cannot hold a process group, and so says what can be
+    saved.
+    """
     for is_same, refusal in ranks(2).run(copied_and_pickled_with_a_lookup_under_way):
         assert is_same
         assert "state_dict()" in refusal
@@ -124,15 +141,25 @@ def test_tables_are_copied_and_not_pickled(ranks: Any) -> None:
 def events_of_a_step() -> tuple[list[str], int]:
     tables = ShardedEmbeddingBags([400], 4, cache_rows=8)
     tables.materialize()
-    exchange, start, events, evicted = tables.exchange_group, tables.exchange_group.start, [], 0
+    exchange = tables.exchange_group
+    start = tables.exchange_group.start
+    events = []
+    evicted = 0
     for step in range(3):  # the third request finds caches that are full
-        names, events = iter(["ids", "rows", "evicted", "gradients"]), []
+        names = iter(["ids", "rows", "evicted", "gradients"])
+        events = []
 
-        def watched(payloads: Any, sizes: Any, traffic: Traffic, names: Any = names, events: Any = events) -> Any:
+        def watched(
+            payloads: Any, sizes: Any, traffic: Traffic, names: Any = names, events: Any = events
+        ) -> Any:
             nonlocal evicted
             name = next(names)
             events.append(f"send {name}")
-            evicted = sum(payload.numel() for payload in payloads.values()) if name == "evicted" else evicted
+            evicted = (
+                sum(payload.numel() for payload in payloads.values())
+                if name == "evicted"
+                else evicted
+            )
             wait = start(payloads, sizes, traffic)
 
             def watched_wait() -> list[torch.Tensor]:

@@ -1,4 +1,6 @@
-"""Growing tables on 1 to 4 ranks: against dicts and `lightning_dct.reference`, saved, resumed, given wrong batches."""
+"""Growing tables on 1 to 4 ranks: against dicts and `lightning_dct.reference`, saved, resumed,
+given wrong batches.
+"""
 
 import copy
 import gc
@@ -13,19 +15,41 @@ import torch.distributed as dist
 from torch import Tensor
 
 from embedding.growing import Growing, spread, train, train_beside_the_reference
-from embedding.hybrid import EVERYTHING, TABLE_ROWS, assert_residuals_are_conserved, halves, resume, together
+from embedding.hybrid import (
+    EVERYTHING,
+    TABLE_ROWS,
+    assert_residuals_are_conserved,
+    halves,
+    resume,
+    together,
+)
 from embedding.test_hybrid import difference
 from embedding.test_sharded import SETTINGS
-from lightning_dct import CheckpointError, GrowingEmbeddingBags, RowWiseAdagrad, ShardedEmbeddingBags
+from lightning_dct import (
+    CheckpointError,
+    GrowingEmbeddingBags,
+    RowWiseAdagrad,
+    ShardedEmbeddingBags,
+)
 from lightning_dct.embedding.table_files import load_row_states, load_rows, save_rows
 
 ROOMY = {**EVERYTHING, "max_rows": 2000, "admit_after": 2}
 # Rows and copies come and go all the time.
-TIGHT = {"density": 0.1, "value_format": "2bit", "refresh_every": 5, "cache_rows": 20, "max_rows": 24}
+TIGHT = {
+    "density": 0.1,
+    "value_format": "2bit",
+    "refresh_every": 5,
+    "cache_rows": 20,
+    "max_rows": 24,
+}
 
 
-@pytest.mark.parametrize(("world_size", "kind", "admit_after"), [(2, "one-hot", 1), (3, "multi-hot", 2)])
-def test_the_same_as_the_reference(ranks: Any, world_size: int, kind: str, admit_after: int) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "kind", "admit_after"), [(2, "one-hot", 1), (3, "multi-hot", 2)]
+)
+def test_the_same_as_the_reference(
+    ranks: Any, world_size: int, kind: str, admit_after: int
+) -> None:
     for by_settings in ranks(world_size).run(train_all, kind, admit_after):
         for found in by_settings:
             assert (found["pooled"], found["rows"]) == (0.0, 0.0)
@@ -42,14 +66,19 @@ def test_any_number_of_ranks_trains_the_same_model(ranks: Any) -> None:
     rows = [name for name in alone if name.endswith(" sum")]
     assert 30 < len(rows) < sum(TABLE_ROWS)
     default = GrowingEmbeddingBags(len(TABLE_ROWS), 4, seed=5, **ROOMY)._default_rows
-    moved = [float((alone[name[: -len(" sum")]] - default[int(name[0])]).abs().max()) for name in rows]
+    moved = [
+        float((alone[name[: -len(" sum")]] - default[int(name[0])]).abs().max()) for name in rows
+    ]
     assert min(moved) > 0
     others = together([part for part, _ in ranks(3).run(train, 8, ROOMY, "adagrad")])
     assert difference(alone, others) < 2e-5
 
 
-def train_resumable(save: Path | None, load: Path | None, optimizer: str, exchange: dict[str, Any]) -> Any:
-    # Other than a dense sum, this one does not depend on how DistributedDataParallel has cut its buckets.
+def train_resumable(
+    save: Path | None, load: Path | None, optimizer: str, exchange: dict[str, Any]
+) -> Any:
+    # Other than a dense sum, this one does not depend on how DistributedDataParallel has cut its
+    # buckets.
     gradients = {"density": 0.2, "value_format": "bf16", "min_tensor_size": 1}
     found, evicted = train(6, exchange, optimizer, {**halves(save, load), "strategy": gradients})
     assert save is not None or evicted > 0
@@ -57,20 +86,34 @@ def train_resumable(save: Path | None, load: Path | None, optimizer: str, exchan
 
 
 def test_resumes_from_before_the_first_row(ranks: Any, tmp_path: Any) -> None:
-    """`Adagrad` makes its state when it is made, so the checkpoint of a table without rows must not take it away."""
-    path, exchange = str(tmp_path / "early.ckpt"), {**TIGHT, "admit_after": 4}
+    """`Adagrad` makes its state when it is made, so the checkpoint of a table without rows must not
+    take it away.
+    """
+    path = str(tmp_path / "early.ckpt")
+    exchange = {**TIGHT, "admit_after": 4}
     straight = ranks(2).run(train, 3, exchange, "adagrad", {"max_epochs": 2})
     early = ranks(2).run(train, 3, exchange, "adagrad", {"save_to": path})
     resumed = ranks(2).run(train, 3, exchange, "adagrad", {"ckpt_path": path, "max_epochs": 2})
-    assert difference(together([part for part, _ in straight]), together([part for part, _ in resumed])) == 0.0
-    rows = [[name for part, _ in run for name in part if name.endswith(" sum")] for run in (early, straight)]
+    assert (
+        difference(
+            together([part for part, _ in straight]), together([part for part, _ in resumed])
+        )
+        == 0.0
+    )
+    rows = [
+        [name for part, _ in run for name in part if name.endswith(" sum")]
+        for run in (early, straight)
+    ]
     assert (bool(rows[0]), bool(rows[1])) == (False, True)
 
 
 @pytest.mark.slow
 def test_checkpoint_loads_at_another_number_of_ranks(ranks: Any, tmp_path: Any) -> None:
-    path, exchange = str(tmp_path / "x.ckpt"), {**TIGHT, "max_rows": 60}
-    before = together([part for part, _ in ranks(2).run(train, 4, exchange, "adagrad", {"save_to": path})])
+    path = str(tmp_path / "x.ckpt")
+    exchange = {**TIGHT, "max_rows": 60}
+    before = together(
+        [part for part, _ in ranks(2).run(train, 4, exchange, "adagrad", {"save_to": path})]
+    )
     assert len([name for name in before if name.endswith(" sum")]) > 30
     answers = ranks(3).run(resume, path, Growing, {**exchange, "max_rows": 200})
     assert difference(before, together([part for part, _ in answers])) == 0.0
@@ -96,15 +139,21 @@ def test_residuals_of_another_world_are_not_lost(ranks: Any, tmp_path: Path) -> 
 
 
 def save_and_load_both(folder: str, damaged: bool) -> str:
-    """Save tables of fixed size and growing ones together, and load them; what is said about damaged files."""
+    """Save tables of fixed size and growing ones together, and load them; what is said about
+    damaged files.
+    """
 
     def make_both() -> dict[str, ShardedEmbeddingBags]:
-        both = {"fixed": ShardedEmbeddingBags([9, 7], 4), "growing": GrowingEmbeddingBags(2, 4, max_rows=50)}
+        both = {
+            "fixed": ShardedEmbeddingBags([9, 7], 4),
+            "growing": GrowingEmbeddingBags(2, 4, max_rows=50),
+        }
         for tables in both.values():
             tables.materialize()
         return both
 
-    before, after = make_both(), make_both()
+    before = make_both()
+    after = make_both()
     for tables in before.values():
         tables(torch.tensor([[1, 2], [3, 0], [4, 5]])).sum().backward()
         torch.optim.SGD([tables.weight], lr=0.1).step()
@@ -134,7 +183,8 @@ def test_both_kinds_of_tables_in_one_checkpoint(ranks: Any, tmp_path: Path, dama
 
 
 def test_rows_of_other_tables_are_refused(tmp_path: Path) -> None:
-    fixed, growing = ShardedEmbeddingBags([9], 4), make(max_rows=5)
+    fixed = ShardedEmbeddingBags([9], 4)
+    growing = make(max_rows=5)
     fixed.materialize()
     growing(torch.tensor([[3]]))
     for saved, other in ((fixed, growing), (growing, fixed), (growing, make(2, max_rows=5))):
@@ -147,7 +197,8 @@ def test_a_row_made_after_the_last_step_is_saved_with_a_new_state(tmp_path: Path
     def adagrad(tables: GrowingEmbeddingBags) -> torch.optim.Optimizer:
         return torch.optim.Adagrad([tables.weight], initial_accumulator_value=0.5)
 
-    tables, other = make(max_rows=2), make(max_rows=2)
+    tables = make(max_rows=2)
+    other = make(max_rows=2)
     tables(torch.tensor([[1], [2]])).sum().backward()
     optimizer = adagrad(tables)
     optimizer.step()
@@ -165,7 +216,9 @@ def test_a_row_made_after_the_last_step_is_saved_with_a_new_state(tmp_path: Path
 
 
 def messages_of_wrong_batches(kind: type, settings: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """One rank after another has a wrong batch, in training and outside; what this rank is told, and where it was."""
+    """One rank after another has a wrong batch, in training and outside; what this rank is told,
+    and where it was.
+    """
     told: list[str] = []
     places: list[str] = []
     for training in (True, False):
@@ -190,7 +243,12 @@ def messages_of_wrong_batches(kind: type, settings: dict[str, Any]) -> tuple[lis
 @pytest.mark.parametrize(
     ("kind", "settings", "rows", "remedy"),
     [
-        (ShardedEmbeddingBags, {"tables": [9, 7]}, "has 9 rows", "Correct the ids or the number of rows."),
+        (
+            ShardedEmbeddingBags,
+            {"tables": [9, 7]},
+            "has 9 rows",
+            "Correct the ids or the number of rows.",
+        ),
         (
             GrowingEmbeddingBags,
             {"num_tables": 2, "max_rows": 9},
@@ -199,11 +257,14 @@ def messages_of_wrong_batches(kind: type, settings: dict[str, Any]) -> tuple[lis
         ),
     ],
 )
-def test_a_wrong_batch_is_an_error_on_every_rank(ranks: Any, kind: type, settings: Any, rows: str, remedy: str) -> None:
+def test_a_wrong_batch_is_an_error_on_every_rank(
+    ranks: Any, kind: type, settings: Any, rows: str, remedy: str
+) -> None:
     found = ranks(3).run(messages_of_wrong_batches, kind, {**settings, "embedding_dim": 4})
     for rank, (told, places) in enumerate(found):
         assert len(told) == 6
-        assert places == 3 * ["rows"] + 3 * ["exact rows"]  # or a strategy would say that ranks have come apart
+        # Or a strategy would say that ranks have come apart.
+        assert places == 3 * ["rows"] + 3 * ["exact rows"]
         for message, culprit in zip(told, (0, 1, 1, 0, 1, 1), strict=True):
             assert (f"Rank {culprit} of the process group" in message) == (rank != culprit)
         for message in (*told[:2], *told[3:5]):
@@ -224,14 +285,19 @@ def make(num_tables: int = 1, **settings: Any) -> GrowingEmbeddingBags:
 @pytest.mark.parametrize(
     ("make_optimizer", "fresh"),
     [
-        (lambda rows: torch.optim.Adagrad(rows, lr=0.1, initial_accumulator_value=0.5), {"sum": 0.5}),
+        (
+            lambda rows: torch.optim.Adagrad(rows, lr=0.1, initial_accumulator_value=0.5),
+            {"sum": 0.5},
+        ),
         (lambda rows: RowWiseAdagrad(rows, lr=0.1), {"sum": 0.0}),
         (lambda rows: torch.optim.SparseAdam(rows, lr=0.1), {"exp_avg": 0.0, "exp_avg_sq": 0.0}),
         (lambda rows: torch.optim.SGD(rows, lr=0.1, momentum=0.9), {"momentum_buffer": 0.0}),
     ],
 )
 @pytest.mark.parametrize("with_closure", [True, False])
-def test_a_new_row_has_a_new_optimizer_state(make_optimizer: Any, fresh: dict, with_closure: bool) -> None:
+def test_a_new_row_has_a_new_optimizer_state(
+    make_optimizer: Any, fresh: dict, with_closure: bool
+) -> None:
     tables = make(max_rows=2)
     optimizer = make_optimizer([tables.weight])
     at_backward: list[dict[str, Tensor]] = []
@@ -284,12 +350,16 @@ def through_a_file(tables: GrowingEmbeddingBags) -> GrowingEmbeddingBags:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, through_a_file])
-def test_a_copy_goes_on_like_the_original(copied: Callable[[GrowingEmbeddingBags], GrowingEmbeddingBags]) -> None:
+def test_a_copy_goes_on_like_the_original(
+    copied: Callable[[GrowingEmbeddingBags], GrowingEmbeddingBags],
+) -> None:
     """With a new row, which must not step with the state of the evicted one."""
     tables = make(max_rows=2)
     optimizer = torch.optim.Adagrad([tables.weight], lr=0.1)
 
-    def step(tables: GrowingEmbeddingBags, optimizer: torch.optim.Optimizer, ids: list[int]) -> None:
+    def step(
+        tables: GrowingEmbeddingBags, optimizer: torch.optim.Optimizer, ids: list[int]
+    ) -> None:
         optimizer.zero_grad()
         tables(torch.tensor(ids).view(-1, 1)).sum().backward()
         optimizer.step()
@@ -326,7 +396,8 @@ def test_ids_without_rows_give_the_default_row_and_learn_nothing() -> None:
 
 
 def test_a_state_dict_carries_rows_and_where_they_are() -> None:
-    tables, other = make(max_rows=5), make(max_rows=5)
+    tables = make(max_rows=5)
+    other = make(max_rows=5)
     ids = spread(torch.arange(4)).view(-1, 1)
     with torch.no_grad():
         tables(ids)
@@ -340,10 +411,15 @@ def test_a_state_dict_carries_rows_and_where_they_are() -> None:
 
 
 def test_rows_that_do_not_fit_are_refused_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a state of other tables, before there is a place for them, and of a process that becomes one of several."""
-    tables, remedy = make(max_rows=5), r"continue from a checkpoint: `trainer\.fit\(ckpt_path"
+    """In a state of other tables, before there is a place for them, and of a process that becomes
+    one of several.
+    """
+    tables = make(max_rows=5)
+    remedy = r"continue from a checkpoint: `trainer\.fit\(ckpt_path"
     for other in (make(max_rows=4), GrowingEmbeddingBags(1, 4, max_rows=5)):
-        with pytest.raises(RuntimeError, match=rf"`weight` has shape \[5, 4\]\. Growing tables .*{remedy}"):
+        with pytest.raises(
+            RuntimeError, match=rf"`weight` has shape \[5, 4\]\. Growing tables .*{remedy}"
+        ):
             other.load_state_dict(tables.state_dict())
     tables(torch.tensor([[3]]))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
@@ -358,7 +434,11 @@ def test_rows_that_do_not_fit_are_refused_with_a_remedy(monkeypatch: pytest.Monk
         ({"num_tables": 0, "max_rows": 1}, ValueError, "`num_tables` must be at least 1"),
         ({"num_tables": [3], "max_rows": 1}, TypeError, "`num_tables` must be a whole number"),
         ({"num_tables": 1, "max_rows": 0}, ValueError, "`max_rows` must be at least 1"),
-        ({"num_tables": 1, "max_rows": 1, "admit_after": 0}, ValueError, "`admit_after` must be at least 1"),
+        (
+            {"num_tables": 1, "max_rows": 1, "admit_after": 0},
+            ValueError,
+            "`admit_after` must be at least 1",
+        ),
     ],
 )
 def test_settings_out_of_range(settings: dict[str, Any], error: type, message: str) -> None:

@@ -1,4 +1,6 @@
-"""Hybrid parallelism through a Trainer: any number of ranks trains the same model, and checkpoints carry it all."""
+"""Hybrid parallelism through a Trainer: any number of ranks trains the same model, and checkpoints
+carry it all.
+"""
 
 import copy
 import itertools
@@ -57,9 +59,13 @@ def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 def test_any_number_of_ranks_trains_the_same_model(ranks, optimizer, settings):
     alone = together(ranks(1).run(run, 6, EVERYTHING, optimizer, settings))
     start = together(ranks(1).run(run, 0, EVERYTHING, optimizer, settings))
-    weights = [name for name in start if not name.endswith(" sum")]  # Adagrad makes its sums in advance
+    # Adagrad makes its sums in advance.
+    weights = [name for name in start if not name.endswith(" sum")]
     assert len(weights) == sum(TABLE_ROWS) + 4
-    assert difference({name: alone[name] for name in weights}, {name: start[name] for name in weights}) > 1e-3
+    assert (
+        difference({name: alone[name] for name in weights}, {name: start[name] for name in weights})
+        > 1e-3
+    )
     assert difference(together(ranks(3).run(run, 6, EVERYTHING, optimizer, settings)), alone) < 2e-5
 
 
@@ -110,7 +116,12 @@ def test_unequal_numbers_of_batches_do_not_hang_and_rows_are_exact(ranks):
         assert len(predicted) == number
         for (ids, _), output in zip(inputs, predicted, strict=True):
             rows = torch.stack(
-                [torch.stack([weights[f"{table}.{int(row)}"] for table, row in enumerate(sample)]) for sample in ids]
+                [
+                    torch.stack(
+                        [weights[f"{table}.{int(row)}"] for table, row in enumerate(sample)]
+                    )
+                    for sample in ids
+                ]
             )
             torch.testing.assert_close(output, module.top(rows.flatten(1)).squeeze(1).detach())
 
@@ -124,21 +135,27 @@ class TwoModules(LightningModule):
         self.second = ShardedEmbeddingBags([7, 50, 3], 2, seed=2)
 
     def predict_step(self, batch, batch_idx):
-        ids, asked = batch, {}
+        ids = batch
+        asked = {}
         for name in ("second", "first") if self.global_rank % 2 else ("first", "second"):
             asked[name] = getattr(self, name)(ids[:, :2] if name == "first" else ids[:, 2:])
         return torch.cat([asked["first"].flatten(1), asked["second"].flatten(1)], dim=1)
 
 
 def ids_of_two_modules(number):
-    columns = [torch.randint(0, rows, (3, number), generator=torch.manual_seed(rows)) for rows in (30, 4, 7, 50, 3)]
+    columns = [
+        torch.randint(0, rows, (3, number), generator=torch.manual_seed(rows))
+        for rows in (30, 4, 7, 50, 3)
+    ]
     return list(torch.stack(columns, dim=2).unbind(1))
 
 
 def predict_with_two_modules(numbers):
     module = TwoModules()
     trainer = trainer_for(DCTStrategy())
-    return trainer.predict(module, DataLoader(ids_of_two_modules(numbers[int(os.environ["RANK"])]), batch_size=None))
+    return trainer.predict(
+        module, DataLoader(ids_of_two_modules(numbers[int(os.environ["RANK"])]), batch_size=None)
+    )
 
 
 def test_two_modules_and_unequal_numbers_of_batches(ranks):
@@ -146,17 +163,23 @@ def test_two_modules_and_unequal_numbers_of_batches(ranks):
     alone = TwoModules()
     alone.first.materialize()
     alone.second.materialize()
-    for predicted, number in zip(ranks(len(numbers)).run(predict_with_two_modules, numbers), numbers, strict=True):
+    for predicted, number in zip(
+        ranks(len(numbers)).run(predict_with_two_modules, numbers), numbers, strict=True
+    ):
         assert len(predicted) == number
         for ids, output in zip(ids_of_two_modules(number), predicted, strict=True):
             torch.testing.assert_close(output, alone.predict_step(ids, 0).detach(), rtol=0, atol=0)
 
 
 def conserve(exchange):
-    """Sum up the gradients this rank computed and those its rows received, by table and row, in fp64."""
+    """Sum up the gradients this rank computed and those its rows received, by table and row, in
+    fp64.
+    """
     tables = ShardedEmbeddingBags(TABLE_ROWS, 4, seed=5, **exchange)
     tables.materialize()
-    rank, computed, received = tables.exchange_group.rank, {}, {}
+    rank = tables.exchange_group.rank
+    computed = {}
+    received = {}
     for step in range(30):
         tables.advance(step)
         ids = Batches.batch(step)[0]
@@ -174,24 +197,37 @@ def conserve(exchange):
             received[key] = received.get(key, 0) + values.double() * tables.placement.world_size
         with torch.no_grad():
             tables.weight.add_(grad, alpha=-0.05)
-    held, rows = {}, tables.held
-    evictions = rows.cache.capacity < sum(tables.placement.owned_rows[owner] for owner in rows.codes)
+    held = {}
+    rows = tables.held
+    evictions = rows.cache.capacity < sum(
+        tables.placement.owned_rows[owner] for owner in rows.codes
+    )
     for owner in rows.codes:
         places, slots = rows.cache.contents(owner)
         for table, row, slot in zip(*tables.placement.rows_of(owner, places), slots, strict=True):
             held[int(table), int(row)] = rows.residual[slot].double()
     copies, mirrors = (
-        {peer: (places, end.copies[slots]) for peer in end.codes for places, slots in [end.cache.contents(peer)]}
+        {
+            peer: (places, end.copies[slots])
+            for peer in end.codes
+            for places, slots in [end.cache.contents(peer)]
+        }
         for end in (tables.held, tables.mirrors)
     )
     return computed, received, held, copies, mirrors, evictions
 
 
 @pytest.mark.parametrize(
-    ("world_size", "value_format", "cache_rows"), [(2, "1bit", 20), (3, "fp32", 20), (3, "2bit", 1000)]
+    ("world_size", "value_format", "cache_rows"),
+    [(2, "1bit", 20), (3, "fp32", 20), (3, "2bit", 1000)],
 )
 def test_nothing_is_lost(ranks, world_size, value_format, cache_rows):
-    exchange = {"density": 0.1, "value_format": value_format, "refresh_every": 7, "cache_rows": cache_rows}
+    exchange = {
+        "density": 0.1,
+        "value_format": value_format,
+        "refresh_every": 7,
+        "cache_rows": cache_rows,
+    }
     answers = ranks(world_size).run(conserve, exchange)
     total: dict = {}
     for computed, received, held, *_ in answers:
@@ -200,10 +236,16 @@ def test_nothing_is_lost(ranks, world_size, value_format, cache_rows):
         for part in (received, held):
             for key, values in part.items():
                 total[key] = total.get(key, 0) - values
-    size = max(float(values.abs().max()) for computed, *_ in answers for values in computed.values())
-    # What is left of evicted rows is rounded to int8, by at most 1/254 of the row's largest entry and an eleventh more.
+    size = max(
+        float(values.abs().max()) for computed, *_ in answers for values in computed.values()
+    )
+    # What is left of evicted rows is rounded to int8, by at most 1/254 of the row's largest entry
+    # and an eleventh more.
     is_rounded = cache_rows == 20 and value_format != "fp32"
-    assert max(float(values.abs().max()) for values in total.values()) < (5e-3 if is_rounded else 1e-5) * size
+    assert (
+        max(float(values.abs().max()) for values in total.values())
+        < (5e-3 if is_rounded else 1e-5) * size
+    )
     # And the two ends of every pair hold the same copies, to the last bit.
     for rank, (*_, copies, _, evictions) in enumerate(answers):
         assert (evictions > 0) == (cache_rows == 20)
@@ -251,7 +293,9 @@ def keep_a_state():
 
 
 def test_a_state_between_two_fits_has_the_rows(ranks):
-    """Oracle: the rows themselves, before the second fit and after they are loaded; of each rank its own."""
+    """Oracle: the rows themselves, before the second fit and after they are loaded; of each rank
+    its own.
+    """
     assert ranks(2).run(keep_a_state) == [(True, True)] * 2
 
 
@@ -259,7 +303,8 @@ class Inside(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         given = Hybrid(EVERYTHING)
-        self.tables, self.top = given.tables, given.top
+        self.tables = given.tables
+        self.top = given.top
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.top(self.tables(ids).flatten(1)).squeeze(1)
@@ -285,7 +330,9 @@ def train_compiled(compiled):
 
 def test_tables_in_a_compiled_module(ranks):
     """Oracle: the same model, not compiled: every rank keeps and trains its own rows."""
-    for found, expected in zip(ranks(2).run(train_compiled, True), ranks(2).run(train_compiled, False), strict=True):
+    for found, expected in zip(
+        ranks(2).run(train_compiled, True), ranks(2).run(train_compiled, False), strict=True
+    ):
         torch.testing.assert_close(found, expected)
 
 
@@ -294,7 +341,10 @@ def set_up_in_fabric():
 
 
 def test_fabric_refuses_tables(ranks):
-    with pytest.raises(RankFailure, match=r"cannot hold `ShardedEmbeddingBags` \('tables'\).*Use Lightning's Trainer"):
+    with pytest.raises(
+        RankFailure,
+        match=r"cannot hold `ShardedEmbeddingBags` \('tables'\).*Use Lightning's Trainer",
+    ):
         ranks(2).run(set_up_in_fabric)
 
 
@@ -305,7 +355,9 @@ def train_averaged():
 
 
 def test_rows_are_averaged(ranks):
-    """Oracle: the mean of a rank's rows after each step, by hand; the callback copies the model, tables included."""
+    """Oracle: the mean of a rank's rows after each step, by hand; the callback copies the model,
+    tables included.
+    """
     for averaged, expected in ranks(2).run(train_averaged):
         torch.testing.assert_close(averaged, expected)
 
@@ -314,7 +366,11 @@ def average_rows_that_move():
     grows = Growing({"max_rows": 200})
     return [
         message_of(lambda: fit(grows, 1, callbacks=[WeightAveraging()])),
-        message_of(lambda: fit(Hybrid(EVERYTHING), 1, callbacks=[WeightAveraging(), EmbeddingPruning(0.5, 10)])),
+        message_of(
+            lambda: fit(
+                Hybrid(EVERYTHING), 1, callbacks=[WeightAveraging(), EmbeddingPruning(0.5, 10)]
+            )
+        ),
     ]
 
 
@@ -337,7 +393,9 @@ def train_in_eval_mode(frozen):
 
 
 def test_whether_a_gradient_is_wanted_decides(ranks):
-    """Pretrained modules are often in eval mode, and train; frozen tables read exact rows, and nothing piles up."""
+    """Pretrained modules are often in eval mode, and train; frozen tables read exact rows, and
+    nothing piles up.
+    """
     for moved, _, sent in ranks(2).run(train_in_eval_mode, False):
         assert moved > 20
         assert sent > 0

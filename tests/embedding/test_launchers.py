@@ -34,8 +34,12 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(("strategy", "made"), [("dct_spawn", "early"), ("dct_fork", "late")])
 def test_tables_are_refused_before_training(tmp_path: Path, strategy: str, made: str) -> None:
     script = tmp_path / "script.py"
-    script.write_text(f"import sys\nsys.path.insert(0, {str(Path(__file__).parents[1])!r})\n{SCRIPT}")
-    ended = subprocess.run([sys.executable, script, strategy, made], capture_output=True, text=True, timeout=300)
+    script.write_text(
+        f"import sys\nsys.path.insert(0, {str(Path(__file__).parents[1])!r})\n{SCRIPT}"
+    )
+    ended = subprocess.run(
+        [sys.executable, script, strategy, made], capture_output=True, text=True, timeout=300
+    )
     assert ended.returncode != 0
     assert "it trains" not in ended.stdout
     assert "Train them in a script with `strategy='dct'`" in ended.stderr

@@ -47,7 +47,13 @@ class Remembered(RowStore):
     def __init__(self, universe: int, capacity: int) -> None:
         empty = torch.empty(0, 1)
         super().__init__(
-            capacity, {0: universe}, 1, 1, lambda _, places: torch.zeros(len(places), 1), empty, with_residual=False
+            capacity,
+            {0: universe},
+            1,
+            1,
+            lambda _, places: torch.zeros(len(places), 1),
+            empty,
+            with_residual=False,
         )
         self.code = self.codes[0]
 
@@ -64,22 +70,27 @@ def remembered(universe: int, capacity: int) -> Remembered:
 def learnt(draw: st.DrawFn) -> RequestCode:
     """A code that has learnt some rows, a few of them with a count of 0."""
     counts = draw(st.dictionaries(st.integers(0, UNIVERSE - 1), st.integers(0, 70), max_size=60))
-    code, rows = RequestCode(UNIVERSE), sorted(counts)
+    code = RequestCode(UNIVERSE)
+    rows = sorted(counts)
     code.learn(places_of(rows), places_of([counts[row] for row in rows]))
     return code
 
 
-# Some near the beginning, so that learnt rows are often among them, and anywhere; or nearly all there are.
+# Some near the beginning, so that learnt rows are often among them, and anywhere; or nearly all
+# there are.
 wanted_places = st.one_of(
     st.sets(st.integers(0, 40) | st.integers(0, UNIVERSE - 1), max_size=60),
-    st.sets(st.integers(0, UNIVERSE - 1), max_size=20).map(lambda left_out: set(range(UNIVERSE)) - left_out),
+    st.sets(st.integers(0, UNIVERSE - 1), max_size=20).map(
+        lambda left_out: set(range(UNIVERSE)) - left_out
+    ),
 ).map(sorted)
 
 
 @given(code=learnt(), wanted=wanted_places)
 @examples(60)
 def test_size_is_that_of_its_groups(code: RequestCode, wanted: list[int]) -> None:
-    """The counts' bits, then for each group that is neither absent nor complete the shorter of two codes.
+    """The counts' bits, then for each group that is neither absent nor complete the shorter of two
+    codes.
 
     And what is asked for is read back.
     """
@@ -89,7 +100,10 @@ def test_size_is_that_of_its_groups(code: RequestCode, wanted: list[int]) -> Non
     groups = [[row for row, group in group_of.items() if group == which] for which in range(number)]
     asked = [sum(row in wanted for row in members) for members in groups]
     expected = 0
-    for size, count in [*zip(map(len, groups), asked, strict=True), (UNIVERSE, len(wanted) - sum(asked))]:
+    for size, count in [
+        *zip(map(len, groups), asked, strict=True),
+        (UNIVERSE, len(wanted) - sum(asked)),
+    ]:
         expected += len(f"{size:b}") if size else 0
         if 0 < count < size:
             expected += min(size, PositionCode(size, count).num_bits)
@@ -123,15 +137,19 @@ def test_everything_learnt_and_everything_asked() -> None:
     code = RequestCode(50)
     code.learn(places_of(range(50)), places_of([1 + row % 9 for row in range(50)]))
     data = code.encode(places_of(range(50)))
-    # Counts alone, up to 6, 12, 22, 10 (asked for once, 2-3, 4-7 and 8-9 times) and 50 ("all rows").
+    # Counts alone, up to 6, 12, 22, 10 (asked for once, 2-3, 4-7 and 8-9 times) and 50 ("all
+    # rows").
     assert data.numel() == math.ceil((3 + 4 + 5 + 4 + 6) / 8)
     assert code.decode(data, 50).tolist() == list(range(50))
 
 
 @given(data=st.data(), capacity=st.integers(1, 60))
 @examples(25)
-def test_both_ends_know_the_same_code_whatever_was_asked(data: st.DataObject, capacity: int) -> None:
-    user, owner = remembered(100, capacity), remembered(100, capacity)
+def test_both_ends_know_the_same_code_whatever_was_asked(
+    data: st.DataObject, capacity: int
+) -> None:
+    user = remembered(100, capacity)
+    owner = remembered(100, capacity)
     rows = st.sets(st.integers(0, 9) | st.integers(0, 99), max_size=30).map(sorted)
     for number, wanted in enumerate(data.draw(st.lists(rows, min_size=1, max_size=20))):
         read = owner.code.decode(user.code.encode(places_of(wanted)), len(wanted))
@@ -139,15 +157,18 @@ def test_both_ends_know_the_same_code_whatever_was_asked(data: st.DataObject, ca
         user.request(wanted)
         owner.request(read)
         if number % 5 == 4:  # one end is saved and resumed
-            state, owner = owner.state_dict(), remembered(100, capacity)
+            state = owner.state_dict()
+            owner = remembered(100, capacity)
             owner.load_state_dict(state)
     assert_same(user.code.state_dict(), owner.code.state_dict())
 
 
 def test_both_ends_regroup_and_halve_at_the_same_request() -> None:
-    user, owner = remembered(40, 30), remembered(40, 30)
+    user = remembered(40, 30)
+    owner = remembered(40, 30)
     random = np.random.default_rng(0)
-    learnt_at, groups = [], user.code.state_dict()["groups"].tolist()
+    learnt_at = []
+    groups = user.code.state_dict()["groups"].tolist()
     for number in range(1, HALVE_EVERY + 2 * REGROUP_EVERY + 1):
         wanted = np.flatnonzero(random.random(40) < 1 / np.arange(1, 41))
         read = owner.code.decode(user.code.encode(wanted), len(wanted))
@@ -164,20 +185,30 @@ def test_both_ends_regroup_and_halve_at_the_same_request() -> None:
 
 @given(code=learnt(), wanted=wanted_places, data=st.data())
 @examples(60)
-def test_cut_and_lengthened_requests_are_refused(code: RequestCode, wanted: list[int], data: st.DataObject) -> None:
+def test_cut_and_lengthened_requests_are_refused(
+    code: RequestCode, wanted: list[int], data: st.DataObject
+) -> None:
     message = code.encode(places_of(wanted))
     shorter = message[: data.draw(st.integers(0, message.numel() - 1))]
-    longer = torch.cat([message, torch.tensor(list(data.draw(st.binary(min_size=1, max_size=9))), dtype=torch.uint8)])
+    longer = torch.cat(
+        [
+            message,
+            torch.tensor(list(data.draw(st.binary(min_size=1, max_size=9))), dtype=torch.uint8),
+        ]
+    )
     for other in (shorter, longer):
         with pytest.raises(PayloadError):
             code.decode(other, MOST)
 
 
 def test_a_row_asked_for_twice_is_refused() -> None:
-    code, other = RequestCode(100), RequestCode(100)
+    code = RequestCode(100)
+    other = RequestCode(100)
     code.learn(places_of([7, 9]), places_of([1, 1]))
-    once = unpack_bits(other.encode(places_of([7])), 7 + PositionCode(100, 1).num_bits)  # among "all rows"
-    message = pack_bits(torch.cat([torch.tensor([0, 1], dtype=torch.uint8), once]))  # and both of the group
+    # Among "all rows".
+    once = unpack_bits(other.encode(places_of([7])), 7 + PositionCode(100, 1).num_bits)
+    # And both of the group.
+    message = pack_bits(torch.cat([torch.tensor([0, 1], dtype=torch.uint8), once]))
     with pytest.raises(PayloadError, match="has a row twice"):
         code.decode(message, MOST)
 
@@ -192,20 +223,26 @@ def test_errors() -> None:
     with pytest.raises(PayloadError, match="ends too early"):
         code.decode(message[:-1], MOST)
     with pytest.raises(PayloadError, match="positions are corrupt"):
-        code.decode(torch.cat([message[:1], torch.full((message.numel() - 1,), 255, dtype=torch.uint8)]), MOST)
+        code.decode(
+            torch.cat([message[:1], torch.full((message.numel() - 1,), 255, dtype=torch.uint8)]),
+            MOST,
+        )
     with pytest.raises(PayloadError, match="claims 2 of them, for 1 look-ups"):
         code.decode(message, 1)
 
 
 def test_uneven_requests_take_little_more_than_their_entropy() -> None:
-    universe, lookups = 50_000, 4000
+    universe = 50_000
+    lookups = 4000
     random = np.random.default_rng(0)
     shares = 1 / np.arange(1, universe + 1) ** 1.1
     shares = random.permutation(shares / shares.sum())
     # Each row is in a request or not, nearly independently of the others.
     chances = np.clip(1 - (1 - shares) ** lookups, 1e-15, 1 - 1e-15)
     entropy = float(-(chances * np.log2(chances) + (1 - chances) * np.log2(1 - chances)).sum()) / 8
-    rows, ours, plain = remembered(universe, universe), [], []
+    rows = remembered(universe, universe)
+    ours = []
+    plain = []
     for number in range(136):
         wanted = np.unique(random.choice(universe, lookups, p=shares))
         if number >= 128:
@@ -227,7 +264,9 @@ def read(message: Message, payload: Tensor) -> tuple[Tensor, Tensor]:
 
 def compress_changes(accumulated: Tensor, message: Message, thresholds: np.ndarray) -> SentRows:
     """All of it added to nothing."""
-    return changes_module.compress_changes(torch.zeros_like(accumulated), accumulated, message, thresholds)
+    return changes_module.compress_changes(
+        torch.zeros_like(accumulated), accumulated, message, thresholds
+    )
 
 
 # Mostly comparable numbers, with ties and zeros; now and then very large and very small ones.
@@ -242,27 +281,36 @@ densities = st.sampled_from([0.05, 0.1, 0.3, 0.5, 0.9, 1.0])
 
 @st.composite
 def changes(draw: st.DrawFn, elements: st.SearchStrategy[float] = numbers) -> Case:
-    """A message about up to twelve rows of four tables, what has changed of them, and the reference's settings."""
+    """A message about up to twelve rows of four tables, what has changed of them, and the
+    reference's settings.
+    """
     tables = sorted(draw(st.lists(st.integers(0, NUM_TABLES - 1), max_size=12)))
     dim = draw(st.integers(1, 5))
     settings = Settings(draw(densities), draw(st.sampled_from(FORMATS)))
-    message = message_about(np.array(tables, dtype=np.int64), dim, settings.density, settings.value_format)
+    message = message_about(
+        np.array(tables, dtype=np.int64), dim, settings.density, settings.value_format
+    )
     rows = draw(st.lists(elements, min_size=len(tables) * dim, max_size=len(tables) * dim))
     dtype = draw(st.sampled_from([torch.float32, torch.float64]))
     return message, torch.tensor(rows, dtype=dtype).view(len(tables), dim), settings
 
 
 def some_thresholds(data: st.DataObject) -> np.ndarray:
-    drawn = st.lists(st.sampled_from([0.0, 0.25, 0.5, 2.0, 1e10]), min_size=NUM_TABLES, max_size=NUM_TABLES)
+    drawn = st.lists(
+        st.sampled_from([0.0, 0.25, 0.5, 2.0, 1e10]), min_size=NUM_TABLES, max_size=NUM_TABLES
+    )
     return np.array(data.draw(drawn), dtype=np.float64)
 
 
 @given(case=changes() | changes(broken_numbers), data=st.data())
 @examples(250)
 def test_equals_the_reference(case: Case, data: st.DataObject) -> None:
-    """What is sent and the next thresholds, bit for bit; and what is left is what was there, less what is sent."""
+    """What is sent and the next thresholds, bit for bit; and what is left is what was there, less
+    what is sent.
+    """
     message, accumulated, settings = case
-    ours, before = some_thresholds(data), accumulated.clone()
+    ours = some_thresholds(data)
+    before = accumulated.clone()
     theirs = ours.copy()
     sent = compress_changes(accumulated, message, ours)
     thresholds = theirs[message.tables].tolist()
@@ -273,7 +321,11 @@ def test_equals_the_reference(case: Case, data: st.DataObject) -> None:
     assert np.isfinite(ours).all()
     assert torch.equal(accumulated.nan_to_num(), before.nan_to_num())
     was = accumulated.reshape(-1)[sent.positions]
-    dense = torch.zeros_like(accumulated).reshape(-1).index_copy_(0, sent.positions, sent.received.to(was.dtype))
+    dense = (
+        torch.zeros_like(accumulated)
+        .reshape(-1)
+        .index_copy_(0, sent.positions, sent.received.to(was.dtype))
+    )
     assert torch.equal(dense.nan_to_num(7.0), torch.cat([dense[:0], *expected]).nan_to_num(7.0))
     assert not (was == 0).any()
     assert torch.equal(sent.left.nan_to_num(), (was - sent.received.to(was.dtype)).nan_to_num())
@@ -328,14 +380,23 @@ def test_the_largest_go_whatever_the_threshold(dtype: torch.dtype) -> None:
 
 
 @examples(100)
-@given(st.lists(st.lists(st.floats(-4, 4, width=16), min_size=3, max_size=3), max_size=6), st.sampled_from(FORMATS))
-def test_what_is_left_of_evicted_rows_is_rounded_once(rows: list[list[float]], value_format: str) -> None:
-    """Oracle: exact in fp32, 8 bits of mantissa in bf16, and else 254 steps over a row, an eleventh longer at most."""
+@given(
+    st.lists(st.lists(st.floats(-4, 4, width=16), min_size=3, max_size=3), max_size=6),
+    st.sampled_from(FORMATS),
+)
+def test_what_is_left_of_evicted_rows_is_rounded_once(
+    rows: list[list[float]], value_format: str
+) -> None:
+    """Oracle: exact in fp32, 8 bits of mantissa in bf16, and else 254 steps over a row, an eleventh
+    longer at most.
+    """
     left = torch.tensor(rows).view(-1, 3)
     payload = encode_whole(left, value_format)
     assert payload.numel() == whole_num_bytes(len(rows), 3, value_format)
     read = decode_whole(payload, len(rows), 3, value_format)
     assert (read.dtype, read.shape) == (torch.float32, left.shape)
     largest = left.abs().amax(dim=1, keepdim=True) if rows else left[:, :1]
-    bound = {"fp32": 0 * largest, "bf16": left.abs() / 2**8}.get(value_format, largest * 12 / 11 / 254 + 2e-9)
+    bound = {"fp32": 0 * largest, "bf16": left.abs() / 2**8}.get(
+        value_format, largest * 12 / 11 / 254 + 2e-9
+    )
     assert ((read - left).abs() <= bound).all()

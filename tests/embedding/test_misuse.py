@@ -23,7 +23,8 @@ from lightning_dct import (
 )
 from lightning_dct.embedding.table_files import load_rows, save_rows
 
-FIXED, GROWING = ShardedEmbeddingBags, GrowingEmbeddingBags
+FIXED = ShardedEmbeddingBags
+GROWING = GrowingEmbeddingBags
 # As `printf %s STRING | b2sum -l 64` shows them.
 HASHES = {
     "": 0xE4A6A0577479B2B4,
@@ -39,14 +40,18 @@ def test_ids_of_strings() -> None:
     ids = string_ids(list(HASHES))
     assert ids.dtype == torch.int64
     assert ids.tolist() == [value % 2**63 for value in HASHES.values()]
-    assert string_ids(list(HASHES), rows=1000).tolist() == [value % 1000 for value in HASHES.values()]
+    assert string_ids(list(HASHES), rows=1000).tolist() == [
+        value % 1000 for value in HASHES.values()
+    ]
     pairs = [["user_7", "shoes"], ["user_7", ""]]
     for given in (pairs, np.array(pairs), tuple(map(tuple, pairs))):
         assert string_ids(given).tolist() == [[ids[1], ids[2]], [ids[1], ids[0]]]
     assert string_ids([]).shape == (0,)
 
 
-@pytest.mark.parametrize("given", [["a", None], ["a", 3], [float("nan")], [["a"], ["b", "c"]], [b"a"], "user_7"])
+@pytest.mark.parametrize(
+    "given", [["a", None], ["a", 3], [float("nan")], [["a"], ["b", "c"]], [b"a"], "user_7"]
+)
 def test_what_is_no_string_has_no_id(given: Any) -> None:
     with pytest.raises(TypeError, match="`strings` must be"):
         string_ids(given)
@@ -69,7 +74,12 @@ def give(ids: Any, offsets: Any, weights: Any) -> str:
 @pytest.mark.parametrize(
     ("ids", "offsets", "weights", "says"),
     [
-        ([[1, 2]], None, None, ["`ids` must be a tensor", "'list'", "`torch.as_tensor(ids)`", "string_ids"]),
+        (
+            [[1, 2]],
+            None,
+            None,
+            ["`ids` must be a tensor", "'list'", "`torch.as_tensor(ids)`", "string_ids"],
+        ),
         (np.array([[1, 2]]), None, None, ["`ids` must be a tensor", "'ndarray'"]),
         (None, None, None, ["`ids` must be a tensor", "'NoneType'"]),
         (torch.tensor([1, 2]), [0, 1, 2], None, ["`offsets` must be a tensor", "'list'"]),
@@ -85,13 +95,17 @@ def test_what_is_no_tensor_is_an_error_on_every_rank(
 
 
 class Penalised(Hybrid):
-    """Its loss has an L2 penalty over all parameters, or over those whose names do not begin with a word."""
+    """Its loss has an L2 penalty over all parameters, or over those whose names do not begin with a
+    word.
+    """
 
     but = "nothing"
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         some = [one for name, one in self.named_parameters() if not name.startswith(self.but)]
-        return super().training_step(batch, batch_idx) + 0.01 * sum(one.square().sum() for one in some)
+        return super().training_step(batch, batch_idx) + 0.01 * sum(
+            one.square().sum() for one in some
+        )
 
 
 def penalise(but: str) -> str:
@@ -111,7 +125,8 @@ def test_a_penalty_over_all_rows_is_refused(ranks: Any) -> None:
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.tables, self.top = ShardedEmbeddingBags([9, 7], 4), nn.Linear(8, 1)
+        self.tables = ShardedEmbeddingBags([9, 7], 4)
+        self.top = nn.Linear(8, 1)
         self.scale = nn.Parameter(torch.ones(()))
         self.tables.materialize()
 
@@ -125,8 +140,12 @@ def step(model: Model, *optimizers: torch.optim.Optimizer) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.NAdam])
-def test_optimizers_without_sparse_gradients_name_those_with(kind: Callable[..., torch.optim.Optimizer]) -> None:
+@pytest.mark.parametrize(
+    "kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.NAdam]
+)
+def test_optimizers_without_sparse_gradients_name_those_with(
+    kind: Callable[..., torch.optim.Optimizer],
+) -> None:
     model = Model()
     with pytest.raises(ValueError, match=f"`{kind.__name__}` does not step the rows of ") as caught:  # type: ignore[attr-defined]
         step(model, kind(model.parameters(), lr=0.1))
@@ -155,7 +174,11 @@ def test_optimizers_with_sparse_gradients_step(kind: Callable[..., torch.optim.O
 def test_rows_of_an_optimizer_of_their_own_and_frozen_ones() -> None:
     model = Model()
     others = [*model.top.parameters(), model.scale]
-    step(model, torch.optim.SparseAdam([model.tables.weight], lr=0.1), torch.optim.Adam(others, lr=0.1))
+    step(
+        model,
+        torch.optim.SparseAdam([model.tables.weight], lr=0.1),
+        torch.optim.Adam(others, lr=0.1),
+    )
     model.tables.requires_grad_(False)
     model.tables.weight.grad = None
     step(model, torch.optim.Adam(model.parameters(), lr=0.1))
@@ -164,7 +187,9 @@ def test_rows_of_an_optimizer_of_their_own_and_frozen_ones() -> None:
 class Larger(Hybrid):
     def __init__(self, exchange: dict[str, Any], optimizer: str = "sgd") -> None:
         super().__init__(exchange, optimizer)
-        self.tables = ShardedEmbeddingBags([TABLE_ROWS[0] + 5, *TABLE_ROWS[1:]], self.dim, **exchange)
+        self.tables = ShardedEmbeddingBags(
+            [TABLE_ROWS[0] + 5, *TABLE_ROWS[1:]], self.dim, **exchange
+        )
 
 
 def resume_with_more_rows(path: str) -> str:
@@ -172,9 +197,14 @@ def resume_with_more_rows(path: str) -> str:
     return message_of(fit, Larger({}), 2, path, max_epochs=2)
 
 
-def test_tables_that_have_grown_since_a_checkpoint_are_not_called_damaged(ranks: Any, tmp_path: Path) -> None:
+def test_tables_that_have_grown_since_a_checkpoint_are_not_called_damaged(
+    ranks: Any, tmp_path: Path
+) -> None:
     for message in ranks(2).run(resume_with_more_rows, str(tmp_path / "x.ckpt")):
-        assert "table '0' of 'tables' had 30 rows of dim 4 when it was saved, and the model's has 35" in message
+        assert (
+            "table '0' of 'tables' had 30 rows of dim 4 when it was saved, and the model's has 35"
+            in message
+        )
         assert "Resume with the tables that were saved." in message
         assert "damaged" not in message
 
@@ -225,5 +255,16 @@ def test_pruned_rows_are_those_of_the_same_tables(ranks: Any, tmp_path: Path) ->
 
 
 def resume_pruned(path: str) -> None:
-    fit(Hybrid({}, "row-wise adagrad"), 4, save_to=path, callbacks=[EmbeddingPruning(keep=0.5, at_step=2)])
-    fit(Hybrid({}, "row-wise adagrad"), 4, path, max_epochs=2, callbacks=[EmbeddingPruning(keep=0.5, at_step=2)])
+    fit(
+        Hybrid({}, "row-wise adagrad"),
+        4,
+        save_to=path,
+        callbacks=[EmbeddingPruning(keep=0.5, at_step=2)],
+    )
+    fit(
+        Hybrid({}, "row-wise adagrad"),
+        4,
+        path,
+        max_epochs=2,
+        callbacks=[EmbeddingPruning(keep=0.5, at_step=2)],
+    )

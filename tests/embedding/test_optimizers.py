@@ -12,21 +12,30 @@ from torch import Tensor, nn
 from lightning_dct import AdamWithRows, RowWiseAdagrad
 from strategies_for_hypothesis import examples
 
-ROWS, DIM = 6, 4
+ROWS = 6
+DIM = 4
 row_lists = st.lists(st.lists(st.integers(0, ROWS - 1), max_size=8), min_size=1, max_size=5)
 
 
-def sparse(rows: list[int], seed: int, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
+def sparse(
+    rows: list[int], seed: int, scale: float = 1.0, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """A gradient that names rows more than once and in any order."""
-    values = scale * torch.randn(len(rows), DIM, generator=torch.Generator().manual_seed(seed), dtype=dtype)
-    return torch.sparse_coo_tensor(torch.tensor([rows], dtype=torch.int64), values, (ROWS, DIM), check_invariants=True)
+    values = scale * torch.randn(
+        len(rows), DIM, generator=torch.Generator().manual_seed(seed), dtype=dtype
+    )
+    return torch.sparse_coo_tensor(
+        torch.tensor([rows], dtype=torch.int64), values, (ROWS, DIM), check_invariants=True
+    )
 
 
 def weight(dtype: torch.dtype = torch.float32) -> nn.Parameter:
     return nn.Parameter(torch.linspace(-1, 1, ROWS * DIM, dtype=dtype).view(ROWS, DIM))
 
 
-def step_by_loop(rows: np.ndarray, sums: np.ndarray, gradient: Tensor, rate: float, eps: float) -> None:
+def step_by_loop(
+    rows: np.ndarray, sums: np.ndarray, gradient: Tensor, rate: float, eps: float
+) -> None:
     named = set(gradient._indices()[0].tolist())
     dense = gradient.to_dense().double().numpy()
     for row in named:
@@ -40,24 +49,33 @@ def step_by_loop(rows: np.ndarray, sums: np.ndarray, gradient: Tensor, rate: flo
 def test_against_a_loop(steps: list[list[int]], rate: float, eps: float) -> None:
     parameter = weight(torch.float64)
     optimizer = RowWiseAdagrad([parameter], lr=rate, eps=eps)
-    rows, sums = parameter.detach().numpy().copy(), np.zeros(ROWS)
+    rows = parameter.detach().numpy().copy()
+    sums = np.zeros(ROWS)
     for number, named in enumerate(steps):
         before = parameter.detach().clone()
         parameter.grad = sparse(named, number, dtype=torch.float64)
         optimizer.step()
         step_by_loop(rows, sums, parameter.grad, rate, eps)
         np.testing.assert_allclose(parameter.detach().numpy(), rows, rtol=1e-12, atol=1e-13)
-        np.testing.assert_allclose(optimizer.state[parameter]["sum"].numpy(), sums, rtol=1e-12, atol=1e-13)
+        np.testing.assert_allclose(
+            optimizer.state[parameter]["sum"].numpy(), sums, rtol=1e-12, atol=1e-13
+        )
         untouched = sorted(set(range(ROWS)) - set(named))
         assert torch.equal(parameter[untouched], before[untouched])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_dense_gradients_get_torchs_adagrad(dtype: torch.dtype) -> None:
-    ours, theirs = weight(dtype), weight(dtype)
-    optimizers = RowWiseAdagrad([ours], lr=0.3, eps=1e-6), torch.optim.Adagrad([theirs], lr=0.3, eps=1e-6)
+    ours = weight(dtype)
+    theirs = weight(dtype)
+    optimizers = (
+        RowWiseAdagrad([ours], lr=0.3, eps=1e-6),
+        torch.optim.Adagrad([theirs], lr=0.3, eps=1e-6),
+    )
     for seed in range(5):
-        gradient = torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+        gradient = torch.randn(
+            ROWS, DIM, generator=torch.Generator().manual_seed(seed), dtype=dtype
+        )
         for parameter, optimizer in zip((ours, theirs), optimizers, strict=True):
             parameter.grad = gradient.clone()
             optimizer.step()
@@ -69,10 +87,12 @@ def test_a_resumed_optimizer_goes_on_bit_for_bit(at: int) -> None:
     class Tables(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.rows, self.top = weight(), nn.Parameter(torch.ones(3))
+            self.rows = weight()
+            self.top = nn.Parameter(torch.ones(3))
 
     def step(model: Tables, optimizer: RowWiseAdagrad, number: int) -> None:
-        model.rows.grad, model.top.grad = sparse([number % ROWS, 2, 2], number), torch.full((3,), number + 1.0)
+        model.rows.grad = sparse([number % ROWS, 2, 2], number)
+        model.top.grad = torch.full((3,), number + 1.0)
         optimizer.step()
 
     straight = Tables()
@@ -127,8 +147,13 @@ def test_adam_with_rows_is_adamw_and_row_wise_adagrad() -> None:
     start = torch.randn(6, 4, generator=generator), torch.randn(4, 3, generator=generator)
     rows, weights = (nn.Parameter(one.clone()) for one in start)
     own_rows, own_weights = (nn.Parameter(one.clone()) for one in start)
-    together = AdamWithRows([{"params": [rows], "lr": 0.3}, {"params": [weights]}], lr=0.01, weight_decay=0.1)
-    apart = [RowWiseAdagrad([own_rows], lr=0.3), torch.optim.AdamW([own_weights], lr=0.01, weight_decay=0.1)]
+    together = AdamWithRows(
+        [{"params": [rows], "lr": 0.3}, {"params": [weights]}], lr=0.01, weight_decay=0.1
+    )
+    apart = [
+        RowWiseAdagrad([own_rows], lr=0.3),
+        torch.optim.AdamW([own_weights], lr=0.01, weight_decay=0.1),
+    ]
     for _ in range(5):
         ids = torch.randint(0, 6, (3,), generator=generator)
         for table, top in ((rows, weights), (own_rows, own_weights)):
@@ -141,7 +166,9 @@ def test_adam_with_rows_is_adamw_and_row_wise_adagrad() -> None:
     assert not torch.equal(weights, start[1])
 
 
-@pytest.mark.parametrize("settings", [{"lr": -1}, {"eps": -1}, {"betas": (0.9, 1.0)}, {"row_eps": math.nan}])
+@pytest.mark.parametrize(
+    "settings", [{"lr": -1}, {"eps": -1}, {"betas": (0.9, 1.0)}, {"row_eps": math.nan}]
+)
 def test_adam_with_rows_refuses(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(settings))):
         AdamWithRows([nn.Parameter(torch.ones(1))], **settings)

@@ -1,4 +1,6 @@
-"""Training reads no outdated row: rows that are new in a cache, and rows that their owners replace, come whole."""
+"""Training reads no outdated row: rows that are new in a cache, and rows that their owners replace,
+come whole.
+"""
 
 import copy
 import itertools
@@ -20,7 +22,8 @@ from lightning_dct.embedding.pruning import prune
 
 DIM = 8
 IDS = torch.arange(60).view(-1, 1)
-# At most this much of the largest entry is left to later messages: int8 rounds a row by 0.43% of its largest change.
+# At most this much of the largest entry is left to later messages: int8 rounds a row by 0.43% of
+# its largest change.
 ROUNDED = 0.01
 
 
@@ -41,7 +44,9 @@ def make(**settings: Any) -> ShardedEmbeddingBags:
 
 def errors_of_fixed() -> dict[str, float]:
     """By what has happened to tables: how outdated the rows are that a look-up reads then."""
-    found, tables, small = {}, make(), make(cache_rows=5)
+    found = {}
+    tables = make()
+    small = make(cache_rows=5)
     found["new"] = error_of(tables, IDS)
     tables.load_state_dict({**tables.state_dict(), "weight": tables.weight.detach() * -3})
     found["loaded"] = error_of(tables, IDS)
@@ -60,8 +65,11 @@ def errors_of_fixed() -> dict[str, float]:
 
 
 def errors_of_growing() -> dict[str, float]:
-    """Rows go far from the default row, are learnt of by all ranks, are evicted, and looked up again."""
-    tables, found = GrowingEmbeddingBags(1, DIM, max_rows=20, density=0.05), {}
+    """Rows go far from the default row, are learnt of by all ranks, are evicted, and looked up
+    again.
+    """
+    tables = GrowingEmbeddingBags(1, DIM, max_rows=20, density=0.05)
+    found = {}
     tables.materialize()
     found["new"] = error_of(tables, IDS[:15])
     with torch.no_grad():
@@ -77,11 +85,15 @@ def errors_of_growing() -> dict[str, float]:
 def test_rows_come_whole(ranks: Any, errors: Any) -> None:
     """Oracle: exact rows. A message of changes alone would send a twentieth of the entries."""
     for found in ranks(2).run(errors):
-        assert {name: error for name, error in found.items() if not error <= 5 * ROUNDED} == {}  # NaN is not
+        assert {
+            name: error for name, error in found.items() if not error <= 5 * ROUNDED
+        } == {}  # NaN is not
 
 
 def error_in_fp64() -> float:
-    """How far the rows that training reads are from the exact ones after a change of dtype in mid-run."""
+    """How far the rows that training reads are from the exact ones after a change of dtype in
+    mid-run.
+    """
     tables = ShardedEmbeddingBags([60], DIM, density=1.0, value_format="fp32")
     tables.materialize()
     for dtype in (torch.float32, torch.float64):
@@ -94,14 +106,19 @@ def error_in_fp64() -> float:
 
 
 def test_rows_in_fp64_are_read_in_fp64(ranks: Any) -> None:
-    """As of `precision="64-true"`, with which Lightning changes the dtype when the rows have been made."""
+    """As of `precision="64-true"`, with which Lightning changes the dtype when the rows have been
+    made.
+    """
     for world_size in (1, 2):
         assert max(ranks(world_size).run(error_in_fp64)) < 1e-14
 
 
 def untouched() -> tuple[int, int]:
-    """The bytes of a look-up of rows that are new and untouched, and of one of rows that are known."""
-    tables, sent = ShardedEmbeddingBags([6000], DIM), []
+    """The bytes of a look-up of rows that are new and untouched, and of one of rows that are
+    known.
+    """
+    tables = ShardedEmbeddingBags([6000], DIM)
+    sent = []
     tables.materialize()
     for _ in range(2):
         before = tables.traffic.totals.bytes_sent
@@ -119,7 +136,8 @@ def first_error(kind: str, path: str, save: bool) -> float:
     """Train far and save, or resume; how outdated the first rows are that training reads then."""
     make = {"fixed": Hybrid, "growing": Growing, "pruned": Pruned}[kind]
     exchange = {"density": 0.05, **({"max_rows": 200} if kind == "growing" else {})}
-    module, found = make(exchange, learning_rate=1.0), []
+    module = make(exchange, learning_rate=1.0)
+    found = []
     prunes = {"callbacks": [EmbeddingPruning(0.5, 10)]} if kind == "pruned" else {}
     forward = module.forward
 
@@ -137,8 +155,11 @@ def first_error(kind: str, path: str, save: bool) -> float:
 
 
 def copies_of_evicted(path: str, max_rows: int, loads: bool) -> list[float]:
-    """How far a peer's copies of rows are from the default rows, for rows that it has no more; after a look-up."""
-    module, found = Growing({"density": 0.02, "max_rows": max_rows}, learning_rate=1.0), []
+    """How far a peer's copies of rows are from the default rows, for rows that it has no more;
+    after a look-up.
+    """
+    module = Growing({"density": 0.02, "max_rows": max_rows}, learning_rate=1.0)
+    found = []
 
     def look() -> None:
         tables = module.tables
@@ -148,7 +169,10 @@ def copies_of_evicted(path: str, max_rows: int, loads: bool) -> list[float]:
             places, slots = held.cache.contents(owner)
             gone = ~np.isin(places, kept[owner])
             ids = [numbers.tolist() for numbers in tables.placement.rows_of(owner, places)]
-            rows = [[row for table, row in zip(*ids, strict=True) if table == one] for one in range(len(TABLE_ROWS))]
+            rows = [
+                [row for table, row in zip(*ids, strict=True) if table == one]
+                for one in range(len(TABLE_ROWS))
+            ]
             offsets = [0, *itertools.accumulate(map(len, rows))]
             with torch.enable_grad():
                 tables(torch.tensor([row for some in rows for row in some]), torch.tensor(offsets))
@@ -163,7 +187,9 @@ def copies_of_evicted(path: str, max_rows: int, loads: bool) -> list[float]:
     return found
 
 
-def test_copies_of_rows_that_a_smaller_room_evicts_become_default_rows(ranks: Any, tmp_path: Path) -> None:
+def test_copies_of_rows_that_a_smaller_room_evicts_become_default_rows(
+    ranks: Any, tmp_path: Path
+) -> None:
     path = str(tmp_path / "x.ckpt")
     ranks(2).run(copies_of_evicted, path, 400, False)
     for off in ranks(2).run(copies_of_evicted, path, 30, True):
@@ -173,7 +199,9 @@ def test_copies_of_rows_that_a_smaller_room_evicts_become_default_rows(ranks: An
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fixed", "growing", "pruned"])
-def test_another_number_of_ranks_reads_the_rows_it_resumes(ranks: Any, tmp_path: Path, kind: str) -> None:
+def test_another_number_of_ranks_reads_the_rows_it_resumes(
+    ranks: Any, tmp_path: Path, kind: str
+) -> None:
     path = str(tmp_path / "x.ckpt")
     ranks(3).run(first_error, kind, path, True)
     assert max(ranks(2).run(first_error, kind, path, False)) < ROUNDED

@@ -19,16 +19,22 @@ Case = tuple[list[int], int]
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     """Tables small and large, and a number of ranks."""
-    sizes = draw(st.lists(st.one_of(st.integers(1, 5), st.integers(1, 900)), min_size=1, max_size=8))
+    sizes = draw(
+        st.lists(st.one_of(st.integers(1, 5), st.integers(1, 900)), min_size=1, max_size=8)
+    )
     return sizes, draw(st.integers(1, 6))
 
 
 def owners_by_loop(placement: RowOwners) -> list[dict[tuple[int, int], int]]:
-    """For each rank the place of every row it owns: table after table, rows ascending, places without gaps."""
+    """For each rank the place of every row it owns: table after table, rows ascending, places
+    without gaps.
+    """
     places: list[dict[tuple[int, int], int]] = [{} for _ in range(placement.world_size)]
     for table, rows in enumerate(placement.table_rows):
         for row in range(rows):
-            owner = (placement.first_rank[table] + row // placement.block_rows[table]) % placement.world_size
+            owner = (
+                placement.first_rank[table] + row // placement.block_rows[table]
+            ) % placement.world_size
             places[owner][table, row] = len(places[owner])
     return places
 
@@ -47,12 +53,16 @@ def test_every_row_has_one_owner_and_one_place_and_all_methods_agree(case: Case)
     assert placement.owned_rows == tuple(len(rows) for rows in expected)
     every = [(table, row) for table, rows in enumerate(case[0]) for row in range(rows)]
     owners, places = placement.locate(*np.array(every).T)
-    assert [expected[owner][key] for key, owner in zip(every, owners, strict=True)] == places.tolist()
+    assert [
+        expected[owner][key] for key, owner in zip(every, owners, strict=True)
+    ] == places.tolist()
     for rank, owned in enumerate(expected):
         assert list(owned.values()) == list(range(len(owned)))
         tables, rows = placement.rows_of(rank, np.arange(len(owned)))
         assert list(zip(tables.tolist(), rows.tolist(), strict=True)) == list(owned)
-        assert placement.tables_of(rank, np.arange(len(owned))).tolist() == [table for table, _ in owned]
+        assert placement.tables_of(rank, np.arange(len(owned))).tolist() == [
+            table for table, _ in owned
+        ]
         listed = [
             ((table, row), place + row - start)
             for table, start, stop, place in placement.ranges(rank)
@@ -60,7 +70,9 @@ def test_every_row_has_one_owner_and_one_place_and_all_methods_agree(case: Case)
         ]
         assert listed == list(owned.items())
         # In any order, and the same place twice.
-        chosen = np.array([*range(len(owned) - 1, -1, -2), *range(0, len(owned), 3)], dtype=np.int64)
+        chosen = np.array(
+            [*range(len(owned) - 1, -1, -2), *range(0, len(owned), 3)], dtype=np.int64
+        )
         tables, rows = placement.rows_of(rank, chosen)
         owners, places = placement.locate(tables, rows)
         assert (owners == rank).all()
@@ -74,7 +86,9 @@ def test_memory_is_balanced(case: Case) -> None:
     placement = place_tables(sizes, world_size)
     whole = [rows for table, rows in enumerate(sizes) if is_whole(placement, table)]
     # A cut table is spread but for one block.
-    blocks = sum(placement.block_rows[table] for table in range(len(sizes)) if not is_whole(placement, table))
+    blocks = sum(
+        placement.block_rows[table] for table in range(len(sizes)) if not is_whole(placement, table)
+    )
     assert max(placement.owned_rows) <= sum(sizes) / world_size + max(whole, default=0) + blocks
 
 
@@ -85,14 +99,24 @@ def test_tables_larger_than_a_share_are_cut_and_no_others(case: Case) -> None:
     placement = place_tables(sizes, world_size)
     for table, rows in enumerate(sizes):
         cut = rows > sum(sizes) / world_size and rows >= world_size > 1
-        owners = {rank for rank in range(world_size) for piece in placement.ranges(rank) if piece[0] == table}
+        owners = {
+            rank
+            for rank in range(world_size)
+            for piece in placement.ranges(rank)
+            if piece[0] == table
+        }
         if not cut:
             assert len(owners) == 1
             continue
         # On every rank, on none more than a block above its share.
-        assert owners == set(range(world_size)) or placement.block_rows[table] * (world_size - 1) >= rows
+        assert (
+            owners == set(range(world_size))
+            or placement.block_rows[table] * (world_size - 1) >= rows
+        )
         for rank in range(world_size):
-            owned = sum(stop - start for number, start, stop, _ in placement.ranges(rank) if number == table)
+            owned = sum(
+                stop - start for number, start, stop, _ in placement.ranges(rank) if number == table
+            )
             assert owned <= rows / world_size + placement.block_rows[table]
             assert owned < rows
 
@@ -102,7 +126,8 @@ def test_tables_larger_than_a_share_are_cut_and_no_others(case: Case) -> None:
 def test_lookups_are_balanced_beside_memory(case: Case) -> None:
     sizes, world_size = case
     placement = place_tables(sizes, world_size)
-    memory, traffic = [0.0] * world_size, [0.0] * world_size
+    memory = [0.0] * world_size
+    traffic = [0.0] * world_size
     weights = [0.0]
     for table, rows in enumerate(sizes):
         shares = rows / sum(sizes), 1 / len(sizes)
@@ -128,14 +153,24 @@ def test_large_tables_begin_on_different_ranks() -> None:
     assert max(placement.owned_rows) - min(placement.owned_rows) <= 3 * 16
 
 
-ids = st.integers(0, 50) | st.integers(0, 2**63 - 1) | st.sampled_from([2**58, 2**62 - 1, 2**62, 2**63 - 1])
+ids = (
+    st.integers(0, 50)
+    | st.integers(0, 2**63 - 1)
+    | st.sampled_from([2**58, 2**62 - 1, 2**62, 2**63 - 1])
+)
 
 
 @given(num_tables=st.integers(1, 40), world_size=st.integers(1, 5), data=st.data())
 @examples(80)
-def test_keys_lead_to_their_tables_and_ids_and_back(num_tables: int, world_size: int, data: st.DataObject) -> None:
+def test_keys_lead_to_their_tables_and_ids_and_back(
+    num_tables: int, world_size: int, data: st.DataObject
+) -> None:
     placement = place_by_hash(num_tables, world_size)
-    drawn = data.draw(st.lists(st.tuples(st.integers(0, num_tables - 1), ids), unique=True, min_size=1, max_size=20))
+    drawn = data.draw(
+        st.lists(
+            st.tuples(st.integers(0, num_tables - 1), ids), unique=True, min_size=1, max_size=20
+        )
+    )
     tables, rows = np.array(drawn, dtype=np.int64).T
     owners, keys = placement.locate(tables, rows)
     assert all(0 <= key < universe for key in keys.tolist() for universe in placement.owned_rows)
@@ -144,7 +179,10 @@ def test_keys_lead_to_their_tables_and_ids_and_back(num_tables: int, world_size:
     found, kept = placement.rows_of(0, keys)
     assert found.tolist() == placement.tables_of(0, keys).tolist() == tables.tolist()
     room = 2**63 // 2 ** (num_tables - 1).bit_length()
-    assert all(new == old if old < room else new < room for old, new in zip(rows.tolist(), kept.tolist(), strict=True))
+    assert all(
+        new == old if old < room else new < room
+        for old, new in zip(rows.tolist(), kept.tolist(), strict=True)
+    )
     again, same = placement.locate(found, kept)
     assert (again.tolist(), same.tolist()) == (owners.tolist(), keys.tolist())
     # Messages are in the order of keys and need that of tables.
@@ -153,7 +191,9 @@ def test_keys_lead_to_their_tables_and_ids_and_back(num_tables: int, world_size:
 
 @pytest.mark.parametrize("spread", [1, 2**40])
 def test_ranks_get_equal_shares(spread: int) -> None:
-    owners, _ = place_by_hash(3, 4).locate(np.zeros(40000, dtype=np.int64), np.arange(40000) * spread)
+    owners, _ = place_by_hash(3, 4).locate(
+        np.zeros(40000, dtype=np.int64), np.arange(40000) * spread
+    )
     counts = np.bincount(owners, minlength=4)
     assert abs(counts - 10000).max() < 500  # six standard deviations
 
@@ -190,7 +230,9 @@ def test_entry_by_entry(seed: int, wanted: list[tuple[int, int]]) -> None:
     found = rows(seed, wanted)
     assert found.dtype == torch.float32
     assert found.shape == (len(wanted), DIM)
-    assert found.tolist() == [[one_entry(seed, table, row, column) for column in range(DIM)] for table, row in wanted]
+    assert found.tolist() == [
+        [one_entry(seed, table, row, column) for column in range(DIM)] for table, row in wanted
+    ]
 
 
 @given(seed=seeds, wanted=rows_of_tables)

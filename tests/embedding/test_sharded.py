@@ -1,4 +1,6 @@
-"""Sharded tables on 2 and 3 ranks against whole tables in one process and `lightning_dct.reference`: every bit."""
+"""Sharded tables on 2 and 3 ranks against whole tables in one process and
+`lightning_dct.reference`: every bit.
+"""
 
 import pytest
 
@@ -11,7 +13,9 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize(("world_size", "kind", "pooling"), [(2, "one-hot", "sum"), (3, "multi-hot", "mean")])
+@pytest.mark.parametrize(
+    ("world_size", "kind", "pooling"), [(2, "one-hot", "sum"), (3, "multi-hot", "mean")]
+)
 def test_the_same_as_the_reference(ranks, world_size, kind, pooling):
     for by_settings in ranks(world_size).run(train_all, kind, pooling):
         for found in by_settings:

@@ -1,4 +1,6 @@
-"""Described tables beside torch's own modules: shared tables, poolings, weights, unpooled rows, initial values."""
+"""Described tables beside torch's own modules: shared tables, poolings, weights, unpooled rows,
+initial values.
+"""
 
 from typing import Any
 
@@ -14,7 +16,9 @@ from lightning_dct import EmbeddingTable, ShardedEmbeddingBags, ShardedEmbedding
 DIM = 4
 ITEMS = EmbeddingTable("items", 40, DIM, pooling="mean", features=("seen", "bought"))
 USERS = EmbeddingTable("users", 7, DIM, initial=(0.5, 0.75))
-WORDS = EmbeddingTable("words", 23, DIM, initial=nn.init.normal_, features=("title", "text", "query"))
+WORDS = EmbeddingTable(
+    "words", 23, DIM, initial=nn.init.normal_, features=("title", "text", "query")
+)
 TABLES = [ITEMS, USERS, WORDS]
 TABLE_OF = [0, 0, 1, 2, 2, 2]
 EVERYTHING = {"density": 1.0, "value_format": "fp32"}
@@ -44,7 +48,9 @@ def a_batch(step: int, rank: int, unequal: bool) -> tuple[Tensor, Tensor, Tensor
     return ids, offsets, torch.rand(len(ids), generator=numbers) + 0.5, samples
 
 
-def by_feature(batch: tuple[Tensor, Tensor, Tensor, list[int]]) -> list[tuple[Tensor, Tensor, Tensor]]:
+def by_feature(
+    batch: tuple[Tensor, Tensor, Tensor, list[int]],
+) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Ids, lengths and weights of each feature."""
     ids, offsets, weights, samples = batch
     lengths = offsets.diff().split(samples)
@@ -60,12 +66,17 @@ def expected_bags(tables: list[Tensor], batch: Any, weighted: bool) -> list[Tens
         rows = rows * weights.unsqueeze(1) if weighted else rows
         bags = torch.zeros(len(lengths), DIM)
         bags = bags.index_add(0, torch.arange(len(lengths)).repeat_interleave(lengths), rows)
-        found.append(bags / lengths.clamp(min=1).unsqueeze(1) if TABLES[table].pooling == "mean" else bags)
+        found.append(
+            bags / lengths.clamp(min=1).unsqueeze(1) if TABLES[table].pooling == "mean" else bags
+        )
     return found
 
 
 def targets(parts: list[Tensor], step: int, rank: int) -> list[Tensor]:
-    return [torch.randn(part.shape, generator=generator(step, rank, place, 5)) for place, part in enumerate(parts)]
+    return [
+        torch.randn(part.shape, generator=generator(step, rank, place, 5))
+        for place, part in enumerate(parts)
+    ]
 
 
 def loss_of(parts: list[Tensor], step: int, rank: int) -> Tensor:
@@ -74,8 +85,11 @@ def loss_of(parts: list[Tensor], step: int, rank: int) -> Tensor:
 
 
 def trained(weighted: bool, unequal: bool) -> float:
-    """Train beside whole tables on all ranks' batches; the largest difference of outputs, rows and gradients."""
-    world, rank = range(dist.get_world_size()), dist.get_rank()
+    """Train beside whole tables on all ranks' batches; the largest difference of outputs, rows and
+    gradients.
+    """
+    world = range(dist.get_world_size())
+    rank = dist.get_rank()
     tables = ShardedEmbeddingBags(TABLES, seed=3, **EVERYTHING)
     tables.materialize()
     plain = [nn.Parameter(table) for table in whole_tables(tables)]
@@ -101,7 +115,9 @@ def trained(weighted: bool, unequal: bool) -> float:
                     differences.append(difference(learnt.grad, mine[2].grad * len(world)))
                 worst = max(worst, *differences)
         oracle.step()
-        worst = max(worst, *(difference(*pair) for pair in zip(whole_tables(tables), plain, strict=True)))
+        worst = max(
+            worst, *(difference(*pair) for pair in zip(whole_tables(tables), plain, strict=True))
+        )
     return worst
 
 
@@ -110,13 +126,19 @@ def difference(one: Tensor, other: Tensor) -> float:
     return float((one.detach() - other.detach()).abs().max()) if one.numel() else 0.0
 
 
-@pytest.mark.parametrize(("world_size", "weighted", "unequal"), [(2, False, False), (2, True, True), (3, True, False)])
-def test_described_tables_train_as_torchs_own(ranks: Any, world_size: int, weighted: bool, unequal: bool) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "weighted", "unequal"), [(2, False, False), (2, True, True), (3, True, False)]
+)
+def test_described_tables_train_as_torchs_own(
+    ranks: Any, world_size: int, weighted: bool, unequal: bool
+) -> None:
     assert max(ranks(world_size).run(trained, weighted, unequal)) < 1e-5
 
 
 def sequences() -> tuple[float, float, list[int]]:
-    """Unpooled rows beside whole tables, and how many rows this rank has requested of each owner."""
+    """Unpooled rows beside whole tables, and how many rows this rank has requested of each
+    owner.
+    """
     rank = dist.get_rank()
     tables = ShardedEmbeddings([WORDS], seed=3, **EVERYTHING)
     tables.materialize()
@@ -184,7 +206,10 @@ def large(**settings: Any) -> EmbeddingTable:
         (lambda: large(initial=-1.0), "`initial` of table 'large' must be a number of at least 0"),
         (lambda: large(initial=(2.0, 1.0)), "the lower one first"),
         (lambda: ShardedEmbeddingBags([large(), large()]), "name 'large' occurs twice"),
-        (lambda: ShardedEmbeddingBags([large(), ITEMS, large(name="x", dim=5)]), "'large'|'items'.*dim=4.*'x'.*dim=5"),
+        (
+            lambda: ShardedEmbeddingBags([large(), ITEMS, large(name="x", dim=5)]),
+            "'large'|'items'.*dim=4.*'x'.*dim=5",
+        ),
         (lambda: ShardedEmbeddingBags([large()], DIM), "Leave `embedding_dim` out"),
         (lambda: ShardedEmbeddingBags([large()], pooling="sum"), "Leave `pooling` out"),
         (lambda: ShardedEmbeddingBags([large(), 4], DIM), r"`tables\[0\]` must be a whole number"),
@@ -199,7 +224,10 @@ def test_wrong_descriptions(make: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"per_sample_weights": torch.ones(3)}, "`per_sample_weights` must be one floating-point number for each of"),
+        (
+            {"per_sample_weights": torch.ones(3)},
+            "`per_sample_weights` must be one floating-point number for each of",
+        ),
         ({"per_sample_weights": torch.ones(2, dtype=torch.int64)}, "dtype torch.int64"),
         ({"samples": [1]}, "`samples` must have a number for each of the 2 features"),
         ({"samples": [1, 2]}, r"`offsets` \[3 \+ 1\]"),

@@ -1,4 +1,6 @@
-"""TorchRec's collections beside torch's own modules, and TorchRec's models where TorchRec is installed."""
+"""TorchRec's collections beside torch's own modules, and TorchRec's models where TorchRec is
+installed.
+"""
 
 from functools import partial
 from pathlib import Path
@@ -15,7 +17,12 @@ from distributed.training import trainer_for
 from embedding.training import generator
 from embedding.with_torchrec import IS_REAL, DataType, KeyedJaggedTensor, KeyedTensor, PoolingType
 from lightning_dct import DCTStrategy, RowWiseAdagrad
-from lightning_dct.torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
+from lightning_dct.torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+)
 
 EVERYTHING = {"density": 1.0, "value_format": "fp32"}
 FEATURES = ["query", "seen", "age", "bought"]
@@ -26,10 +33,14 @@ needs_torchrec = pytest.mark.skipif(not IS_REAL, reason="needs TorchRec: `make t
 def configs(dim: int = 4, **query: Any) -> list[EmbeddingBagConfig]:
     """Tables of two dims, one with two features; a feature is looked up in two tables."""
     return [
-        EmbeddingBagConfig(12, dim, "goods", feature_names=["bought", "seen"], pooling=PoolingType.MEAN),
+        EmbeddingBagConfig(
+            12, dim, "goods", feature_names=["bought", "seen"], pooling=PoolingType.MEAN
+        ),
         EmbeddingBagConfig(30, 3, "words", feature_names=["query"], **query),
         EmbeddingBagConfig(5, dim, "ages", feature_names=["age"]),
-        EmbeddingBagConfig(12, dim, "more", feature_names=["seen"], init_fn=partial(nn.init.normal_, std=0.1)),
+        EmbeddingBagConfig(
+            12, dim, "more", feature_names=["seen"], init_fn=partial(nn.init.normal_, std=0.1)
+        ),
     ]
 
 
@@ -46,7 +57,10 @@ def batch(step: int, rank: int, unequal: bool = False) -> KeyedJaggedTensor:
     more: dict[str, Any] = {}
     if unequal:
         at = torch.stack([torch.randint(0, stride, (4,), generator=numbers) for stride in strides])
-        more = {"stride_per_key_per_rank": [[stride] for stride in strides], "inverse_indices": (FEATURES, at)}
+        more = {
+            "stride_per_key_per_rank": [[stride] for stride in strides],
+            "inverse_indices": (FEATURES, at),
+        }
     return KeyedJaggedTensor(
         keys=FEATURES, values=torch.cat(values), weights=weights, lengths=torch.cat(lengths), **more
     )
@@ -56,14 +70,19 @@ def state_of(tables: list[EmbeddingBagConfig], prefix: str = "embedding_bags") -
     """A ``state_dict`` as TorchRec has it."""
     numbers = generator(5)
     return {
-        f"{prefix}.{table.name}.weight": torch.randn(table.num_embeddings, table.embedding_dim, generator=numbers)
+        f"{prefix}.{table.name}.weight": torch.randn(
+            table.num_embeddings, table.embedding_dim, generator=numbers
+        )
         for table in tables
     }
 
 
-def bags_of(whole: dict[str, Tensor], features: KeyedJaggedTensor, weighted: bool) -> dict[str, Tensor]:
+def bags_of(
+    whole: dict[str, Tensor], features: KeyedJaggedTensor, weighted: bool
+) -> dict[str, Tensor]:
     """What TorchRec's ``KeyedTensor`` has, from whole tables."""
-    starts, found = features.offset_per_key(), {}
+    starts = features.offset_per_key()
+    found = {}
     lengths = dict(zip(FEATURES, features.lengths().split(features.stride_per_key()), strict=True))
     inverse = features.inverse_indices_or_none()
     for config in configs():
@@ -84,23 +103,37 @@ def bags_of(whole: dict[str, Tensor], features: KeyedJaggedTensor, weighted: boo
 
 
 def weight_of(found: dict[str, Tensor]) -> Tensor:
-    return torch.stack([(part * torch.arange(1.0, part.shape[1] + 1)).sum() for part in found.values()]).sum() * 0.1
+    return (
+        torch.stack(
+            [(part * torch.arange(1.0, part.shape[1] + 1)).sum() for part in found.values()]
+        ).sum()
+        * 0.1
+    )
 
 
 def trained(weighted: bool, unequal: bool, folder: str) -> tuple[float, list[str]]:
-    """Train from a state of TorchRec's beside whole tables; the largest difference, also of what is given back."""
-    world, rank = range(dist.get_world_size()), dist.get_rank()
-    tables = EmbeddingBagCollection(tables=configs(), is_weighted=weighted, device=torch.device("meta"), **EVERYTHING)
+    """Train from a state of TorchRec's beside whole tables; the largest difference, also of what is
+    given back.
+    """
+    world = range(dist.get_world_size())
+    rank = dist.get_rank()
+    tables = EmbeddingBagCollection(
+        tables=configs(), is_weighted=weighted, device=torch.device("meta"), **EVERYTHING
+    )
     tables.load_state_dict(state_of(configs()))
     for shard in tables.shards:
         shard.materialize()
     whole = {name: nn.Parameter(rows) for name, rows in state_of(configs()).items()}
-    optimizer, oracle = (torch.optim.SGD(of, lr=0.5) for of in (tables.parameters(), whole.values()))
-    worst, keys = 0.0, []
+    optimizer, oracle = (
+        torch.optim.SGD(of, lr=0.5) for of in (tables.parameters(), whole.values())
+    )
+    worst = 0.0
+    keys = []
     for step in range(3):
         pooled = tables(batch(step, rank, unequal))
         assert isinstance(pooled, KeyedTensor)
-        found, keys = pooled.to_dict(), list(pooled.keys())
+        found = pooled.to_dict()
+        keys = list(pooled.keys())
         optimizer.zero_grad()
         weight_of(found).backward()
         optimizer.step()
@@ -122,7 +155,9 @@ def difference(one: Tensor, other: Tensor) -> float:
     return float((one.detach() - other.detach()).abs().max())
 
 
-@pytest.mark.parametrize(("world_size", "weighted", "unequal"), [(2, False, False), (3, True, False), (2, True, True)])
+@pytest.mark.parametrize(
+    ("world_size", "weighted", "unequal"), [(2, False, False), (3, True, False), (2, True, True)]
+)
 def test_a_collection_trains_as_whole_tables(
     ranks: Any, tmp_path: Path, world_size: int, weighted: bool, unequal: bool
 ) -> None:
@@ -136,7 +171,10 @@ def test_a_collection_trains_as_whole_tables(
 
 def sequences() -> float:
     tables = EmbeddingCollection(
-        tables=[EmbeddingConfig(30, 4, "words", feature_names=["query"]), EmbeddingConfig(12, 4, "seen")],
+        tables=[
+            EmbeddingConfig(30, 4, "words", feature_names=["query"]),
+            EmbeddingConfig(12, 4, "seen"),
+        ],
         need_indices=True,
         **EVERYTHING,
     )
@@ -144,14 +182,17 @@ def sequences() -> float:
     tables.load_state_dict(whole)
     tables.shards[0].materialize()
     features = batch(0, dist.get_rank())
-    found, starts = tables(features), features.offset_per_key()
+    found = tables(features)
+    starts = features.offset_per_key()
     assert list(found) == ["query", "seen"]
     worst = 0.0
     for place, (name, table) in enumerate([("query", "words"), ("seen", "seen")]):
         ids = features.values()[starts[place] : starts[place + 1]]
         assert torch.equal(found[name].weights(), ids)
         assert found[name].lengths().tolist() == features.lengths().split(4)[place].tolist()
-        worst = max(worst, difference(found[name].values(), whole[f"embeddings.{table}.weight"][ids]))
+        worst = max(
+            worst, difference(found[name].values(), whole[f"embeddings.{table}.weight"][ids])
+        )
     sum(part.values().sum() for part in found.values()).backward()
     assert tables.shards[0].weight.grad is not None
     return worst
@@ -181,18 +222,29 @@ def test_reset_parameters() -> None:
 
 
 def one(**settings: Any) -> EmbeddingBagConfig:
-    return EmbeddingBagConfig(**{"num_embeddings": 5, "embedding_dim": 4, "name": "one", **settings})
+    return EmbeddingBagConfig(
+        **{"num_embeddings": 5, "embedding_dim": 4, "name": "one", **settings}
+    )
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: EmbeddingBagCollection([one(data_type=DataType.INT8)]), "Quantise them for inference"),
+        (
+            lambda: EmbeddingBagCollection([one(data_type=DataType.INT8)]),
+            "Quantise them for inference",
+        ),
         (lambda: EmbeddingBagCollection([one(use_virtual_table=True)]), "GrowingEmbeddingBags"),
-        (lambda: EmbeddingBagCollection([one(pooling=PoolingType.NONE)]), "use SUM, MEAN or an `EmbeddingCollection`"),
+        (
+            lambda: EmbeddingBagCollection([one(pooling=PoolingType.NONE)]),
+            "use SUM, MEAN or an `EmbeddingCollection`",
+        ),
         (lambda: EmbeddingBagCollection([one(), one()]), "Duplicate table name one"),
         (lambda: EmbeddingBagCollection([]), "`tables` is empty"),
-        (lambda: EmbeddingCollection([one(), one(name="b", embedding_dim=3)]), "same embedding dimension"),
+        (
+            lambda: EmbeddingCollection([one(), one(name="b", embedding_dim=3)]),
+            "same embedding dimension",
+        ),
     ],
 )
 def test_what_is_refused(make: Any, message: str) -> None:
@@ -201,9 +253,12 @@ def test_what_is_refused(make: Any, message: str) -> None:
 
 
 def test_a_state_that_does_not_fit_is_refused() -> None:
-    tables, state = EmbeddingBagCollection(tables=configs()), state_of(configs())
+    tables = EmbeddingBagCollection(tables=configs())
+    state = state_of(configs())
     key = "embedding_bags.words.weight"
-    with pytest.raises(RuntimeError, match=r"Table 'words' has shape \[29, 3\] instead of \[30, 3\]"):
+    with pytest.raises(
+        RuntimeError, match=r"Table 'words' has shape \[29, 3\] instead of \[30, 3\]"
+    ):
         tables.load_state_dict({**state, key: torch.zeros(29, 3)})
     with pytest.raises(RuntimeError, match=r"embedding_bags\.words\.weight"):
         tables.load_state_dict({name: rows for name, rows in state.items() if name != key})
@@ -216,7 +271,10 @@ class Clicks(LightningModule):
         super().__init__()
         from torchrec.models import deepfm, dlrm
 
-        tables = [EmbeddingBagConfig(40, 8, f"t{number}", feature_names=[f"f{number}"]) for number in range(3)]
+        tables = [
+            EmbeddingBagConfig(40, 8, f"t{number}", feature_names=[f"f{number}"])
+            for number in range(3)
+        ]
         collection = EmbeddingBagCollection(tables=tables, density=0.2)
         with torch.random.fork_rng():
             torch.manual_seed(1)
@@ -229,7 +287,9 @@ class Clicks(LightningModule):
 
     def training_step(self, ids: Tensor, batch_index: int) -> Tensor:
         features = KeyedJaggedTensor(
-            ["f0", "f1", "f2"], ids.T.reshape(-1), lengths=torch.ones(ids.numel(), dtype=torch.int32)
+            ["f0", "f1", "f2"],
+            ids.T.reshape(-1),
+            lengths=torch.ones(ids.numel(), dtype=torch.int32),
         )
         logits = self.model(ids[:, :2].float() / 40, features).squeeze(1)
         loss = nn.functional.mse_loss(logits, (ids[:, 0] < 20).float())
@@ -258,13 +318,15 @@ def test_torchrecs_models_train(ranks: Any, model: str) -> None:
 def test_the_same_as_torchrecs_own_collection_in_one_process(tmp_path: Path) -> None:
     from torchrec.modules.embedding_modules import EmbeddingBagCollection as Theirs
 
-    theirs, ours = Theirs(tables=configs()), EmbeddingBagCollection(configs())
+    theirs = Theirs(tables=configs())
+    ours = EmbeddingBagCollection(configs())
     # One process may load what TorchRec saved.
     ours.load_state_dict(theirs.state_dict())
     for shard in ours.shards:
         shard.materialize()
     for unequal in (False, True):
-        expected, found = theirs(batch(0, 0, unequal)), ours(batch(0, 0, unequal))
+        expected = theirs(batch(0, 0, unequal))
+        found = ours(batch(0, 0, unequal))
         assert found.keys() == expected.keys()
         torch.testing.assert_close(found.values(), expected.values(), rtol=0, atol=1e-6)
     saved = {name: rows.clone() for name, rows in theirs.state_dict().items()}

@@ -13,7 +13,9 @@ from embedding.hybrid import Hybrid, fit, whole
 CASES = ["not reached", "not pooled", "one of two", "two backwards"]
 
 
-def unequal(kind: type[Hybrid], case: str, with_zeros: bool, settings: dict[str, Any]) -> dict[str, Tensor]:
+def unequal(
+    kind: type[Hybrid], case: str, with_zeros: bool, settings: dict[str, Any]
+) -> dict[str, Tensor]:
     """Train; on the last rank every other loss lacks some rows, or has their sum times zero."""
     growing = kind is Growing
     module = kind({"density": 0.2, **({"max_rows": 500} if growing else {})})
@@ -23,11 +25,13 @@ def unequal(kind: type[Hybrid], case: str, with_zeros: bool, settings: dict[str,
 
     def training_step(batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor | None:
         ids, goals = batch
-        first, second = look_up(ids), look_up(ids.flip(0))
+        first = look_up(ids)
+        second = look_up(ids.flip(0))
         is_odd = module.global_rank == module.trainer.world_size - 1 and batch_idx % 2 == 1
         if case == "not pooled" and is_odd and not with_zeros:
             return module.top(torch.ones(3, module.top[0].in_features)).mean()
-        pooled, other = first.pooled(), second.pooled()
+        pooled = first.pooled()
+        other = second.pooled()
         zero = 0.0 * (pooled.sum() + other.sum())
         loss = (module.top((pooled + other).flatten(1)).squeeze(1) - goals).square().mean()
         if is_odd:
@@ -54,9 +58,16 @@ def unequal(kind: type[Hybrid], case: str, with_zeros: bool, settings: dict[str,
 
 @pytest.mark.parametrize(
     ("case", "kind", "settings"),
-    [*((case, Growing, {}) for case in CASES), ("one of two", Hybrid, {"accumulate_grad_batches": 2})],
+    [
+        *((case, Growing, {}) for case in CASES),
+        ("one of two", Hybrid, {"accumulate_grad_batches": 2}),
+    ],
 )
-def test_a_loss_without_the_tables(ranks: Any, case: str, kind: Any, settings: dict[str, Any]) -> None:
+def test_a_loss_without_the_tables(
+    ranks: Any, case: str, kind: Any, settings: dict[str, Any]
+) -> None:
     """Oracle: the same run in which that rank adds the rows' sum times zero."""
-    found, expected = (ranks(2).run(unequal, kind, case, zeros, settings) for zeros in (False, True))
+    found, expected = (
+        ranks(2).run(unequal, kind, case, zeros, settings) for zeros in (False, True)
+    )
     assert_same(found, expected)

@@ -18,7 +18,9 @@ DIM = 4
 
 
 def generator(*numbers: int) -> torch.Generator:
-    return torch.Generator().manual_seed(sum(number * 1009**place for place, number in enumerate(numbers)))
+    return torch.Generator().manual_seed(
+        sum(number * 1009**place for place, number in enumerate(numbers))
+    )
 
 
 def one_hot(step: int, rank: int, samples: int, table_rows: list[int]) -> tuple[Tensor, None]:
@@ -63,9 +65,12 @@ def train_beside(
 ) -> dict[str, float]:
     """Train tables with SGD beside the reference, and give the largest differences by name.
 
-    ``given`` maps ids and offsets to what the tables get, ``compared`` the reference's gradients to more comparisons.
+    ``given`` maps ids and offsets to what the tables get, ``compared`` the reference's gradients to
+    more comparisons.
     """
-    rank, world, learning_rate = dist.get_rank(), emulation.world, 0.25
+    rank = dist.get_rank()
+    world = emulation.world
+    learning_rate = 0.25
     # A product with this learning rate is exact: then it does not matter where an optimizer rounds.
     optimizer = torch.optim.SGD([tables.weight], lr=learning_rate)
     worst: dict[str, float] = defaultdict(float)
@@ -92,19 +97,27 @@ def train_beside(
 
 
 def train_sharded(steps: int, kind: str, pooling: str, **settings: Any) -> dict[str, float]:
-    """Train tables of fixed size beside the reference; the largest differences, and how far rows have moved."""
+    """Train tables of fixed size beside the reference; the largest differences, and how far rows
+    have moved.
+    """
     tables = ShardedEmbeddingBags(TABLE_ROWS, DIM, seed=3, pooling=pooling, **settings)
     tables.materialize()
-    first, ids = first_rows(TABLE_ROWS, DIM, 3), [np.arange(rows) for rows in TABLE_ROWS]
+    first = first_rows(TABLE_ROWS, DIM, 3)
+    ids = [np.arange(rows) for rows in TABLE_ROWS]
     emulation = Emulation(first, ids, tables.placement, Settings(**settings))
 
     def compared(dense: list[Tensor]) -> list[tuple[str, Tensor, Tensor]]:
         assert tables.weight.grad is not None
         assert tables.weight.grad.is_sparse
         gradient = tables.weight.grad.to_dense()
-        return [("gradient", gradient, owned(tables, dense)), ("rows", tables.weight, owned(tables, emulation.tables))]
+        return [
+            ("gradient", gradient, owned(tables, dense)),
+            ("rows", tables.weight, owned(tables, emulation.tables)),
+        ]
 
-    worst = train_beside(emulation, tables, steps, kind, TABLE_ROWS, lambda *inputs: inputs, compared)
+    worst = train_beside(
+        emulation, tables, steps, kind, TABLE_ROWS, lambda *inputs: inputs, compared
+    )
     places = torch.arange(len(tables.weight)).numpy()
     return {**worst, "moved": difference(tables.weight, tables.initial(dist.get_rank(), places))}
 
@@ -112,7 +125,9 @@ def train_sharded(steps: int, kind: str, pooling: str, **settings: Any) -> dict[
 def owned(tables: ShardedEmbeddingBags, whole: list[Tensor]) -> Tensor:
     """This rank's rows of whole tables."""
     ranges = tables.placement.ranges(tables.exchange_group.rank)
-    return torch.cat([whole[table][start:stop] for table, start, stop, _ in ranges] or [torch.empty(0, DIM)])
+    return torch.cat(
+        [whole[table][start:stop] for table, start, stop, _ in ranges] or [torch.empty(0, DIM)]
+    )
 
 
 def difference(one: Tensor, other: Tensor) -> float:

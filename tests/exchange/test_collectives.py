@@ -22,10 +22,13 @@ from lightning_dct.exchange.collectives import (
 from lightning_dct.traffic import Traffic
 
 
-def test_all_gather_by_its_older_name(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_gather_by_its_older_name(
+    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """torch before 2.13 has only that; the bytes are the same."""
     payload = torch.arange(13, dtype=torch.uint8)
-    new, old = Traffic(), Traffic()
+    new = Traffic()
+    old = Traffic()
     expected = all_gather_payload(payload, Link(group, new))
     monkeypatch.delattr(dist, "all_gather_single")
     gathered = all_gather_payload(payload, Link(group, old))
@@ -52,7 +55,9 @@ def test_bytes_counted_for_more_ranks(monkeypatch: pytest.MonkeyPatch, ranks_per
         traffic = Traffic()
         send(Link(GroupOf(4), traffic, ranks_per_node))  # type: ignore[arg-type]
         totals = traffic.totals
-        between = {1: 1.0, 2: 0.5, 4: 0.0}[ranks_per_node] * (totals.bytes_sent + totals.bytes_inside_node)
+        between = {1: 1.0, 2: 0.5, 4: 0.0}[ranks_per_node] * (
+            totals.bytes_sent + totals.bytes_inside_node
+        )
         assert abs(totals.bytes_sent - between) < 1
         if totals.entries:  # sparse
             assert totals.bytes_dense == totals.bytes_sent
@@ -61,16 +66,24 @@ def test_bytes_counted_for_more_ranks(monkeypatch: pytest.MonkeyPatch, ranks_per
     payloads = [torch.zeros(size, dtype=torch.uint8) for size in (3, 5, 7, 11)]
     sparse = torch.sparse_coo_tensor([[1, 3]], torch.ones(2, 4), (5, 4), check_invariants=True)
     assert counted(lambda link: all_gather_payload(payloads[1], link)) == 3 * 5
-    assert counted(lambda link: all_to_all(torch.cat(payloads), [3, 5, 7, 11], [5] * 4, link)) == 3 + 7 + 11
+    assert (
+        counted(lambda link: all_to_all(torch.cat(payloads), [3, 5, 7, 11], [5] * 4, link))
+        == 3 + 7 + 11
+    )
     assert counted(lambda link: spread_payload(payloads[1], [3, 5, 7, 11], link)) == 3 * 5
-    assert counted(lambda link: all_reduce_mean(torch.zeros(10, dtype=torch.float16), link)) == 2 * 3 * 20 // 4
+    assert (
+        counted(lambda link: all_reduce_mean(torch.zeros(10, dtype=torch.float16), link))
+        == 2 * 3 * 20 // 4
+    )
     assert counted(lambda link: all_reduce_mean_sparse(sparse, link)) == 3 * (2 * 8 + 8 * 4)
 
 
 def send_sizes_that_differ() -> list[list[int]]:
     link = Link(dist.group.WORLD, Traffic())
     sizes = [4, 0, 7]
-    work, received = all_to_all(torch.full((11,), link.rank, dtype=torch.uint8), sizes, 3 * [sizes[link.rank]], link)
+    work, received = all_to_all(
+        torch.full((11,), link.rank, dtype=torch.uint8), sizes, 3 * [sizes[link.rank]], link
+    )
     work.wait()
     assert received.numel() == 3 * sizes[link.rank]
     first = received.view(3, -1)[:, 0] if link.rank != 1 else received
@@ -86,7 +99,9 @@ def test_payloads_of_different_sizes_arrive(ranks: Any) -> None:
 
 def gather_in_segments(size: int) -> bool:
     link = Link(dist.group.WORLD, Traffic())
-    payloads = torch.randint(256, (link.size, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    payloads = torch.randint(
+        256, (link.size, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
+    )
     in_flight = [all_gather_payload(payloads[link.rank], link) for _ in range(2)]
     for work, _ in in_flight:
         work.wait()
@@ -101,15 +116,23 @@ def test_large_payloads_arrive(ranks: Any, size: int) -> None:
 
 
 def payload_of(rank: int, size: int) -> Tensor:
-    return torch.randint(256, (size,), generator=torch.Generator().manual_seed(rank), dtype=torch.uint8)
+    return torch.randint(
+        256, (size,), generator=torch.Generator().manual_seed(rank), dtype=torch.uint8
+    )
 
 
 def gather_several(size: int) -> list[Tensor]:
-    """Several at once over two links, and collectives of the group between them, which come in another order."""
-    group, rank = dist.group.WORLD, dist.get_rank()
+    """Several at once over two links, and collectives of the group between them, which come in
+    another order.
+    """
+    group = dist.group.WORLD
+    rank = dist.get_rank()
     assert group is not None
-    ways, total = [HostMemory(group) for _ in range(2)], torch.ones(3)
-    started = [ways[number % 2].all_gather(payload_of(rank + 10 * number, size)) for number in range(3)]
+    ways = [HostMemory(group) for _ in range(2)]
+    total = torch.ones(3)
+    started = [
+        ways[number % 2].all_gather(payload_of(rank + 10 * number, size)) for number in range(3)
+    ]
     dist.all_reduce(total)
     for travel, _ in reversed(started):
         travel.wait()
@@ -119,7 +142,8 @@ def gather_several(size: int) -> list[Tensor]:
 
 def exchange_parts() -> Tensor:
     """Rank ``r`` sends ``r + t`` bytes to rank ``t``, and none from the first to itself."""
-    group, rank = dist.group.WORLD, dist.get_rank()
+    group = dist.group.WORLD
+    rank = dist.get_rank()
     assert group is not None
     ranks = dist.get_world_size()
     sizes = [rank + target for target in range(ranks)]
@@ -132,7 +156,8 @@ def exchange_parts() -> Tensor:
 def test_all_gather(world_size: int, ranks: Callable[[int], Ranks]) -> None:
     for size in (0, 7, 300_000):
         expected = [
-            torch.stack([payload_of(rank + 10 * number, size) for rank in range(world_size)]) for number in range(3)
+            torch.stack([payload_of(rank + 10 * number, size) for rank in range(world_size)])
+            for number in range(3)
         ]
         for found in ranks(world_size).run(gather_several, size):
             assert all(map(torch.equal, expected, found))

@@ -28,7 +28,10 @@ def test_nodes_are_found_whatever_the_order_of_the_ranks() -> None:
         (((0, 0), (0, 1)), "all ranks are on one node"),
         (((0, 0), (1, 0), (2, 0)), "every node has one rank only"),
         (((0, 0), (0, 1), (1, 0)), "the nodes have different numbers of ranks: 2, 1"),
-        (((0, 0), (0, 0), (1, 0), (1, 1)), "the launcher gives several ranks the same node and the same local rank"),
+        (
+            ((0, 0), (0, 0), (1, 0), (1, 1)),
+            "the launcher gives several ranks the same node and the same local rank",
+        ),
     ],
 )
 def test_obstacles(places: tuple[tuple[int, int], ...], reason: str) -> None:
@@ -36,8 +39,11 @@ def test_obstacles(places: tuple[tuple[int, int], ...], reason: str) -> None:
 
 
 def groups_of(pairs_of_stages: bool) -> Any:
-    """Ranks 0, 1 and 2, 3 share a node; or 0, 2 and 1, 3 exchange gradients, and only the first two want groups."""
-    group, mine = dist.group.WORLD, []
+    """Ranks 0, 1 and 2, 3 share a node; or 0, 2 and 1, 3 exchange gradients, and only the first two
+    want groups.
+    """
+    group = dist.group.WORLD
+    mine = []
     if pairs_of_stages:
         group = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank() % 2]
     found = NodeLayout(tuple(gather_objects(divmod(rank(), 2), group)))
@@ -60,12 +66,17 @@ def test_groups(ranks: Any, pairs_of_stages: bool) -> None:
         expected = [(nodes, [[0, 2], [0]]), (nodes, []), (nodes, [[0, 2], [2]]), (nodes, [])]
     else:
         nodes = [[0, 1], [2, 3]]
-        expected = [(nodes, made) for made in ([[0, 1], [0, 2]], [[0, 1], [1, 3]], [[2, 3], [0, 2]], [[2, 3], [1, 3]])]
+        expected = [
+            (nodes, made)
+            for made in ([[0, 1], [0, 2]], [[0, 1], [1, 3]], [[2, 3], [0, 2]], [[2, 3], [1, 3]])
+        ]
     assert ranks(4).run(groups_of, pairs_of_stages) == expected
 
 
 def groups_beside_a_bound_device() -> list[int]:
-    """Lightning binds a GPU to the default group, whatever its backend, and other ranks than a group's own split it."""
+    """Lightning binds a GPU to the default group, whatever its backend, and other ranks than a
+    group's own split it.
+    """
     default: Any = dist.group.WORLD
     default.bound_device_id = torch.device("cuda", 0)
     made = make_groups([(0,), (1,)], default, None)

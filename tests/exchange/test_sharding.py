@@ -19,7 +19,9 @@ def plan_of(sizes: list[int], density: float = 0.05, **settings: Any) -> BucketP
         "link_traversals": 2,
         **settings,
     }
-    return plan_bucket([f"p{index}" for index in range(len(sizes))], sizes, [density] * len(sizes), **settings)
+    return plan_bucket(
+        [f"p{index}" for index in range(len(sizes))], sizes, [density] * len(sizes), **settings
+    )
 
 
 models = st.builds(
@@ -38,12 +40,17 @@ def test_every_entry_has_one_owner(model: BucketPlan, owners: int) -> None:
     pieces = share_out(model, owners)
     assert set(pieces) == set(model.names)
     for name, size in zip(model.names, model.sizes, strict=True):
-        assert [piece.start for piece in pieces[name]] == [0, *(piece.stop for piece in pieces[name][:-1])]
+        assert [piece.start for piece in pieces[name]] == [
+            0,
+            *(piece.stop for piece in pieces[name][:-1]),
+        ]
         assert pieces[name][-1].stop == size
         assert all(piece.start < piece.stop and piece.name == name for piece in pieces[name])
         assert len({piece.owner for piece in pieces[name]}) == len(pieces[name])
         labels = [piece.label for piece in pieces[name]]
-        assert labels == ([name] if len(labels) == 1 else [f"{name}[{p.start}:{p.stop}]" for p in pieces[name]])
+        assert labels == (
+            [name] if len(labels) == 1 else [f"{name}[{p.start}:{p.stop}]" for p in pieces[name]]
+        )
     everyone = [owned_by(pieces, owner) for owner in range(owners)]
     assert sum(map(len, everyone)) == len({label for owned in everyone for label in owned})
 
@@ -65,13 +72,19 @@ def test_shards_hold_the_bucket_once_and_send_what_it_would(model: BucketPlan, o
             sent[tensor] += shard.plan.targets[index]
         assert shard.packed.layout == shard.plan.layout
         # Of sums three times as many are sent, at most three quarters unless ranks send more.
-        for size, target, of_sum in zip(shard.plan.sizes, shard.plan.targets, shard.sums.targets, strict=True):
+        for size, target, of_sum in zip(
+            shard.plan.sizes, shard.plan.targets, shard.sums.targets, strict=True
+        ):
             assert of_sum == min(3 * target, max(target, 3 * size // 4))
-        assert shard.sums.value_format == ("2bit" if model.value_format == "1bit" else model.value_format)
+        assert shard.sums.value_format == (
+            "2bit" if model.value_format == "1bit" else model.value_format
+        )
         assert set(shard.sums.names).isdisjoint(shard.plan.names)
     assert bool((seen == 1).all())
     assert [part.layout for part in sums.parts] == [shard.sums.layout for shard in shards]
-    assert divided.of({0}) == {index for index, name in enumerate(whole.names) if name.split("[")[0] == "p0"}
+    assert divided.of({0}) == {
+        index for index, name in enumerate(whole.names) if name.split("[")[0] == "p0"
+    }
     for target, total, size in zip(model.targets, sent, model.sizes, strict=True):
         assert target <= total <= target + owners
         assert total == target or total <= target * (1 + 1 / SMALLEST_PIECE) + 1, size
@@ -79,8 +92,12 @@ def test_shards_hold_the_bucket_once_and_send_what_it_would(model: BucketPlan, o
 
 @given(model=models, owners=numbers_of_owners, data=st.data())
 @examples(60)
-def test_a_piece_is_the_same_in_any_bucket(model: BucketPlan, owners: int, data: st.DataObject) -> None:
-    order = data.draw(st.permutations(range(len(model.names))))[: data.draw(st.integers(1, len(model.names)))]
+def test_a_piece_is_the_same_in_any_bucket(
+    model: BucketPlan, owners: int, data: st.DataObject
+) -> None:
+    order = data.draw(st.permutations(range(len(model.names))))[
+        : data.draw(st.integers(1, len(model.names)))
+    ]
     bucket = BucketPlan(
         tuple(model.names[i] for i in order),
         tuple(model.sizes[i] for i in order),
@@ -89,29 +106,56 @@ def test_a_piece_is_the_same_in_any_bucket(model: BucketPlan, owners: int, data:
         model.value_format,
     )
     pieces = share_out(model, owners)
-    for whole, part in zip(cut(model, pieces, owners).shards, cut(bucket, pieces, owners).shards, strict=True):
-        known = dict(zip(whole.plan.names, zip(whole.plan.sizes, whole.plan.targets, strict=True), strict=True))
-        for name, size, target in zip(part.plan.names, part.plan.sizes, part.plan.targets, strict=True):
+    for whole, part in zip(
+        cut(model, pieces, owners).shards, cut(bucket, pieces, owners).shards, strict=True
+    ):
+        known = dict(
+            zip(
+                whole.plan.names,
+                zip(whole.plan.sizes, whole.plan.targets, strict=True),
+                strict=True,
+            )
+        )
+        for name, size, target in zip(
+            part.plan.names, part.plan.sizes, part.plan.targets, strict=True
+        ):
             assert known[name] == (size, target)
 
 
 def test_owners_carry_alike() -> None:
     """A transformer's tensors: two large tables, layers, many small vectors."""
-    sizes = [256 * 128, 128 * 128] + 4 * [3 * 128 * 128, 3 * 128, 128 * 128, 128, 128, 512 * 128, 512, 512 * 128]
+    sizes = [256 * 128, 128 * 128] + 4 * [
+        3 * 128 * 128,
+        3 * 128,
+        128 * 128,
+        128,
+        128,
+        512 * 128,
+        512,
+        512 * 128,
+    ]
     for owners in (2, 3, 4, 8):
         for density in (0.01, 0.1):
             model = plan_of(sizes, density)
-            loads = [shard.plan.layout.num_bytes for shard in cut(model, share_out(model, owners), owners).shards]
+            loads = [
+                shard.plan.layout.num_bytes
+                for shard in cut(model, share_out(model, owners), owners).shards
+            ]
             assert max(loads) < 1.1 * min(loads), (owners, density, loads)
             assert sum(loads) < 1.05 * model.layout.num_bytes
 
 
 def test_bytes_of_a_rank_from_2_to_8_ranks() -> None:
-    """Beside a ring all-reduce, which grows alike with (W - 1) / W: a ratio flat within 2%, for every rank."""
+    """Beside a ring all-reduce, which grows alike with (W - 1) / W: a ratio flat within 2%, for
+    every rank.
+    """
     model = plan_of([1024 * 4096, 4096, 4096 * 1024, 1024, 1024 * 1000, 1000], 0.01)
     ratios = []
     for owners in range(2, 9):
-        sizes = [shard.plan.layout.num_bytes for shard in cut(model, share_out(model, owners), owners).shards]
+        sizes = [
+            shard.plan.layout.num_bytes
+            for shard in cut(model, share_out(model, owners), owners).shards
+        ]
         dense = 2 * (owners - 1) / owners * 4 * sum(model.sizes)
         ratios += [dense / (sum(sizes) - own + (owners - 1) * own) for own in sizes]
     assert max(ratios) < 1.02 * min(ratios)

@@ -1,4 +1,6 @@
-"""The benchmark on the loopback, a few steps long: that it measures what it says, never how long anything takes."""
+"""The benchmark on the loopback, a few steps long: that it measures what it says, never how long
+anything takes.
+"""
 
 import gc
 import json
@@ -21,7 +23,16 @@ from benchmark.kernels import ROOFLINE, WARM_UP_ROUNDS, Timed, tabulate_profiles
 from benchmark.session import in_order
 from benchmark.stages import FP32, OURS
 from benchmark.synchronisations import DDP, NOTHING, SYNCHRONISATIONS
-from benchmark.tables import Figure, Take, faster_than, figure_of, link_name, step_ms, tabulate, times
+from benchmark.tables import (
+    Figure,
+    Take,
+    faster_than,
+    figure_of,
+    link_name,
+    step_ms,
+    tabulate,
+    times,
+)
 from benchmark.timeline import BACKWARD, FORWARD, SHARING, WAITING, typical_step
 from benchmark.worker import train
 from distributed.harness import Ranks
@@ -36,7 +47,8 @@ RUN = Run(DDP, 10, 2.0, 8000, 9000, 0.5, 0.1, [3.0, 2.0], None)
 @pytest.fixture
 def settings_of_the_process() -> Iterator[None]:
     """Puts back what the commands change in the process they run in."""
-    threads, handler = torch.get_num_threads(), signal.getsignal(signal.SIGTERM)
+    threads = torch.get_num_threads()
+    handler = signal.getsignal(signal.SIGTERM)
     yield
     torch.set_num_threads(threads)
     signal.signal(signal.SIGTERM, handler)
@@ -45,8 +57,21 @@ def settings_of_the_process() -> Iterator[None]:
 @pytest.mark.usefixtures("settings_of_the_process", "quick_python")
 def test_steps_on_the_loopback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: what DDP sends is known from the model's size; all start from the same loss."""
-    settings = ["--rounds", "1", "--steps", "2", "--quality-steps", "0", "--width", "16", "--batch-size", "8"]
-    assert steps.main(["--loopback", *settings, "--only", "1%, 1 bit", "--output", str(tmp_path)]) == 0
+    settings = [
+        "--rounds",
+        "1",
+        "--steps",
+        "2",
+        "--quality-steps",
+        "0",
+        "--width",
+        "16",
+        "--batch-size",
+        "8",
+    ]
+    assert (
+        steps.main(["--loopback", *settings, "--only", "1%, 1 bit", "--output", str(tmp_path)]) == 0
+    )
     output = " ".join(capsys.readouterr().out.split())
     assert "on the loopback interface, because --loopback was given" in output
     report = json.loads((tmp_path / "steps.json").read_text())
@@ -56,7 +81,9 @@ def test_steps_on_the_loopback(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert runs[DDP]["counted_bytes"] == 2 * 4 * parameters
     assert runs[NOTHING]["counted_bytes"] == 0
     assert 0 < runs["DCT, 1%, 1 bit"]["counted_bytes"] < runs[DDP]["counted_bytes"] / 50
-    assert {(one["steps"], one["interface_bytes"], one["score"]) for one in runs.values()} == {(2, None, None)}
+    assert {(one["steps"], one["interface_bytes"], one["score"]) for one in runs.values()} == {
+        (2, None, None)
+    }
     assert len({one["losses"][0] for one in runs.values()}) == 1
     assert (tmp_path / "steps.png").stat().st_size > 0
     # Heads, a rule, and a row each.
@@ -84,7 +111,9 @@ def train_and_score() -> Run:
 
 
 def test_a_scored_run_tells_its_losses(ranks: Callable[[int], Ranks]) -> None:
-    """Oracle: guesses of a network that has learnt nothing cost the logarithm of 256, which is 5.55."""
+    """Oracle: guesses of a network that has learnt nothing cost the logarithm of 256, which is
+    5.55.
+    """
     mine, others = ranks(2).run(train_and_score)
     assert mine.steps == 3
     assert len(mine.losses) == 4
@@ -97,7 +126,18 @@ def test_a_scored_run_tells_its_losses(ranks: Callable[[int], Ranks]) -> None:
 @pytest.mark.usefixtures("settings_of_the_process")
 def test_kernels_are_timed(tmp_path: Path) -> None:
     kernels.main(
-        ["--entries", "20000", "--rounds", "1", "--threads", "1", "--density", "0.3", "--output", str(tmp_path)]
+        [
+            "--entries",
+            "20000",
+            "--rounds",
+            "1",
+            "--threads",
+            "1",
+            "--density",
+            "0.3",
+            "--output",
+            str(tmp_path),
+        ]
     )
     report = json.loads((tmp_path / "kernels.json").read_text())
     names = [one["name"] for one in report["timed"]]
@@ -126,8 +166,14 @@ def tc(*words: str) -> str:
 def test_ratios_are_taken_within_a_round() -> None:
     """The second round was twice as slow for all: the ratio stays."""
     runs = [
-        replace(RUN, synchronisation=name, seconds=seconds * factor, interface_bytes=sent, round=round)
-        for name, seconds, sent in ((NOTHING, 1.0, 10), (DDP, 4.0, 40_000), ("DCT, 1%, 1 bit", 2.0, 400))
+        replace(
+            RUN, synchronisation=name, seconds=seconds * factor, interface_bytes=sent, round=round
+        )
+        for name, seconds, sent in (
+            (NOTHING, 1.0, 10),
+            (DDP, 4.0, 40_000),
+            ("DCT, 1%, 1 bit", 2.0, 400),
+        )
         for round, factor in ((0, 1.0), (1, 2.0), (2, 1.0))
     ]
 
@@ -162,7 +208,11 @@ def test_rounds_differ_in_their_order_only() -> None:
 
 
 def test_a_table_has_three_columns_for_each_kind_of_link() -> None:
-    runs = [replace(RUN, synchronisation=name, megabits=rate) for name in (DDP, NOTHING) for rate in (1000, 100)]
+    runs = [
+        replace(RUN, synchronisation=name, megabits=rate)
+        for name in (DDP, NOTHING)
+        for rate in (1000, 100)
+    ]
     columns = steps.columns_of(runs)
     assert columns[0].head == "ms a step, 1 Gbit/s"
     assert columns[3].head == "ms a step, 100 Mbit/s"
@@ -215,16 +265,27 @@ def test_bad_options_are_named(options: list[str], capsys: pytest.CaptureFixture
 def run_node(script: str, arguments: tuple[str, ...], folder: str) -> None:
     """What torchrun does for the only rank of one of two hosts."""
     with on_two_nodes():
-        run_here(script, arguments, folder, LOCAL_WORLD_SIZE="1", OMP_NUM_THREADS="1", NUMBA_NUM_THREADS="1")
+        run_here(
+            script,
+            arguments,
+            folder,
+            LOCAL_WORLD_SIZE="1",
+            OMP_NUM_THREADS="1",
+            NUMBA_NUM_THREADS="1",
+        )
 
 
 @pytest.fixture
 def hosts_that_fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks come from the fork server, at little cost: test_steps_on_the_loopback shows that torchrun starts them."""
+    """Ranks come from the fork server, at little cost: test_steps_on_the_loopback shows that
+    torchrun starts them.
+    """
 
     def run_ranks(hosts: list[Any], words: list[str], *_: int) -> None:
         arguments = (words[0], tuple(words[1:]), str(tmp_path))
-        for ended in run_to_the_end(run_node, *arguments, world_size=2, failing=-1, folder=tmp_path, timeout_s=400):
+        for ended in run_to_the_end(
+            run_node, *arguments, world_size=2, failing=-1, folder=tmp_path, timeout_s=400
+        ):
             assert ended.exit_status == 0, ended.output
 
     monkeypatch.setattr(job, "run_ranks", run_ranks)
@@ -232,8 +293,21 @@ def hosts_that_fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("settings_of_the_process", "hosts_that_fork")
 def test_a_recommender_on_the_loopback(tmp_path: Path) -> None:
-    """Oracle: 13 tables are another rank's, whose ids, rows and gradients cross whole where nothing is compressed."""
-    sizes = ["--rounds", "1", "--steps", "2", "--batch-size", "8", "--dim", "4", "--table-rows", "50"]
+    """Oracle: 13 tables are another rank's, whose ids, rows and gradients cross whole where nothing
+    is compressed.
+    """
+    sizes = [
+        "--rounds",
+        "1",
+        "--steps",
+        "2",
+        "--batch-size",
+        "8",
+        "--dim",
+        "4",
+        "--table-rows",
+        "50",
+    ]
     only = ["--only", "fp16", "5%"]
     assert recommender.main(["--loopback", *sizes, *only, "--output", str(tmp_path)]) == 0
     report = json.loads((tmp_path / "hosts2-batch8-dim4.json").read_text())
@@ -250,17 +324,43 @@ def test_a_recommender_on_the_loopback(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("settings_of_the_process", "hosts_that_fork")
 def test_a_pipeline_on_the_loopback(tmp_path: Path) -> None:
     """Oracle: in fp32 every entry crosses whole, each way, and 12 bytes of a header go forward."""
-    sizes = ["--rounds", "1", "--steps", "2", "--batch-size", "4", "--micro-batches", "2", "--width", "16"]
-    assert pipeline.main(["--loopback", *sizes, "--only", "subspace", "--output", str(tmp_path)]) == 0
-    runs = {run["synchronisation"]: run for run in json.loads((tmp_path / "pipeline.json").read_text())["runs"]}
+    sizes = [
+        "--rounds",
+        "1",
+        "--steps",
+        "2",
+        "--batch-size",
+        "4",
+        "--micro-batches",
+        "2",
+        "--width",
+        "16",
+    ]
+    assert (
+        pipeline.main(["--loopback", *sizes, "--only", "subspace", "--output", str(tmp_path)]) == 0
+    )
+    runs = {
+        run["synchronisation"]: run
+        for run in json.loads((tmp_path / "pipeline.json").read_text())["runs"]
+    }
     assert set(runs) == {FP32, OURS}
     micro_batch = 2 * 128 * 16 * 4
     steps = runs[FP32]["steps"]
-    assert runs[FP32]["parts"] == {"stage 0": steps * 2 * (micro_batch + 12), "stage 1": steps * 2 * micro_batch}
-    assert 0 < runs[OURS]["parts"]["stage 1"] < runs[OURS]["parts"]["stage 0"] < runs[FP32]["parts"]["stage 1"] / 8
+    assert runs[FP32]["parts"] == {
+        "stage 0": steps * 2 * (micro_batch + 12),
+        "stage 1": steps * 2 * micro_batch,
+    }
+    assert (
+        0
+        < runs[OURS]["parts"]["stage 1"]
+        < runs[OURS]["parts"]["stage 0"]
+        < runs[FP32]["parts"]["stage 1"] / 8
+    )
     for run in runs.values():
         assert run["losses"][0] == pytest.approx(math.log(256), rel=0.1)
-        computed = [[span for span in spans if span[0] in (FORWARD, BACKWARD)] for spans in run["spans"]]
+        computed = [
+            [span for span in spans if span[0] in (FORWARD, BACKWARD)] for spans in run["spans"]
+        ]
         for spans in computed:
             assert sorted(span[:2] for span in spans) == [
                 [what, part] for what in (BACKWARD, FORWARD) for part in (0, 1)
@@ -273,7 +373,10 @@ def test_a_pipeline_on_the_loopback(tmp_path: Path) -> None:
 
 
 def test_the_step_of_median_length_is_shown() -> None:
-    steps = [[(FORWARD, 0, 10.0 * step, 10.0 * step + length)] for step, length in enumerate((1.0, 3.0, 2.0))]
+    steps = [
+        [(FORWARD, 0, 10.0 * step, 10.0 * step + length)]
+        for step, length in enumerate((1.0, 3.0, 2.0))
+    ]
     assert typical_step([steps, steps]) == [[(FORWARD, 0, 0.0, 2.0)]] * 2
 
 

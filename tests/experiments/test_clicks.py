@@ -15,8 +15,12 @@ TABLES = [50, 2000, 3, 10, 400]
 
 @pytest.mark.parametrize("total", [103, 5])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_evaluation_reads_every_row_once_in_equally_many_batches(world_size: int, total: int) -> None:
-    """And every rank some in each batch, as long as there are enough: many models refuse a batch without rows."""
+def test_evaluation_reads_every_row_once_in_equally_many_batches(
+    world_size: int, total: int
+) -> None:
+    """And every rank some in each batch, as long as there are enough: many models refuse a batch
+    without rows.
+    """
     size = 8
     batches = batches_to_cover(total, batch_size=size, world_size=world_size)
     rows = [
@@ -29,7 +33,9 @@ def test_evaluation_reads_every_row_once_in_equally_many_batches(world_size: int
 
 
 def test_fewer_rows_than_ranks_is_an_error() -> None:
-    with pytest.raises(ValueError, match="3 rows of evaluation data leave some of 4 ranks without any"):
+    with pytest.raises(
+        ValueError, match="3 rows of evaluation data leave some of 4 ranks without any"
+    ):
         batches_to_cover(3, batch_size=8, world_size=4)
 
 
@@ -48,7 +54,9 @@ def test_a_row_is_a_pure_function_of_seed_and_number() -> None:
 
 def test_the_parts_are_disjoint_and_differ() -> None:
     assert len(set(FIRST_ROW.values())) == len(FIRST_ROW)
-    data = SyntheticClicks(TABLES, batch_size=16, eval_batch_size=16, batches_per_epoch=2, eval_rows=32)
+    data = SyntheticClicks(
+        TABLES, batch_size=16, eval_batch_size=16, batches_per_epoch=2, eval_rows=32
+    )
     first = [
         next(iter(loader))["categorical"]
         for loader in (data.train_dataloader(), data.val_dataloader(), data.test_dataloader())
@@ -72,7 +80,9 @@ def test_shapes_types_and_ranges() -> None:
 
 def test_ids_follow_zipf() -> None:
     exponent = 1.05
-    ids = ClickTeacher([100_000], zipf_exponent=exponent, missing_rate=0.0).batch(np.arange(400_000))["categorical"]
+    ids = ClickTeacher([100_000], zipf_exponent=exponent, missing_rate=0.0).batch(
+        np.arange(400_000)
+    )["categorical"]
     counts = np.bincount(ids[:, 0].numpy(), minlength=1001)
     # Slope of the frequencies in the double logarithmic plot, over two decades.
     ranks = np.arange(10, 1000)
@@ -95,13 +105,19 @@ def test_click_rate_and_the_truth_behind_it() -> None:
     assert batch["label"].mean().item() == pytest.approx(0.25, abs=0.015)
     # Calibration: among rows with probability near p, a share of p are clicks.
     likely = batch["probability"] > 0.5
-    assert batch["label"][likely].mean().item() == pytest.approx(batch["probability"][likely].mean().item(), abs=0.02)
+    assert batch["label"][likely].mean().item() == pytest.approx(
+        batch["probability"][likely].mean().item(), abs=0.02
+    )
 
 
 def test_no_trained_model_beats_the_teacher() -> None:
     torch.manual_seed(0)
-    data = SyntheticClicks(TABLES, batch_size=512, eval_batch_size=4096, batches_per_epoch=250, eval_rows=20_000)
-    model = DLRM(data.num_dense, data.table_rows, embedding_dim=8, bottom_sizes=(16,), top_sizes=(16,))
+    data = SyntheticClicks(
+        TABLES, batch_size=512, eval_batch_size=4096, batches_per_epoch=250, eval_rows=20_000
+    )
+    model = DLRM(
+        data.num_dense, data.table_rows, embedding_dim=8, bottom_sizes=(16,), top_sizes=(16,)
+    )
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.05)
     for batch in data.train_dataloader():
         logits = model(batch["dense"], batch["categorical"])
@@ -113,14 +129,22 @@ def test_no_trained_model_beats_the_teacher() -> None:
     labels = torch.cat([batch["label"] for batch in batches]).int()
     with torch.no_grad():
         scores = torch.cat([model(batch["dense"], batch["categorical"]) for batch in batches])
-    best = auroc(torch.cat([batch["probability"] for batch in batches]), labels, task="binary").item()
+    best = auroc(
+        torch.cat([batch["probability"] for batch in batches]), labels, task="binary"
+    ).item()
     reached = auroc(scores.sigmoid(), labels, task="binary").item()
     assert 0.65 < reached < best
 
 
 @pytest.mark.parametrize(
     ("setting", "value"),
-    [("missing_rate", 0.9), ("click_rate", 0.0), ("zipf_exponent", -1.0), ("batch_size", 0), ("eval_rows", 0)],
+    [
+        ("missing_rate", 0.9),
+        ("click_rate", 0.0),
+        ("zipf_exponent", -1.0),
+        ("batch_size", 0),
+        ("eval_rows", 0),
+    ],
 )
 def test_bad_settings_are_named(setting: str, value: float) -> None:
     with pytest.raises(ValueError, match=rf"data\.{setting}="):
@@ -170,7 +194,9 @@ def test_the_model_is_the_reference_architecture() -> None:
 
 
 def test_thresholded_tables_send_the_largest_pooled_entries_of_each_and_their_gradients() -> None:
-    """Oracle: whole rows, masked by sorting; what is counted is the masks' payloads, both ways, without ids."""
+    """Oracle: whole rows, masked by sorting; what is counted is the masks' payloads, both ways,
+    without ids.
+    """
     tables = ThresholdedTables([50, 7], 4, density=0.25, value_format="fp32", seed=1)
     tables.rows.materialize()
     ids = torch.tensor([[3, 1], [9, 2], [4, 2]])
@@ -187,7 +213,9 @@ def test_thresholded_tables_send_the_largest_pooled_entries_of_each_and_their_gr
     assert torch.equal(tables.rows.weight.grad.to_dense(), expected)
     layout = tables.masks[0].layout((3, 4))
     words, left_over = layout.on_the_wire
-    assert sum(mask.traffic.totals.bytes_sent for mask in tables.masks) == 2 * (8 * words + left_over)
+    assert sum(mask.traffic.totals.bytes_sent for mask in tables.masks) == 2 * (
+        8 * words + left_over
+    )
     with torch.no_grad():
         assert int((tables.request(ids).pooled() != 0).sum()) == 6
 
@@ -205,7 +233,9 @@ def rounded_as(value_format: str, group: list[float]) -> list[float]:
 
 
 @pytest.mark.parametrize(("value_format", "ratio"), [("fp16", 2.0), ("int8", 3.2), ("mx4", 7.53)])
-def test_quantised_tables_round_pooled_entries_and_their_gradients(value_format: str, ratio: float) -> None:
+def test_quantised_tables_round_pooled_entries_and_their_gradients(
+    value_format: str, ratio: float
+) -> None:
     tables = QuantisedTables([50, 7], 16, value_format, density=0.05)
     tables.rows.materialize()
     ids = torch.tensor([[3, 1], [9, 2], [4, 0]])

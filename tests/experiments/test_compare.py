@@ -1,4 +1,6 @@
-"""What is run and what is chosen: sweeps, folders, and whole comparisons whose runs take no time."""
+"""What is run and what is chosen: sweeps, folders, and whole comparisons whose runs take no
+time.
+"""
 
 import fcntl
 import json
@@ -11,7 +13,16 @@ import pytest
 
 import comparison.runs
 from compare import main, take_seeds
-from comparison.runs import OUTPUT, RESULT, Runner, Strategy, collect, plan_run, read_result, require_distinct
+from comparison.runs import (
+    OUTPUT,
+    RESULT,
+    Runner,
+    Strategy,
+    collect,
+    plan_run,
+    read_result,
+    require_distinct,
+)
 from comparison.sweep import Axis, choose, combinations
 from made_up_results import made_up, run_in_no_time
 
@@ -31,10 +42,14 @@ def test_a_sweep_goes_by_validation() -> None:
     assert swept == ("model.learning_rate=0.01",)
     assert values == {"model.learning_rate": "0.01"}
     assert note.startswith("val/loss of seed 5 is 1.2000 at model.learning_rate=0.003, 1.0000 at")
-    assert choose([RATES], trials(0.7, 0.9, 0.8, metric="auc"), 0)[1] == {"model.learning_rate": "0.01"}
+    assert choose([RATES], trials(0.7, 0.9, 0.8, metric="auc"), 0)[1] == {
+        "model.learning_rate": "0.01"
+    }
 
 
-@pytest.mark.parametrize(("figures", "end"), [((0.9, 1.0, 1.1), "below 0.003"), ((1.2, None, 1.1), "above 0.03")])
+@pytest.mark.parametrize(
+    ("figures", "end"), [((0.9, 1.0, 1.1), "below 0.003"), ((1.2, None, 1.1), "above 0.03")]
+)
 def test_a_best_value_at_the_edge_is_told(figures: tuple[float | None, ...], end: str) -> None:
     _, values, note = choose([RATES], trials(*figures), 0)
     assert values["model.learning_rate"].endswith(" (edge)")
@@ -47,7 +62,10 @@ def test_only_what_has_an_order_has_edges() -> None:
     both = combinations([RATES, betas])
     assert len(both) == 6
     results = {swept: made_up(loss=1.0 + abs(place - 2)) for place, swept in enumerate(both)}
-    assert choose([RATES, betas], results, 0)[1] == {"model.learning_rate": "0.01", "model.betas": "[0.9,0.999]"}
+    assert choose([RATES, betas], results, 0)[1] == {
+        "model.learning_rate": "0.01",
+        "model.betas": "[0.9,0.999]",
+    }
     assert combinations([]) == [()]
 
 
@@ -66,7 +84,8 @@ def test_labels_and_settings() -> None:
     assert Strategy.parse("d = 1%: default: dct seed=1").label == "d = 1%: default"
     with pytest.raises(ValueError, match="must name a file of conf/strategy first"):
         Strategy.parse("strategy.density=0.1")
-    ddp, dct = Strategy.parse("ddp"), Strategy.parse("dct model.learning_rate=1")
+    ddp = Strategy.parse("ddp")
+    dct = Strategy.parse("dct model.learning_rate=1")
     varied = {"seed": "--seeds", "data.batch_size": "--sweep"}
     require_distinct([ddp, dct], [], varied)
     for strategies, common, message in (
@@ -97,10 +116,19 @@ def test_seeds_are_given_in_one_place() -> None:
         (["--collect", "multirun", "--link", "10"], "takes runs as they are"),
         (["experiment=lm", "--strategy", "ddp", "--strategy", "ddp"], "label of its own"),
         (["experiment=lm"], "--strategy --collect is required"),
-        (["experiment=lm", "seed=range(3)", "--strategy", "ddp"], "seed=range(3): write the seeds as in --seeds"),
+        (
+            ["experiment=lm", "seed=range(3)", "--strategy", "ddp"],
+            "seed=range(3): write the seeds as in --seeds",
+        ),
         (["experiment=lm", "--strategy", "ddp", "--sweep", "seed=0,1"], "neither seed (--seeds)"),
-        (["experiment=lm", "--strategy", "ddp", "--sweep", "strategy=ddp,dct"], "nor strategy (--strategy)"),
-        (["experiment=lm", "--strategy", "ddp", "--sweep", "a=1,2", "--sweep", "a=3,4"], "each setting once"),
+        (
+            ["experiment=lm", "--strategy", "ddp", "--sweep", "strategy=ddp,dct"],
+            "nor strategy (--strategy)",
+        ),
+        (
+            ["experiment=lm", "--strategy", "ddp", "--sweep", "a=1,2", "--sweep", "a=3,4"],
+            "each setting once",
+        ),
     ],
 )
 def test_a_command_that_makes_no_sense_is_refused(
@@ -114,7 +142,14 @@ def test_a_command_that_makes_no_sense_is_refused(
 def test_no_two_runs_share_a_folder(tmp_path: Path) -> None:
     """Texts that a slug alone would not tell apart, and a label, which is no setting."""
     common = ["data.rows=[1,2]"], ["data.rows=[12]"], ["+data.rows=[1,2]"]
-    texts = "dct strategy.density=0.1", "dct strategy.density=-0.1", "dct a=1 b=2", "dct a=1,b=2", "x" * 300, "x" * 301
+    texts = (
+        "dct strategy.density=0.1",
+        "dct strategy.density=-0.1",
+        "dct a=1 b=2",
+        "dct a=1,b=2",
+        "x" * 300,
+        "x" * 301,
+    )
     plans = [
         plan_run(shared, Strategy.parse(text), swept, seed, tmp_path)
         for shared in common
@@ -131,7 +166,9 @@ def test_no_two_runs_share_a_folder(tmp_path: Path) -> None:
 
 
 def test_the_result_of_another_run_is_refused(tmp_path: Path) -> None:
-    planned = plan_run(["experiment=lm", "hydra.verbose=true"], Strategy.parse("ddp"), (), 1, tmp_path)
+    planned = plan_run(
+        ["experiment=lm", "hydra.verbose=true"], Strategy.parse("ddp"), (), 1, tmp_path
+    )
     assert read_result(planned) is None
     planned.folder.mkdir()
     file = planned.folder / "result.json"
@@ -143,8 +180,12 @@ def test_the_result_of_another_run_is_refused(tmp_path: Path) -> None:
             read_result(planned)
 
 
-def test_a_run_that_a_killed_comparison_has_left_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comparison.runs, "run_alone", lambda *_: pytest.fail("started beside the one that runs"))
+def test_a_run_that_a_killed_comparison_has_left_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        comparison.runs, "run_alone", lambda *_: pytest.fail("started beside the one that runs")
+    )
     planned = plan_run(["experiment=lm"], Strategy.parse("ddp"), (), 1, tmp_path)
     planned.folder.mkdir()
     # As its processes have it, which inherit what the comparison has locked.
@@ -171,15 +212,35 @@ def test_runs_on_hosts_are_told_how_and_may_have_the_overrides_of_hosts(
     def run(command: list[str], output: Any) -> int:
         commands.append(command)
         folder = Path(command[-1].partition("=")[2].strip("'"))
-        (folder / "result.json").write_text(json.dumps(made_up([*command[6:-1], "trainer.num_nodes=2"], loss=1.0)))
+        (folder / "result.json").write_text(
+            json.dumps(made_up([*command[6:-1], "trainer.num_nodes=2"], loss=1.0))
+        )
         return 0
 
     monkeypatch.setattr(comparison.runs, "run_alone", run)
-    words = ["experiment=lm", "--strategy", "ddp", "--hosts", "2", "--link", "100:50", "--output", str(tmp_path)]
+    words = [
+        "experiment=lm",
+        "--strategy",
+        "ddp",
+        "--hosts",
+        "2",
+        "--link",
+        "100:50",
+        "--output",
+        str(tmp_path),
+    ]
     assert main(words) == 0
     ((_, script, *options),) = commands
     assert Path(script).name == "train_on_hosts.py"
-    assert options[:-1] == ["--hosts", "2", "--link", "100.0:50.0", "experiment=lm", "strategy=ddp", "seed=0"]
+    assert options[:-1] == [
+        "--hosts",
+        "2",
+        "--link",
+        "100.0:50.0",
+        "experiment=lm",
+        "strategy=ddp",
+        "seed=0",
+    ]
     with pytest.raises(SystemExit):
         main([*words, "--link", "0"])
 
@@ -187,7 +248,11 @@ def test_runs_on_hosts_are_told_how_and_may_have_the_overrides_of_hosts(
 def figures_of(settings: dict[str, str]) -> dict[str, float]:
     """The strategy's loss, and more at rates other than 0.01 and with later seeds."""
     rate = float(settings.get("model.learning_rate", "0.01"))
-    return {"loss": {"ddp": 1.0, "dct": 1.1}[settings["strategy"]] + abs(rate - 0.01) + 0.01 * int(settings["seed"])}
+    return {
+        "loss": {"ddp": 1.0, "dct": 1.1}[settings["strategy"]]
+        + abs(rate - 0.01)
+        + 0.01 * int(settings["seed"])
+    }
 
 
 SWEPT = shlex.split(
@@ -237,10 +302,25 @@ def test_what_fails_is_told_and_the_others_go_on(
     started: list[str] = []
 
     def figures(settings: dict[str, str]) -> dict[str, float] | None:
-        return None if (settings["strategy"], settings["seed"]) == ("ddp", "0") else figures_of(settings)
+        return (
+            None
+            if (settings["strategy"], settings["seed"]) == ("ddp", "0")
+            else figures_of(settings)
+        )
 
     monkeypatch.setattr(comparison.runs, "run_alone", run_in_no_time(started, figures))
-    words = ["experiment=lm", "--seeds", "0", "1", "--strategy", "ddp", "--strategy", "dct", "--output", str(tmp_path)]
+    words = [
+        "experiment=lm",
+        "--seeds",
+        "0",
+        "1",
+        "--strategy",
+        "ddp",
+        "--strategy",
+        "dct",
+        "--output",
+        str(tmp_path),
+    ]
     assert main(words) == 1
     assert len(started) == 4
     printed = capsys.readouterr().out
@@ -264,7 +344,9 @@ def test_a_sweep_of_hydra_is_grouped_by_all_but_the_seed(tmp_path: Path) -> None
         folder = tmp_path / str(number)
         (folder / ".hydra").mkdir(parents=True)
         overrides = ["experiment=lm", f"strategy.density={density}", f"seed={seed}"]
-        (folder / ".hydra" / "overrides.yaml").write_text("".join(f"- {override}\n" for override in overrides))
+        (folder / ".hydra" / "overrides.yaml").write_text(
+            "".join(f"- {override}\n" for override in overrides)
+        )
         (folder / "result.json").write_text(json.dumps(made_up(overrides, seed, loss=1.0)))
     entries, common, unfinished = collect([tmp_path])
     assert [found.label for found in entries] == [f"dct density={density}" for density in densities]

@@ -14,7 +14,10 @@ def entry(label: str, sent: float = 1000.0, **metrics: list[float | None]) -> En
     """Runs of seeds 0, 1, ... with the metrics of each."""
     runs = [
         Run(
-            seed, (), Path(f"{label}-{seed}"), made_up(seed=seed, sent=sent, **dict(zip(metrics, figures, strict=True)))
+            seed,
+            (),
+            Path(f"{label}-{seed}"),
+            made_up(seed=seed, sent=sent, **dict(zip(metrics, figures, strict=True))),
         )
         for seed, figures in enumerate(zip(*metrics.values(), strict=True))
     ]
@@ -28,8 +31,12 @@ def by_head(entries: list[Entry]) -> list[dict[str, str]]:
 
 
 def test_losses_are_set_against_the_baseline_in_percent_and_seed_by_seed() -> None:
-    """The strategy is 10% worse than the baseline on either seed: the seeds' own spread is no part of that."""
-    baseline, dct = by_head([entry("ddp", 8000, loss=[0.999, 1.999]), entry("dct", loss=[1.099, 2.199])])
+    """The strategy is 10% worse than the baseline on either seed: the seeds' own spread is no part
+    of that.
+    """
+    baseline, dct = by_head(
+        [entry("ddp", 8000, loss=[0.999, 1.999]), entry("dct", loss=[1.099, 2.199])]
+    )
     assert baseline["test/loss"] == "1.5000 ± 0.7071"
     assert baseline["loss against ddp"] == "-"
     assert dct["loss against ddp"] == "+10.0% ± 0.0%"
@@ -46,8 +53,14 @@ def test_scores_are_set_against_the_baseline_as_they_are() -> None:
     assert main_metric(["test/accuracy", "test/loss", "test/auc"]) == "auc"
 
 
-def test_a_run_that_is_missing_or_diverged_takes_its_seed_out_of_the_difference_and_is_told() -> None:
-    entries = [entry("ddp", loss=[1.0, 2.0, 3.0]), entry("dct", loss=[1.5, None]), Entry("failed", ())]
+def test_a_run_that_is_missing_or_diverged_takes_its_seed_out_of_the_difference_and_is_told() -> (
+    None
+):
+    entries = [
+        entry("ddp", loss=[1.0, 2.0, 3.0]),
+        entry("dct", loss=[1.5, None]),
+        Entry("failed", ()),
+    ]
     _, dct, failed = by_head(entries)
     assert dct["test/loss"] == "1.5010"
     assert dct["loss against ddp"] == "+50.0%"
@@ -61,14 +74,23 @@ def test_what_crosses_inside_a_model_has_columns_and_counts() -> None:
     assert bytes_per_step(split) == 1500.0
     assert bytes_per_step(made_up() | {"bytes_sent_per_step": None}) is None
     ddp, dct = by_head([entry("ddp", auc=[0.7]), Entry("dct", (Run(0, (), Path("x"), split),))])
-    assert (ddp["inside ratio"], dct["inside ratio"], dct["inside kB a step"]) == ("-", "120.0x", "0.5")
+    assert (ddp["inside ratio"], dct["inside ratio"], dct["inside kB a step"]) == (
+        "-",
+        "120.0x",
+        "0.5",
+    )
 
 
 def test_the_table_says_how_to_read_it() -> None:
-    text = to_markdown([entry("a|b", loss=[1.0, 2.0]), entry("dct", loss=[1.0, 2.0])], "title", ["oh"])
+    text = to_markdown(
+        [entry("a|b", loss=[1.0, 2.0]), entry("dct", loss=[1.0, 2.0])], "title", ["oh"]
+    )
     assert text.startswith("title\n\n| strategy | seeds |")
     assert "| a\\|b | 2 |" in text
-    assert "- 2 processes; seeds 0, 1.\n- Mean ± sample standard deviation over the seeds.\n- Against a|b: seed" in text
+    assert (
+        "- 2 processes; seeds 0, 1.\n- Mean ± sample standard deviation over the seeds.\n- Against"
+        " a|b: seed" in text
+    )
     assert text.endswith("- oh\n")
 
 

@@ -36,7 +36,9 @@ def logged_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def configuration(folder: Path, *overrides: str) -> DictConfig:
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        return compose("train", [*overrides, f"paths.root_dir={folder}", f"paths.output_dir={folder}/run"])
+        return compose(
+            "train", [*overrides, f"paths.root_dir={folder}", f"paths.output_dir={folder}/run"]
+        )
 
 
 @pytest.mark.parametrize(
@@ -46,12 +48,17 @@ def configuration(folder: Path, *overrides: str) -> DictConfig:
         ("sed=1", "Did you mean `seed`?"),
         (
             "trainer.limit_val_batches=2",
-            "An argument that no file in conf/ has needs a plus sign: `+trainer.limit_val_batches=2`.",
+            (
+                "An argument that no file in conf/ has needs a plus sign:"
+                " `+trainer.limit_val_batches=2`."
+            ),
         ),
         ("strategy.density=0.15", None),
     ],
 )
-def test_a_setting_that_does_not_exist_is_told_what_it_may_mean(word: str, hint: str | None) -> None:
+def test_a_setting_that_does_not_exist_is_told_what_it_may_mean(
+    word: str, hint: str | None
+) -> None:
     assert suggest(["--multirun", "experiment=lm", word, "hydra.job.num=3"]) == hint
 
 
@@ -90,7 +97,9 @@ def test_every_strategy_instantiates_and_changes_nothing_else(tmp_path: Path) ->
     for strategy, experiment, logger in zip(
         installed, itertools.cycle(EXPERIMENTS), itertools.cycle(LOGGERS), strict=False
     ):
-        config = configuration(tmp_path, f"experiment={experiment}", f"strategy={strategy}", f"logger={logger}")
+        config = configuration(
+            tmp_path, f"experiment={experiment}", f"strategy={strategy}", f"logger={logger}"
+        )
         if strategy == "dct_elastic":
             config.trainer.devices = 1  # Lightning does not start its other ranks
         trainer = make_trainer(config)
@@ -105,10 +114,14 @@ def test_every_strategy_instantiates_and_changes_nothing_else(tmp_path: Path) ->
 @pytest.mark.parametrize("callbacks", CALLBACKS)
 def test_every_group_of_callbacks_instantiates(callbacks: str, tmp_path: Path) -> None:
     """Oracle: those of the default, and one that is named as its file is."""
-    trainer = make_trainer(configuration(tmp_path, "experiment=lm", f"callbacks={callbacks}", "logger=none"))
+    trainer = make_trainer(
+        configuration(tmp_path, "experiment=lm", f"callbacks={callbacks}", "logger=none")
+    )
     names = {type(callback).__name__.lower() for callback in trainer.callbacks}
     assert {"compressionmonitor", "steptimer"} <= names
-    assert callbacks == "default" or any(name.startswith(callbacks.replace("_", "")) for name in names)
+    assert callbacks == "default" or any(
+        name.startswith(callbacks.replace("_", "")) for name in names
+    )
 
 
 def test_the_command_line_replaces_the_data_of_an_experiment(tmp_path: Path) -> None:

@@ -25,7 +25,9 @@ REAL_SAMPLE = Path("/work/shared/data/criteo/kaggle_raw_999.tsv")
 
 
 def make_lines(rows: int, seed: int = 0, values: int = 40) -> list[bytes]:
-    """Lines with a skewed choice of ``values`` values a category, some of each missing, and negative integers."""
+    """Lines with a skewed choice of ``values`` values a category, some of each missing, and
+    negative integers.
+    """
     random = np.random.default_rng(seed)
     lines = []
     for _ in range(rows):
@@ -36,35 +38,65 @@ def make_lines(rows: int, seed: int = 0, values: int = 40) -> list[bytes]:
     return lines
 
 
-# Values that come in the last day only must not be known; and lines that have lost their empty last fields.
-LINES = [line[:-2] if line.endswith(b"\t\t") else line for line in make_lines(600) + make_lines(100, 1, 80)]
-BAD = {3: b"", 4: b"\0\xff", 250: b"x\ty", 699: LINES[0] + b"\t" * 4, 700: LINES[1].replace(b"\t", b"\tz", 1)}
+# Values that come in the last day only must not be known; and lines that have lost their empty last
+# fields.
+LINES = [
+    line[:-2] if line.endswith(b"\t\t") else line
+    for line in make_lines(600) + make_lines(100, 1, 80)
+]
+BAD = {
+    3: b"",
+    4: b"\0\xff",
+    250: b"x\ty",
+    699: LINES[0] + b"\t" * 4,
+    700: LINES[1].replace(b"\t", b"\tz", 1),
+}
 """Lines that are no rows, by their number once they are put in."""
 
 
 def read_row(line: bytes) -> tuple[int, list[float], list[str]]:
     fields = line.decode().split("\t")
     fields += [""] * (40 - len(fields))
-    return int(fields[0]), [math.log1p(max(0, int(text or "0"))) for text in fields[1:14]], fields[14:]
+    return (
+        int(fields[0]),
+        [math.log1p(max(0, int(text or "0"))) for text in fields[1:14]],
+        fields[14:],
+    )
 
 
-def prepared_by_loop(lines: list[bytes], min_count: int, max_rows: int | None) -> tuple[dict[str, Any], list[int]]:
+def prepared_by_loop(
+    lines: list[bytes], min_count: int, max_rows: int | None
+) -> tuple[dict[str, Any], list[int]]:
     rows = [read_row(line) for line in lines]
     training = rows[: len(rows) - len(rows) // 7]
     ids: list[dict[str, int]] = []
     for category in range(26):
         counts = Counter(row[2][category] for row in training)
-        kept = sorted((v for v in counts if v and counts[v] >= min_count), key=lambda v: (-counts[v], v))
-        ids.append({"": 0, **{value: 2 + place for place, value in enumerate(kept[: max_rows and max_rows - 2])}})
+        kept = sorted(
+            (v for v in counts if v and counts[v] >= min_count), key=lambda v: (-counts[v], v)
+        )
+        ids.append(
+            {
+                "": 0,
+                **{
+                    value: 2 + place
+                    for place, value in enumerate(kept[: max_rows and max_rows - 2])
+                },
+            }
+        )
     batch = {
         "label": np.array([row[0] for row in rows], dtype=np.float32),
         "dense": np.array([row[1] for row in rows], dtype=np.float32),
-        "categorical": np.array([[ids[c].get(value, 1) for c, value in enumerate(row[2])] for row in rows]),
+        "categorical": np.array(
+            [[ids[c].get(value, 1) for c, value in enumerate(row[2])] for row in rows]
+        ),
     }
     return batch, [len(table) + 1 for table in ids]
 
 
-def make_data(folder: Path, lines: list[bytes] = LINES, rank: int = 0, world_size: int = 1, **options: Any) -> Criteo:
+def make_data(
+    folder: Path, lines: list[bytes] = LINES, rank: int = 0, world_size: int = 1, **options: Any
+) -> Criteo:
     path = folder / options.pop("name", "train.txt")
     if not path.exists():
         content = b"\n".join(lines)
@@ -84,7 +116,9 @@ def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["train.txt", "train.txt.gz"])
 @pytest.mark.parametrize("max_rows", [None, 30])
-def test_rows_and_tables_are_those_of_the_plain_way(name: str, max_rows: int | None, tmp_path: Path) -> None:
+def test_rows_and_tables_are_those_of_the_plain_way(
+    name: str, max_rows: int | None, tmp_path: Path
+) -> None:
     data = make_data(tmp_path, name=name, max_rows_per_table=max_rows)
     expected, table_rows = prepared_by_loop(LINES, 3, max_rows)
     assert data.table_rows == table_rows
@@ -98,7 +132,9 @@ def test_rows_and_tables_are_those_of_the_plain_way(name: str, max_rows: int | N
     assert module(batch["dense"], batch["categorical"]).shape == (700,)
 
 
-@pytest.mark.skipif(not REAL_SAMPLE.exists(), reason="a sample of the real file is not on this machine")
+@pytest.mark.skipif(
+    not REAL_SAMPLE.exists(), reason="a sample of the real file is not on this machine"
+)
 def test_the_real_file() -> None:
     """Of its 1,000 lines half have lost their empty last fields."""
     lines = REAL_SAMPLE.read_bytes().splitlines()
@@ -106,18 +142,26 @@ def test_the_real_file() -> None:
     assert not bad
     expected = [read_row(line) for line in lines]
     np.testing.assert_array_equal(columns[0].view(np.float32), [row[0] for row in expected])
-    np.testing.assert_allclose(columns[1:14].view(np.float32).T, [row[1] for row in expected], rtol=1e-6)
-    np.testing.assert_array_equal(columns[14:].T, [[int(text or "0", 16) for text in row[2]] for row in expected])
+    np.testing.assert_allclose(
+        columns[1:14].view(np.float32).T, [row[1] for row in expected], rtol=1e-6
+    )
+    np.testing.assert_array_equal(
+        columns[14:].T, [[int(text or "0", 16) for text in row[2]] for row in expected]
+    )
 
 
 def test_bad_lines_are_named_or_counted(tmp_path: Path) -> None:
     lines = list(LINES)
     for number, text in BAD.items():
         lines.insert(number - 1, text)
-    with pytest.raises(ValueError, match=r"train\.txt, line 3: b'.*' is no row; data\.on_error=skip"):
+    with pytest.raises(
+        ValueError, match=r"train\.txt, line 3: b'.*' is no row; data\.on_error=skip"
+    ):
         make_data(tmp_path, lines)
     for _ in range(2):
-        with pytest.warns(UserWarning, match=r"5 lines of the text are left out, the first is .*line 3"):
+        with pytest.warns(
+            UserWarning, match=r"5 lines of the text are left out, the first is .*line 3"
+        ):
             data = make_data(tmp_path, on_error="skip")
     clean = make_data(tmp_path, LINES, name="clean.txt")
     numbers = np.arange(700)
@@ -137,11 +181,16 @@ def test_a_truncated_gzip_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["train.txt", "train.txt.gz"])
-def test_what_was_interrupted_goes_on(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stopped before and after every file gets its name; what was written before is not written again."""
+def test_what_was_interrupted_goes_on(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped before and after every file gets its name; what was written before is not written
+    again.
+    """
     (tmp_path / "whole").mkdir()
     expected = make_data(tmp_path / "whole", name=name)
-    replace, stops = criteo.os.replace, 0
+    replace = criteo.os.replace
+    stops = 0
     written: list[str] = []
 
     def stopping(source: Path, target: Path) -> None:
@@ -164,20 +213,31 @@ def test_what_was_interrupted_goes_on(name: str, tmp_path: Path, monkeypatch: py
     for key, values in expected.rows(numbers).items():
         assert torch.equal(data.rows(numbers)[key], values)
     assert max(Counter(file for file in written if file.startswith("read-")).values()) <= 2
-    assert sorted(file.name for file in data.folder.root.iterdir()) == ["lock", "notes.json", "rows.npy"]
+    assert sorted(file.name for file in data.folder.root.iterdir()) == [
+        "lock",
+        "notes.json",
+        "rows.npy",
+    ]
 
 
 def test_every_epoch_holds_every_row_once_in_another_order() -> None:
-    first, second = (shuffled(np.arange(epoch * 1000, (epoch + 1) * 1000), 1000, seed=3) for epoch in (0, 1))
+    first, second = (
+        shuffled(np.arange(epoch * 1000, (epoch + 1) * 1000), 1000, seed=3) for epoch in (0, 1)
+    )
     for rows in (first, second):
         np.testing.assert_array_equal(np.sort(rows), np.arange(1000))
     assert (first == second).sum() < 10
-    np.testing.assert_array_equal(shuffled(np.arange(990, 1010), 1000, seed=3), [*first[-10:], *second[:10]])
+    np.testing.assert_array_equal(
+        shuffled(np.arange(990, 1010), 1000, seed=3), [*first[-10:], *second[:10]]
+    )
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_any_number_of_ranks_reads_the_same_rows(world_size: int, tmp_path: Path) -> None:
-    made = [make_data(tmp_path, LINES, rank, world_size, batch_size=32 // world_size) for rank in range(world_size)]
+    made = [
+        make_data(tmp_path, LINES, rank, world_size, batch_size=32 // world_size)
+        for rank in range(world_size)
+    ]
     streams = [iter(data.train_dataloader()) for data in made]
     alone = make_data(tmp_path, batch_size=32)
     assert len(alone.train_dataloader()) == -(-600 // 32)
@@ -188,7 +248,9 @@ def test_any_number_of_ranks_reads_the_same_rows(world_size: int, tmp_path: Path
             assert torch.equal(torch.cat([part[key] for part in parts]), values)
     for part in ("val", "test"):
         loaders = [list(getattr(data, f"{part}_dataloader")()) for data in made]
-        rows = torch.cat([batch["dense"] for batches in zip(*loaders, strict=True) for batch in batches])
+        rows = torch.cat(
+            [batch["dense"] for batches in zip(*loaders, strict=True) for batch in batches]
+        )
         assert torch.equal(rows, alone.rows(np.array(alone.parts[part]))["dense"])
 
 
@@ -219,10 +281,20 @@ def test_another_file_or_other_settings_have_another_folder(tmp_path: Path) -> N
 @pytest.mark.slow
 def test_two_processes_train_as_configured(ranks: Any, tmp_path: Path) -> None:
     (tmp_path / "train.txt").write_bytes(b"\n".join(make_lines(3000)))
-    overrides = ("experiment=dlrm", "data=criteo", "logger=none", "data.path=train.txt", "trainer.max_steps=4")
+    overrides = (
+        "experiment=dlrm",
+        "data=criteo",
+        "logger=none",
+        "data.path=train.txt",
+        "trainer.max_steps=4",
+    )
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config = compose("train", [*overrides[:2], f"data.path={tmp_path}/train.txt", f"paths.root_dir={tmp_path}"])
-    configured, default = instantiate(config.data), Criteo(f"{tmp_path}/train.txt")
+        config = compose(
+            "train",
+            [*overrides[:2], f"data.path={tmp_path}/train.txt", f"paths.root_dir={tmp_path}"],
+        )
+    configured = instantiate(config.data)
+    default = Criteo(f"{tmp_path}/train.txt")
     for name in ("batch_size", "eval_batch_size", "seed"):
         assert getattr(configured, name) == getattr(default, name)
     assert configured.folder.settings == default.folder.settings

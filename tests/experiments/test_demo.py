@@ -1,4 +1,6 @@
-"""What `make demo` shows, with figures that are made up, and that its runs are as long as the package wants them."""
+"""What `make demo` shows, with figures that are made up, and that its runs are as long as the
+package wants them.
+"""
 
 from pathlib import Path
 
@@ -26,11 +28,16 @@ def test_no_run_is_too_short(name: str) -> None:
 def test_the_table_and_the_picture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By hand: 7 ms of computing, 2 of compressing. At 100 Mbit/s 8 kB take 0.64 ms, and 60 kB of rows 4.8."""
+    """By hand: 7 ms of computing, 2 of compressing.
+
+    At 100 Mbit/s 8 kB take 0.64 ms, and 60 kB of rows 4.8.
+    """
     started: list[str] = []
 
     def measured(settings: dict[str, str]) -> dict[str, float]:
-        return {"loss": 0.7368} if settings["experiment"] == "lm" else {"auc": 0.7368, "rows": 1500.0}
+        return (
+            {"loss": 0.7368} if settings["experiment"] == "lm" else {"auc": 0.7368, "rows": 1500.0}
+        )
 
     monkeypatch.setattr(comparison.runs, "run_alone", run_in_no_time(started, measured))
     assert demo.main(["--output", str(tmp_path)]) == 0
@@ -38,7 +45,10 @@ def test_the_table_and_the_picture(
     lines = (tmp_path / "table.md").read_text().splitlines()
     assert all(line.count("|") <= 6 for line in lines)
     recommender, model = lines[2:4]
-    assert recommender == "| recommender (DLRM), 4 | auc 0.738 → 0.738, level | 68 → 2.5 | 27x | 12 → 9 |"
+    assert (
+        recommender
+        == "| recommender (DLRM), 4 | auc 0.738 → 0.738, level | 68 → 2.5 | 27x | 12 → 9 |"
+    )
     assert model == "| language model, 4 | loss 0.738 → 0.738, level | 8 → 1.0 | 8x | 8 → 9 |"
     assert (tmp_path / "demo.png").stat().st_size > 0
     printed = capsys.readouterr().out
@@ -58,5 +68,7 @@ def test_the_table_and_the_picture(
     ],
 )
 def test_what_is_lost_is_said(metric: str, dense: float, dct: float, said: str) -> None:
-    one = demo.Shown("a training", *({"metrics": {f"test/{metric}": value}} for value in (dense, dct)))
+    one = demo.Shown(
+        "a training", *({"metrics": {f"test/{metric}": value}} for value in (dense, dct))
+    )
     assert one.quality.endswith(f", {said}")

@@ -1,4 +1,6 @@
-"""ErrorAveraging on real ranks, against the reference, also after a restart and past skipped steps."""
+"""ErrorAveraging on real ranks, against the reference, also after a restart and past skipped
+steps.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -28,22 +30,34 @@ from methods import ErrorAveraging
 
 def case_of(exchange: str) -> Case:
     case = draw(1, "gradients", exchange)
-    return case._replace(dtype=torch.float64, settings={**case.settings, "refresh_every": 1, "adapt_threshold": False})
+    return case._replace(
+        dtype=torch.float64,
+        settings={**case.settings, "refresh_every": 1, "adapt_threshold": False},
+    )
 
 
 def train(exchange: str, accumulate: int) -> Run:
     return run_case(case_of(exchange), accumulate, callbacks=[ErrorAveraging(every_n_steps=5)])
 
 
-@pytest.mark.parametrize(("world_size", "exchange", "accumulate"), [(3, "all_gather", 2), (3, "two_phase", 1)])
+@pytest.mark.parametrize(
+    ("world_size", "exchange", "accumulate"), [(3, "all_gather", 2), (3, "two_phase", 1)]
+)
 def test_matches_the_reference(ranks: Any, world_size: int, exchange: str, accumulate: int) -> None:
-    """Oracle: lightning_dct.reference. The last bits differ: the backend chooses the order of a sum of three."""
+    """Oracle: lightning_dct.reference.
+
+    The last bits differ: the backend chooses the order of a sum of three.
+    """
     case = case_of(exchange)
 
     def average(step: int, all_states: list[States]) -> None:
         for states in all_states if step % 5 == 0 else []:
             for _, _, start in list(states):
-                some = [held for (sender, _, first), held in states.items() if (sender, first) == ("rank", start)]
+                some = [
+                    held
+                    for (sender, _, first), held in states.items()
+                    if (sender, first) == ("rank", start)
+                ]
                 mean = sum(torch.as_tensor(held.residual) for held in some) / len(some)
                 for held in some:
                     held.residual = mean
@@ -53,18 +67,25 @@ def test_matches_the_reference(ranks: Any, world_size: int, exchange: str, accum
     assert not torch.allclose(expected[0], without[0], rtol=1e-6)
     for run in ranks(world_size).run(train, exchange, accumulate):
         for number, weights in enumerate(expected):
-            torch.testing.assert_close(run.weights[f"weights.{number}"].flatten(), weights, rtol=1e-11, atol=1e-12)
+            torch.testing.assert_close(
+                run.weights[f"weights.{number}"].flatten(), weights, rtol=1e-11, atol=1e-12
+            )
 
 
 def look(trainer: Trainer) -> tuple[int, int, dict[str, Tensor]]:
     """Steps, bytes and residuals."""
     synchronizer = trainer.strategy.synchronizer
-    return synchronizer.synchronisations, synchronizer.traffic.totals.bytes_sent, synchronizer.residuals.state_dict()
+    return (
+        synchronizer.synchronisations,
+        synchronizer.traffic.totals.bytes_sent,
+        synchronizer.residuals.state_dict(),
+    )
 
 
 def train_scaled() -> Any:
     """With what is held back before each averaging and after it."""
-    before, after = Watch(look=look), Watch(look=look)
+    before = Watch(look=look)
+    after = Watch(look=look)
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**12))
     callbacks = [before, ErrorAveraging(every_n_steps=5), after]
     strategy = DCTStrategy(compress="gradients", density=0.1)
@@ -73,8 +94,12 @@ def train_scaled() -> Any:
 
 
 def test_the_mean_is_what_all_hold_and_is_counted(ranks: Any) -> None:
-    """Oracle: the mean of both ranks' residuals; 4 bytes an entry of the three compressed tensors; gradients in sum."""
-    (one, sums, before, after), (other, other_sums, other_before, other_after) = ranks(2).run(train_scaled)
+    """Oracle: the mean of both ranks' residuals; 4 bytes an entry of the three compressed tensors;
+    gradients in sum.
+    """
+    (one, sums, before, after), (other, other_sums, other_before, other_after) = ranks(2).run(
+        train_scaled
+    )
     assert_replicas_equal([one, other])
     assert_conserved([sums, other_sums])
     averaged = []

@@ -36,16 +36,29 @@ def processes_on(host: Host) -> str:
     ).stdout.strip()
 
 
-def test_a_host_that_fails_is_named_and_the_others_are_stopped(hosts: list[Host], tmp_path: Path) -> None:
+def test_a_host_that_fails_is_named_and_the_others_are_stopped(
+    hosts: list[Host], tmp_path: Path
+) -> None:
     # In a session of its own, as torchrun's workers are: a signal to the command does not reach it.
-    waits = ["sh", "-c", f"echo first; setsid --fork sleep 300; touch '{tmp_path}/waits'; sleep 300"]
-    fails = ["sh", "-c", f"until test -e '{tmp_path}/waits'; do sleep 0.1; done; echo broken >&2; exit 3"]
+    waits = [
+        "sh",
+        "-c",
+        f"echo first; setsid --fork sleep 300; touch '{tmp_path}/waits'; sleep 300",
+    ]
+    fails = [
+        "sh",
+        "-c",
+        f"until test -e '{tmp_path}/waits'; do sleep 0.1; done; echo broken >&2; exit 3",
+    ]
     lines: list[str] = []
-    with pytest.raises(HostFailedError, match=re.escape(f"Host 1 ({hosts[1].address}) ended with exit status 3")) as no:
+    with pytest.raises(
+        HostFailedError, match=re.escape(f"Host 1 ({hosts[1].address}) ended with exit status 3")
+    ) as no:
         run_on(hosts, [waits, fails], {}, lines.append)
     assert str(no.value).endswith("broken\n")
     assert lines == ["first\n"]
-    while any(processes_on(host) for host in hosts):  # Killed, but a busy machine has not got to it: see test_jobs.py.
+    # Killed, but a busy machine has not got to it: see test_jobs.py.
+    while any(processes_on(host) for host in hosts):
         time.sleep(0.05)
 
 
@@ -68,7 +81,9 @@ except TimeoutError:
 
 def program(script: str, host: Host, *words: str) -> subprocess.Popen[str]:
     """A process, which knows a host."""
-    script = f"import socket, sys; from network.hosts import Host; host = Host(*sys.argv[1:3])\n{script}"
+    script = (
+        f"import socket, sys; from network.hosts import Host; host = Host(*sys.argv[1:3])\n{script}"
+    )
     environment = os.environ | {"PYTHONPATH": str(SCRIPT.parents[1])}
     command = [sys.executable, "-c", script, str(host.namespace), host.address, *words]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
@@ -90,7 +105,9 @@ def test_a_process_enters_a_host_whose_cable_can_be_pulled_out(hosts: list[Host]
         server.kill()
 
 
-def test_under_sudo_commands_are_the_users_own(hosts: list[Host], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_sudo_commands_are_the_users_own(
+    hosts: list[Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SUDO_UID", "65534")
     monkeypatch.setenv("SUDO_GID", "65534")
     lines: list[str] = []
@@ -100,16 +117,34 @@ def test_under_sudo_commands_are_the_users_own(hosts: list[Host], monkeypatch: p
 
 @pytest.mark.usefixtures("quick_python")
 def test_hybrid_dlrm_sends_what_it_counts(hosts: list[Host], tmp_path: Path) -> None:
-    """Oracle: the interfaces. What they send beyond is gloo's framing, less than 2.5 kB a step and rank.
+    """Oracle: the interfaces.
 
-    In most of these first steps ranks also measure coherence, or average second moments, in collectives of their own.
+    What they send beyond is gloo's framing, less than 2.5 kB a step and rank.
+
+    In most of these first steps ranks also measure coherence, or average second moments, in
+    collectives of their own.
     """
     overrides = [
-        *("experiment=dlrm", "model.tables=sharded", "strategy=dct", "strategy.density=0.2", "logger=none"),
-        *("+strategy.broadcast_buffers=false", "trainer.max_steps=25", "+trainer.limit_val_batches=0", "test=false"),
+        *(
+            "experiment=dlrm",
+            "model.tables=sharded",
+            "strategy=dct",
+            "strategy.density=0.2",
+            "logger=none",
+        ),
+        *(
+            "+strategy.broadcast_buffers=false",
+            "trainer.max_steps=25",
+            "+trainer.limit_val_batches=0",
+            "test=false",
+        ),
         *("data.table_rows=[5000,5000,5000,5000]", "data.batch_size=256", "model.embedding_dim=64"),
     ]
-    environment = {name: value for name, value in os.environ.items() if name not in ("PL_GLOBAL_SEED", "RUN_STARTED")}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PL_GLOBAL_SEED", "RUN_STARTED")
+    }
     completed = subprocess.run(
         [sys.executable, str(SCRIPT), "--hosts", "2", *overrides],
         cwd=tmp_path,
@@ -119,7 +154,9 @@ def test_hybrid_dlrm_sends_what_it_counts(hosts: list[Host], tmp_path: Path) -> 
         timeout=600,
     )
     assert completed.returncode == 0, completed.stdout + completed.stderr
-    (more,) = re.findall(r"times what was counted: (-?[\d,]+) bytes more a step and host", completed.stdout)
+    (more,) = re.findall(
+        r"times what was counted: (-?[\d,]+) bytes more a step and host", completed.stdout
+    )
     assert 0 <= int(more.replace(",", "")) < 2500
     (result,) = tmp_path.glob("outputs/dlrm/*/result.json")
     figures = json.loads(result.read_text())
@@ -129,7 +166,14 @@ def test_hybrid_dlrm_sends_what_it_counts(hosts: list[Host], tmp_path: Path) -> 
 
 
 def test_steps_of_training_are_compared_alone() -> None:
-    step = Sent(steps=10, gradients=700, inside=300, evaluation=0, frames=1100 + 20 * HEADER_BYTES, packets=20)
+    step = Sent(
+        steps=10,
+        gradients=700,
+        inside=300,
+        evaluation=0,
+        frames=1100 + 20 * HEADER_BYTES,
+        packets=20,
+    )
     other = Sent(evaluation=5, frames=10**6, packets=1)
     both = conclude([{SET_UP: other, STEPS: step, OTHER: other}] * 2)
     assert "sent 1.1000 times what was counted: 10 bytes more a step and host" in both

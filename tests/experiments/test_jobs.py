@@ -27,7 +27,12 @@ LM = (
         "model.width=16",
         "model.num_layers=1",
     ),
-    *("trainer.max_steps=2", "trainer.val_check_interval=2", "trainer.accelerator=cpu", "trainer.devices=2"),
+    *(
+        "trainer.max_steps=2",
+        "trainer.val_check_interval=2",
+        "trainer.accelerator=cpu",
+        "trainer.devices=2",
+    ),
     *("+trainer.limit_val_batches=1", "+trainer.limit_test_batches=1"),
 )
 
@@ -52,11 +57,21 @@ def processes_that_name(text: str) -> list[bytes]:
 
 @pytest.mark.usefixtures("quick_python")
 def test_a_sweep_starts_the_ranks_of_each_job_once(tmp_path: Path) -> None:
-    """Two jobs, of which the first fails. Oracle: what each job has left, and what the whole has printed."""
+    """Two jobs, of which the first fails.
+
+    Oracle: what each job has left, and what the whole has printed.
+    """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PL_")}
     environment["MASTER_PORT"] = str(free_port())  # see scripts.py
     completed = subprocess.run(
-        [sys.executable, str(TRAIN), "-m", *LM, "strategy.density=7,0.1", "hydra.sweep.dir=the sweep"],
+        [
+            sys.executable,
+            str(TRAIN),
+            "-m",
+            *LM,
+            "strategy.density=7,0.1",
+            "hydra.sweep.dir=the sweep",
+        ],
         cwd=tmp_path,
         env=environment,
         capture_output=True,
@@ -87,11 +102,14 @@ def test_a_sweep_starts_the_ranks_of_each_job_once(tmp_path: Path) -> None:
     assert f"{sweep / '0'} has left no result.json" in table
 
 
-def test_processes_that_outlive_a_run_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_outlive_a_run_are_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(jobs, "_GRACE_S", 0.2)
     assert run_alone(["sh", "-c", "sleep 300 & echo $! > left; exit 3"], folder=tmp_path) == 3
     left = int((tmp_path / "left").read_text())
-    while is_running(left):  # Killed, but a busy machine has not got to it; the test's own timeout ends this.
+    # Killed, but a busy machine has not got to it; the test's own timeout ends this.
+    while is_running(left):
         time.sleep(0.05)
 
 
@@ -112,10 +130,12 @@ def test_whoever_ends_a_sweep_ends_its_job(number: signal.Signals, tmp_path: Pat
         [sys.executable, "-c", script],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(EXPERIMENTS)},
-        # Shells let what they start in the background ignore Ctrl-C, nohup SIGHUP, and what that starts in turn.
+        # Shells let what they start in the background ignore Ctrl-C, nohup SIGHUP, and what that
+        # starts in turn.
         preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
     )
-    # Started, and waited for: a signal within Popen itself, which may take its time, would leave the job behind.
+    # Started, and waited for: a signal within Popen itself, which may take its time, would leave
+    # the job behind.
     while not ((tmp_path / "job").exists() and (tmp_path / "waits").exists()):
         assert process.poll() is None
         time.sleep(0.05)

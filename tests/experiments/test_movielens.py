@@ -14,7 +14,11 @@ from dlrm.movielens import MovieLens
 from dlrm.movielens_files import BadLineError, read_films, read_ratings, read_users
 
 GENRES = movielens_files._GENRES
-USERS = [(1, 24, "M", "technician", "85711"), (2, 53, "F", "other", "94043"), (3, 23, "M", "writer", "T8H1N")]
+USERS = [
+    (1, 24, "M", "technician", "85711"),
+    (2, 53, "F", "other", "94043"),
+    (3, 23, "M", "writer", "T8H1N"),
+]
 FILMS = [
     (1, "Toy Story", 1995, ("Animation", "Children's", "Comedy")),
     (2, "Film with é", 1931, ("Drama",)),
@@ -36,7 +40,10 @@ def write_recbole(root: Path) -> Path:
     )
     (root / "ml-100k.item").write_text(
         "item_id:token\tmovie_title:token_seq\trelease_year:token\tclass:token_seq\n"
-        + "".join(f"{film}\t{title}\t{year or 'unkonwn'}\t{' '.join(genres)}\n" for film, title, year, genres in FILMS),
+        + "".join(
+            f"{film}\t{title}\t{year or 'unkonwn'}\t{' '.join(genres)}\n"
+            for film, title, year, genres in FILMS
+        ),
         encoding="utf-8",
     )
     return root
@@ -56,10 +63,12 @@ def write_grouplens(root: Path) -> Path:
 
 
 def test_both_forms_read_alike(tmp_path: Path) -> None:
-    recbole, grouplens = write_recbole(tmp_path / "recbole"), write_grouplens(tmp_path / "grouplens")
+    recbole = write_recbole(tmp_path / "recbole")
+    grouplens = write_grouplens(tmp_path / "grouplens")
     assert read_users(recbole) == read_users(grouplens)
     assert read_films(recbole) == read_films(grouplens)
-    users, films = read_users(recbole), read_films(recbole)
+    users = read_users(recbole)
+    films = read_films(recbole)
     assert users[3].zip_code == "T8H1N"
     assert films[1].genres == ("Animation", "Children's", "Comedy")
     assert films[3].year is None
@@ -123,7 +132,9 @@ def test_offline_says_what_to_put_where(tmp_path: Path, monkeypatch: pytest.Monk
     assert "ml-100k.inter" in str(error.value)
 
 
-def test_a_download_is_checked_and_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_download_is_checked_and_unpacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     content = archive()
     monkeypatch.setattr(urllib.request, "urlopen", lambda *args, **kwargs: io.BytesIO(content))
     with pytest.raises(ValueError, match="MD5"):
@@ -131,4 +142,6 @@ def test_a_download_is_checked_and_unpacked(tmp_path: Path, monkeypatch: pytest.
     assert not list(tmp_path.iterdir())
     monkeypatch.setattr(movielens_files, "MD5", hashlib.md5(content).hexdigest())
     MovieLens(str(tmp_path)).prepare_data()
-    assert sorted(file.name for file in tmp_path.iterdir()) == sorted(movielens_files.GROUPLENS_FILES)
+    assert sorted(file.name for file in tmp_path.iterdir()) == sorted(
+        movielens_files.GROUPLENS_FILES
+    )

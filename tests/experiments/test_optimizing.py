@@ -21,7 +21,9 @@ def module(total_steps: float = 12, **settings: float | None) -> SimpleNamespace
     ("momentum", "kind", "expected"),
     [(None, torch.optim.AdamW, {"betas": (0.8, 0.99)}), (0.9, torch.optim.SGD, {"momentum": 0.9})],
 )
-def test_one_optimizer_or_the_other(momentum: float | None, kind: type, expected: dict[str, object]) -> None:
+def test_one_optimizer_or_the_other(
+    momentum: float | None, kind: type, expected: dict[str, object]
+) -> None:
     """Oracle: what was asked for, with weight decay on the matrix and not on the bias."""
     optimizer = optimizer_with_cosine(module(momentum=momentum))["optimizer"]
     assert type(optimizer) is kind
@@ -32,7 +34,8 @@ def test_one_optimizer_or_the_other(momentum: float | None, kind: type, expected
 
 def test_rises_then_falls_to_a_tenth() -> None:
     made = optimizer_with_cosine(module())
-    optimizer, schedule = made["optimizer"], made["lr_scheduler"]["scheduler"]
+    optimizer = made["optimizer"]
+    schedule = made["lr_scheduler"]["scheduler"]
     rates = []
     for _ in range(13):
         rates.append(optimizer.param_groups[0]["lr"])

@@ -1,4 +1,6 @@
-"""Replicas in one process: the bits of real ranks, whatever the exchange, and the table of the command."""
+"""Replicas in one process: the bits of real ranks, whatever the exchange, and the table of the
+command.
+"""
 
 import json
 from pathlib import Path
@@ -30,23 +32,48 @@ from replicated.training import (
 )
 
 STEPS = 14
-TINY = ("experiment=lm", "data=documentation", "data.context_length=16", "data.batch_size=4", "model.width=16")
-TINY += ("model.num_layers=1", "model.num_heads=2", "model.warmup_steps=4", "model.learning_rate=0.01")
-DIGITS = ("experiment=perceptron", "data.train_images=256", "data.val_images=64", "data.batch_size=4", "model.width=24")
+TINY = (
+    "experiment=lm",
+    "data=documentation",
+    "data.context_length=16",
+    "data.batch_size=4",
+    "model.width=16",
+)
+TINY += (
+    "model.num_layers=1",
+    "model.num_heads=2",
+    "model.warmup_steps=4",
+    "model.learning_rate=0.01",
+)
+DIGITS = (
+    "experiment=perceptron",
+    "data.train_images=256",
+    "data.val_images=64",
+    "data.batch_size=4",
+    "model.width=24",
+)
 DCT = ("strategy=dct", "strategy.local_steps=2", "strategy.density=0.2", "strategy.warmup_steps=5")
 
 
-def train_for_real(overrides: tuple[str, ...], steps: int, folder: str) -> tuple[list[float], dict[str, Tensor], Any]:
+def train_for_real(
+    overrides: tuple[str, ...], steps: int, folder: str
+) -> tuple[list[float], dict[str, Tensor], Any]:
     """On a rank: what `train.py` does. Its losses, the weights after fit, and the bytes."""
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config = compose("train", [*overrides, f"trainer.max_steps={steps}"])
     config.paths.root_dir = config.paths.output_dir = folder
     seed_everything(config.seed, workers=True)
-    data, module = hydra.utils.instantiate(config.data), hydra.utils.instantiate(config.model)
-    strategy, watch = hydra.utils.instantiate(config.strategy), Watch()
+    data = hydra.utils.instantiate(config.data)
+    module = hydra.utils.instantiate(config.model)
+    strategy = hydra.utils.instantiate(config.strategy)
+    watch = Watch()
     lengths = {"max_steps": steps, "max_epochs": -1, "limit_val_batches": 0}
     trainer_for(strategy, callbacks=[watch], **lengths).fit(module, datamodule=data)
-    return watch.losses, {name: p.detach().clone() for name, p in module.named_parameters()}, strategy.traffic.totals
+    return (
+        watch.losses,
+        {name: p.detach().clone() for name, p in module.named_parameters()},
+        strategy.traffic.totals,
+    )
 
 
 def in_one_process(job: Job) -> tuple[list[Tensor], dict[str, Tensor]]:
@@ -60,15 +87,31 @@ def in_one_process(job: Job) -> tuple[list[Tensor], dict[str, Tensor]]:
     [
         (*TINY, *DCT, "strategy.exchange=all_gather"),
         (*TINY, *DCT, "strategy.exchange=two_phase"),
-        (*TINY, "strategy=dct", "strategy.local_steps=1", "strategy.density=0.1", "model.momentum=0.9"),
+        (
+            *TINY,
+            "strategy=dct",
+            "strategy.local_steps=1",
+            "strategy.density=0.1",
+            "model.momentum=0.9",
+        ),
         (*TINY, "strategy=dct"),  # as the length of the run allows
-        (*TINY, "strategy=dct", "strategy.local_steps=4", "strategy.warmup_steps=2", "strategy.density=1.0"),
+        (
+            *TINY,
+            "strategy=dct",
+            "strategy.local_steps=4",
+            "strategy.warmup_steps=2",
+            "strategy.density=1.0",
+        ),
         (*DIGITS, "strategy=dct", "model.optimizer=Muon"),
     ],
     ids=["all_gather", "two_phase", "sgd", "defaults", "dense", "perceptron"],
 )
-def test_replicas_have_the_bits_of_real_ranks(ranks: Any, tmp_path: Path, own: tuple[str, ...]) -> None:
-    """Two gloo ranks under the Trainer, and two threads: the same losses and weights, bit for bit."""
+def test_replicas_have_the_bits_of_real_ranks(
+    ranks: Any, tmp_path: Path, own: tuple[str, ...]
+) -> None:
+    """Two gloo ranks under the Trainer, and two threads: the same losses and weights, bit for
+    bit.
+    """
     overrides = (*own, "seed=3")
     real = ranks(2).run(train_for_real, overrides, STEPS, str(tmp_path))
     losses, weights = in_one_process(Job(overrides, ranks=2, steps=STEPS))
@@ -91,11 +134,18 @@ def test_replicas_have_the_bits_of_real_ranks(ranks: Any, tmp_path: Path, own: t
     ],
     ids=" ".join,
 )
-def test_replicas_follow_the_methods_of_others(ranks: Any, tmp_path: Path, own: tuple[str, ...]) -> None:
+def test_replicas_follow_the_methods_of_others(
+    ranks: Any, tmp_path: Path, own: tuple[str, ...]
+) -> None:
     """As on two real ranks, whose manager is torchft's."""
     if own[0] != "sparse_loco":
         pytest.importorskip("torchft")
-    overrides = (*TINY, "seed=3", f"strategy={own[0]}", *(f"strategy.method.{word}" for word in own[1:]))
+    overrides = (
+        *TINY,
+        "seed=3",
+        f"strategy={own[0]}",
+        *(f"strategy.method.{word}" for word in own[1:]),
+    )
     real = ranks(2).run(train_for_real, overrides, STEPS, str(tmp_path))
     losses, weights = in_one_process(Job(overrides, ranks=2, steps=STEPS))
     for rank, (real_losses, real_weights, totals) in enumerate(real):
@@ -107,7 +157,9 @@ def test_replicas_follow_the_methods_of_others(ranks: Any, tmp_path: Path, own: 
 
 
 def test_a_replica_that_fails_lets_no_other_wait() -> None:
-    replicas = Replicas(Prepared(Job((*TINY, "strategy=sparse_loco", "strategy.method.sync_every=1"), 3, STEPS)))
+    replicas = Replicas(
+        Prepared(Job((*TINY, "strategy=sparse_loco", "strategy.method.sync_every=1"), 3, STEPS))
+    )
     replicas.step()
 
     def fail(*_: Any) -> None:
@@ -124,20 +176,34 @@ def test_a_replica_that_fails_lets_no_other_wait() -> None:
         (2, (*TINY, *DCT, "strategy.exchange=all_gather")),
         (3, (*TINY, *DCT, "strategy.exchange=two_phase", "strategy.refresh_every=5")),
         (3, (*TINY, "strategy=dct", "strategy.exchange=two_phase", "strategy.density=0.2")),
-        (2, (*TINY, "strategy=dct", "strategy.local_steps=1", "strategy.density=0.1", "model.momentum=0.9")),
+        (
+            2,
+            (
+                *TINY,
+                "strategy=dct",
+                "strategy.local_steps=1",
+                "strategy.density=0.1",
+                "model.momentum=0.9",
+            ),
+        ),
         (2, (*DIGITS, "strategy=dct", "model.optimizer=Adam")),
     ],
     ids=["all_gather", "two_phase", "lengthened", "sgd", "perceptron"],
 )
 def test_stacked_replicas_have_the_bits_of_modules(ranks: int, own: tuple[str, ...]) -> None:
-    """As a GPU trains them: the same losses, weights and bytes, if gradients come from the same call for all."""
+    """As a GPU trains them: the same losses, weights and bytes, if gradients come from the same
+    call for all.
+    """
     job = Job((*own, "seed=3"), ranks=ranks, steps=2 * STEPS, val_rows=8)
-    modules, beside = Replicas(Prepared(job)), SideBySide([job])
+    modules = Replicas(Prepared(job))
+    beside = SideBySide([job])
     gradients_of = gradients_of_all(modules.prepared.module)
 
     def gradients(batches: dict[str, Tensor]) -> Tensor:
         named = [dict(module.named_parameters()) for module in modules.modules]
-        found, losses = gradients_of({n: torch.stack([o[n].detach() for o in named]) for n in named[0]}, batches)
+        found, losses = gradients_of(
+            {n: torch.stack([o[n].detach() for o in named]) for n in named[0]}, batches
+        )
         for rank, mine in enumerate(named):
             for name, parameter in mine.items():
                 parameter.grad = found[name][rank]
@@ -158,9 +224,14 @@ def test_stacked_replicas_have_the_bits_of_modules(ranks: int, own: tuple[str, .
 
 
 def test_trainings_side_by_side_do_not_touch_each_other() -> None:
-    """With other seeds, rates, numbers of ranks and dense trainings beside it, a training is what it is alone."""
+    """With other seeds, rates, numbers of ranks and dense trainings beside it, a training is what
+    it is alone.
+    """
     dct = (*TINY, *DCT, "strategy.density=0.9")
-    jobs = [Job((*dct, f"seed={seed}"), ranks, STEPS, val_rows=8) for seed, ranks in ((3, 2), (4, 2), (3, 4))]
+    jobs = [
+        Job((*dct, f"seed={seed}"), ranks, STEPS, val_rows=8)
+        for seed, ranks in ((3, 2), (4, 2), (3, 4))
+    ]
     jobs += [
         Job((*TINY, "strategy=ddp", "seed=3", f"model.learning_rate={rate}"), 2, STEPS, val_rows=8)
         for rate in (0.01, 0.02)
@@ -215,7 +286,9 @@ def test_the_last_twentieth_is_validated_often(steps: int) -> None:
 
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
-    """Jobs whose figures are made up: 1% more with `dct`, twice the noise of a seed, 0.005 the best rate."""
+    """Jobs whose figures are made up: 1% more with `dct`, twice the noise of a seed, 0.005 the best
+    rate.
+    """
     jobs: list[Job] = []
 
     def made_up(job: Job, report: Any) -> dict[str, Any]:
@@ -223,8 +296,11 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
         own = dict(word.split("=") for word in job.overrides)
         if own.get("strategy.density") == "0.01":
             raise ValueError("too few")
-        rate, is_dct = float(own["model.learning_rate"]), own["strategy"] == "dct"
-        loss = (1 + abs(rate - 0.005)) * (1.01 + 0.002 * (int(own["seed"]) + job.start) if is_dct else 1.0)
+        rate = float(own["model.learning_rate"])
+        is_dct = own["strategy"] == "dct"
+        loss = (1 + abs(rate - 0.005)) * (
+            1.01 + 0.002 * (int(own["seed"]) + job.start) if is_dct else 1.0
+        )
         report(job.steps, loss)
         settings = {"local_steps": 1, "density": 0.1, "exchange": "auto"} if is_dct else None
         figures = {"loss": loss, "noise": 0.001, "milliseconds_per_step": 1.0, "settings": settings}
@@ -237,11 +313,28 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
 def test_the_command_compares_with_the_best_dense_rate(
     trained: list[Job], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["experiment=lm", "--rates", "0.003", "0.005", "--seeds", "0", "1", "--steps", "100", "--ranks", "2", "4"]
+    words = [
+        "experiment=lm",
+        "--rates",
+        "0.003",
+        "0.005",
+        "--seeds",
+        "0",
+        "1",
+        "--steps",
+        "100",
+        "--ranks",
+        "2",
+        "4",
+    ]
     words += ["--output", str(tmp_path), "--strategy", "ddp", "--strategy", "dct"]
     assert replicas.main(words) == 0
     assert len(trained) == 2 * (2 * 2 + 2)
-    assert all("model.learning_rate=0.005" in job.overrides for job in trained if "strategy=dct" in job.overrides)
+    assert all(
+        "model.learning_rate=0.005" in job.overrides
+        for job in trained
+        if "strategy=dct" in job.overrides
+    )
     capsys.readouterr()
     table = (tmp_path / "table.txt").read_text()
     rows = json.loads((tmp_path / "replicas.json").read_text())["rows"]
@@ -257,8 +350,20 @@ def test_the_command_compares_with_the_best_dense_rate(
     assert "ValueError: too few" in capsys.readouterr().err
 
 
-def test_starts_are_runs_like_seeds(trained: list[Job], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["experiment=lm", "--rates", "0.005", "--seeds", "0", "--starts", "2", "--output", str(tmp_path)]
+def test_starts_are_runs_like_seeds(
+    trained: list[Job], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "experiment=lm",
+        "--rates",
+        "0.005",
+        "--seeds",
+        "0",
+        "--starts",
+        "2",
+        "--output",
+        str(tmp_path),
+    ]
     assert replicas.main([*words, "--strategy", "ddp", "--strategy", "dct"]) == 0
     assert [job.start for job in trained] == [0, 1, 0, 1]
     table = (tmp_path / "table.txt").read_text()
@@ -267,7 +372,9 @@ def test_starts_are_runs_like_seeds(trained: list[Job], tmp_path: Path, capsys: 
 
 
 def test_starts_differ_by_a_ten_thousandth() -> None:
-    first, second, again = (Prepared(Job((*TINY, *DCT), 2, STEPS, start=start)).module for start in (0, 1, 1))
+    first, second, again = (
+        Prepared(Job((*TINY, *DCT), 2, STEPS, start=start)).module for start in (0, 1, 1)
+    )
     by_start = zip(first.parameters(), second.parameters(), again.parameters(), strict=True)
     for one, other, same in by_start:
         assert torch.equal(other, same)
@@ -278,21 +385,44 @@ def test_starts_differ_by_a_ten_thousandth() -> None:
 def test_a_training_that_diverges_is_told_and_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = [*DIGITS, "--rates", "0.1", "1e30", "--steps", "20", "--output", str(tmp_path), "--strategy", "ddp"]
+    words = [
+        *DIGITS,
+        "--rates",
+        "0.1",
+        "1e30",
+        "--steps",
+        "20",
+        "--output",
+        str(tmp_path),
+        "--strategy",
+        "ddp",
+    ]
     assert replicas.main(words) == 1
     monkeypatch.setattr(replicas, "train", lambda *_: pytest.fail("trained again"))
     assert replicas.main(words) == 1
     assert capsys.readouterr().err.count("seed=0 learning_rate=1e+30: the loss is not finite") == 2
     table = (tmp_path / "table.txt").read_text()
     assert "the loss is not finite" in table
-    assert [row["rate"] for row in json.loads((tmp_path / "replicas.json").read_text())["rows"]] == [0.1]
+    assert [
+        row["rate"] for row in json.loads((tmp_path / "replicas.json").read_text())["rows"]
+    ] == [0.1]
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--strategy", "dct"], "must be ddp"),
-        (["--strategy", "ddp", "--strategy", "dct", "--strategy", "dct: dct strategy.density=0.1"], "label of its own"),
+        (
+            [
+                "--strategy",
+                "ddp",
+                "--strategy",
+                "dct",
+                "--strategy",
+                "dct: dct strategy.density=0.1",
+            ],
+            "label of its own",
+        ),
         (["strategy=ddp", "--strategy", "ddp", "--strategy", "dct"], "--strategy sets"),
         (["seed=1", "--strategy", "ddp"], "--seeds sets"),
         (["trainer.max_steps=9", "--strategy", "ddp"], "--steps sets"),
@@ -312,14 +442,30 @@ def test_a_command_that_makes_no_sense_is_refused(
     ("overrides", "message"),
     [
         ((*TINY, "strategy=top_k"), "strategy=dct"),
-        ((*TINY, "strategy=hivemind"), r"the methods of rivals\.sparse_loco and rivals\.with_torchft"),
+        (
+            (*TINY, "strategy=hivemind"),
+            r"the methods of rivals\.sparse_loco and rivals\.with_torchft",
+        ),
         ((*TINY, "strategy=sparse_loco"), r"sync_every=30: a run of 2 steps never syncs"),
-        ((*TINY, "strategy=ddp", "trainer.gradient_clip_val=0.5"), r"trainer\.gradient_clip_val=0\.5: use null"),
+        (
+            (*TINY, "strategy=ddp", "trainer.gradient_clip_val=0.5"),
+            r"trainer\.gradient_clip_val=0\.5: use null",
+        ),
         ((*TINY, "strategy=ddp", "trainer.accumulate_grad_batches=2"), "use 1"),
-        (("experiment=zoo/residual_cosine", "data.train_images=8", "data.val_images=8", "strategy=ddp"), "BatchNorm"),
+        (
+            (
+                "experiment=zoo/residual_cosine",
+                "data.train_images=8",
+                "data.val_images=8",
+                "strategy=ddp",
+            ),
+            "BatchNorm",
+        ),
     ],
 )
-def test_what_replicas_would_do_differently_is_refused(overrides: tuple[str, ...], message: str) -> None:
+def test_what_replicas_would_do_differently_is_refused(
+    overrides: tuple[str, ...], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         Prepared(Job(overrides, ranks=2, steps=2))
 
@@ -327,6 +473,8 @@ def test_what_replicas_would_do_differently_is_refused(overrides: tuple[str, ...
 def test_nothing_is_dropped_in_validation() -> None:
     job = Job((*TINY, "strategy=ddp", "model.dropout=0.5"), ranks=2, steps=1, val_rows=8)
     prepared = Prepared(job)
-    losses = {mean_loss(prepared.module, {}, rows_of_validation(prepared.data, job)) for _ in range(2)}
+    losses = {
+        mean_loss(prepared.module, {}, rows_of_validation(prepared.data, job)) for _ in range(2)
+    }
     assert len(losses) == 1
     assert prepared.module.training

@@ -1,4 +1,6 @@
-"""The methods of others on real ranks, against their equations computed plainly; those whose package is there."""
+"""The methods of others on real ranks, against their equations computed plainly; those whose
+package is there.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +17,9 @@ from distributed.training import trainer_for
 from rivals.apart import ApartStrategy, Method
 from rivals.sparse_loco import SparseLoCo, largest_of_chunks, pack, quantise, unpack
 
-RANKS, STEPS, RATE = 2, 8, 0.1
+RANKS = 2
+STEPS = 8
+RATE = 0.1
 
 
 class Regression(LightningModule):
@@ -45,13 +49,20 @@ def train(make: str, settings: dict[str, Any]) -> dict[str, Any]:
     """On every rank: the weights after all steps, and what was counted."""
     module_name, class_name = make.rsplit(".", 1)
     method: Method = getattr(__import__(module_name, fromlist=[class_name]), class_name)(**settings)
-    strategy, module = ApartStrategy(method), Regression()
+    strategy = ApartStrategy(method)
+    module = Regression()
     trainer_for(strategy).fit(module, DataLoader(rows_of(dist.get_rank()), batch_size=None))
-    return {"weights": flat(module), "totals": strategy.traffic.totals, "theirs": strategy.their_ratio}
+    return {
+        "weights": flat(module),
+        "totals": strategy.traffic.totals,
+        "theirs": strategy.their_ratio,
+    }
 
 
 def local_steps(exchange: Callable[[list[Regression], int], None]) -> Tensor:
-    """The same steps with all replicas in one process; ``exchange`` brings them together after each."""
+    """The same steps with all replicas in one process; ``exchange`` brings them together after
+    each.
+    """
     replicas = [Regression() for _ in range(RANKS)]
     for step in range(STEPS):
         for rank, replica in enumerate(replicas):
@@ -78,7 +89,9 @@ def test_local_sgd_is_the_mean_of_weights(ranks: Callable[[int], Ranks]) -> None
             for replica in replicas:
                 write(replica, mean)
 
-    first, second = ranks(RANKS).run(train, "rivals.with_torchft.TorchftLocalSGD", {"sync_every": 3})
+    first, second = ranks(RANKS).run(
+        train, "rivals.with_torchft.TorchftLocalSGD", {"sync_every": 3}
+    )
     torch.testing.assert_close(first["weights"], second["weights"], rtol=0, atol=0)
     torch.testing.assert_close(first["weights"], local_steps(exchange), rtol=1e-5, atol=1e-6)
     # Two exchanges in eight steps.
@@ -88,13 +101,18 @@ def test_local_sgd_is_the_mean_of_weights(ranks: Callable[[int], Ranks]) -> None
 
 @pytest.mark.parametrize("fragments", [1, 2])
 def test_diloco_steps_on_what_was_moved(ranks: Callable[[int], Ranks], fragments: int) -> None:
-    """Oracle: p = shared - mean; v = 0.9 v + p; shared -= 0.7 (p + 0.9 v), a fragment after the other."""
+    """Oracle: p = shared - mean; v = 0.9 v + p; shared -= 0.7 (p + 0.9 v), a fragment after the
+    other.
+    """
     pytest.importorskip("torchft")
     sync_every = 4
     start = flat(Regression())
     edge = 12 * 20 + 20
     parts = [slice(0, edge), slice(edge, None)] if fragments == 2 else [slice(0, None)]
-    state = {number: (start[part].clone(), torch.zeros_like(start[part])) for number, part in enumerate(parts)}
+    state = {
+        number: (start[part].clone(), torch.zeros_like(start[part]))
+        for number, part in enumerate(parts)
+    }
     turns = 0
 
     def exchange(replicas: list[Regression], step: int) -> None:
@@ -120,7 +138,11 @@ def test_diloco_steps_on_what_was_moved(ranks: Callable[[int], Ranks], fragments
 
 def test_sparse_loco_follows_its_equations(ranks: Callable[[int], Ranks]) -> None:
     """Oracle: the five lines of its docstring, dense, tensor by tensor."""
-    every, top_k, chunk, decay, rate = 2, 5, 64, 0.9, 0.8
+    every = 2
+    top_k = 5
+    chunk = 64
+    decay = 0.9
+    rate = 0.8
     shared = [parameter.detach().clone() for parameter in Regression().parameters()]
     errors = [[torch.zeros_like(tensor) for tensor in shared] for _ in range(RANKS)]
 
@@ -129,13 +151,18 @@ def test_sparse_loco_follows_its_equations(ranks: Callable[[int], Ranks]) -> Non
             return
         steps = [torch.zeros_like(tensor) for tensor in shared]
         for replica, own in zip(replicas, errors, strict=True):
-            for parameter, tensor, error, total in zip(replica.parameters(), shared, own, steps, strict=True):
+            for parameter, tensor, error, total in zip(
+                replica.parameters(), shared, own, steps, strict=True
+            ):
                 error.mul_(decay).add_(tensor - parameter)
                 entries = error.view(-1)
                 chosen = [
                     start + place
                     for start in range(0, entries.numel(), chunk)
-                    for place in entries[start : start + chunk].abs().argsort(descending=True)[:top_k].tolist()
+                    for place in entries[start : start + chunk]
+                    .abs()
+                    .argsort(descending=True)[:top_k]
+                    .tolist()
                 ]
                 middle = entries[chosen].abs().mean()
                 sent = torch.zeros_like(entries)
@@ -144,7 +171,8 @@ def test_sparse_loco_follows_its_equations(ranks: Callable[[int], Ranks]) -> Non
                         same = [
                             place
                             for place in chosen
-                            if (entries[place] > 0) == (sign > 0) and (entries[place].abs() > middle) == is_large
+                            if (entries[place] > 0) == (sign > 0)
+                            and (entries[place].abs() > middle) == is_large
                         ]
                         if same:
                             sent[same] = entries[same].mean()
@@ -156,11 +184,18 @@ def test_sparse_loco_follows_its_equations(ranks: Callable[[int], Ranks]) -> Non
             for parameter, tensor in zip(replica.parameters(), shared, strict=True):
                 parameter.copy_(tensor)
 
-    settings = {"sync_every": every, "top_k": top_k, "chunk": chunk, "decay": decay, "outer_learning_rate": rate}
+    settings = {
+        "sync_every": every,
+        "top_k": top_k,
+        "chunk": chunk,
+        "decay": decay,
+        "outer_learning_rate": rate,
+    }
     first, second = ranks(RANKS).run(train, "rivals.sparse_loco.SparseLoCo", settings)
     torch.testing.assert_close(first["weights"], second["weights"], rtol=0, atol=0)
     torch.testing.assert_close(first["weights"], local_steps(exchange), rtol=1e-4, atol=1e-5)
-    # 240, 20, 20 and 1 entries: four chunks, two of five each and one of one; six bits a place and two a value.
+    # 240, 20, 20 and 1 entries: four chunks, two of five each and one of one; six bits a place and
+    # two a value.
     entries = 4 * 5 + 5 + 5 + 1
     payload = 4 * 4 * 4 + entries
     assert first["totals"].bytes_sent == STEPS // every * payload
@@ -194,7 +229,8 @@ def test_demo_takes_the_place_of_the_optimizer(ranks: Callable[[int], Ranks]) ->
 
 
 @pytest.mark.parametrize(
-    ("settings", "named"), [({"sync_every": 0}, "sync_every"), ({"top_k": 5000}, "top_k"), ({"top_k": 0}, "top_k")]
+    ("settings", "named"),
+    [({"sync_every": 0}, "sync_every"), ({"top_k": 5000}, "top_k"), ({"top_k": 0}, "top_k")],
 )
 def test_bad_settings_are_named(settings: dict[str, int], named: str) -> None:
     with pytest.raises(ValueError, match=rf"strategy\.method\.{named}="):

@@ -28,11 +28,16 @@ def test_kinds_by_name() -> None:
     assert {kind for kind, point in points.items() if point.width == 16} == set(CODES)
     assert {kind for kind, point in points.items() if point.density == 1.0} == {"quantised", *CODES}
     assert {kind for kind, point in points.items() if point.refresh_every == 1} == {"top_k"}
-    assert all((point.forward_format, point.backward_format) == ("int8", "int4") for point in points.values())
+    assert all(
+        (point.forward_format, point.backward_format) == ("int8", "int4")
+        for point in points.values()
+    )
     assert all(made[kind]["_encoder"].weight.shape == (4, 16) for kind in CODES)
     assert [made[kind]["_encoder"].weight.requires_grad for kind in CODES] == [False, False, True]
     assert made["subspace"]["_decoder"].anchor.weight.shape == (9, 16)
-    with pytest.raises(ValueError, match=r"model\.split\.kind=svd: choose one of subspace, bottleneck, autoencoder"):
+    with pytest.raises(
+        ValueError, match=r"model\.split\.kind=svd: choose one of subspace, bottleneck, autoencoder"
+    ):
         make_split(16, 9, "svd", **CONFIGURED)
 
 
@@ -57,14 +62,23 @@ def test_random_k_sends_as_many_entries_new_ones_each_step_and_the_same_back() -
 def test_a_code_stands_on_both_sides_of_a_border() -> None:
     model = TransformerLanguageModel(9, 8, width=16, pieces=3, split={"density": 0.25})
     names = [name for name, _ in model.named_children() if name.startswith("split")]
-    assert names == [f"split_{cut}{part}" for cut in (0, 1) for part in ("_encoder", "", "_decoder")]
+    assert names == [
+        f"split_{cut}{part}" for cut in (0, 1) for part in ("_encoder", "", "_decoder")
+    ]
 
 
 @pytest.mark.parametrize("kind", ["threshold", "subspace"])
-def test_whole_models_train_and_tell_what_would_cross(ranks: Any, tmp_path: Path, kind: str) -> None:
+def test_whole_models_train_and_tell_what_would_cross(
+    ranks: Any, tmp_path: Path, kind: str
+) -> None:
     """Oracle: 4 bytes of each entry, batch x time x width, both ways, over the layout's sizes."""
     settings = ("model.split.pieces=3", f"model.split.kind={kind}", "model.width=16")
-    small = ("data.batch_size=2", "data.context_length=8", "trainer.max_steps=3", "trainer.val_check_interval=3")
+    small = (
+        "data.batch_size=2",
+        "data.context_length=8",
+        "trainer.max_steps=3",
+        "trainer.val_check_interval=3",
+    )
     limits = ("+trainer.limit_val_batches=1", "test=false", "logger=none")
     train_on_ranks(ranks, tmp_path, "experiment=lm", *settings, *small, *limits)
     (file,) = tmp_path.glob("outputs/*/*/result.json")

@@ -36,7 +36,9 @@ def test_a_split_does_not_cut_characters() -> None:
 def test_a_training_window_is_a_function_of_its_number(tmp_path: Path) -> None:
     data = TextData(context_length=16, cache_dir=str(tmp_path))
     data.setup()
-    together, apart = (data.training_rows(numbers) for numbers in (np.arange(40, 48), np.arange(47, 39, -1)))
+    together, apart = (
+        data.training_rows(numbers) for numbers in (np.arange(40, 48), np.arange(47, 39, -1))
+    )
     assert torch.equal(together["inputs"], apart["inputs"].flip(0))
     assert torch.equal(together["inputs"][:, 1:], together["targets"][:, :-1])
 
@@ -66,13 +68,21 @@ def test_file_errors_name_the_setting(tmp_path: Path) -> None:
         TextData(path=str(empty))
     short = tmp_path / "short"
     short.write_text("too short " * 100)
-    with pytest.raises(ValueError, match=r"too short, its val part has 50 tokens.*data\.context_length"):
+    with pytest.raises(
+        ValueError, match=r"too short, its val part has 50 tokens.*data\.context_length"
+    ):
         TextData(path=str(short), context_length=128).setup()
 
 
 @pytest.mark.parametrize(
     ("setting", "value"),
-    [("tokenizer", "words"), ("batch_size", 0), ("context_length", 0), ("held_out_fraction", 0.5), ("corpus", "prose")],
+    [
+        ("tokenizer", "words"),
+        ("batch_size", 0),
+        ("context_length", 0),
+        ("held_out_fraction", 0.5),
+        ("corpus", "prose"),
+    ],
 )
 def test_bad_settings_are_named(setting: str, value: object) -> None:
     with pytest.raises(ValueError, match=rf"data\.{setting}="):
@@ -84,7 +94,11 @@ def test_bpe_learns_from_the_training_part_only(tmp_path: Path) -> None:
     file = tmp_path / "text"
     file.write_text("the cat sat on the mat. " * 2000 + "zygomorphic quokkas juxtapose. " * 170)
     data = TextData(
-        path=str(file), tokenizer="bpe", vocabulary_size=300, context_length=16, cache_dir=str(tmp_path / "cache")
+        path=str(file),
+        tokenizer="bpe",
+        vocabulary_size=300,
+        context_length=16,
+        cache_dir=str(tmp_path / "cache"),
     )
     data.prepare_data()
     data.setup()
@@ -101,7 +115,11 @@ def test_bpe_learns_from_the_training_part_only(tmp_path: Path) -> None:
     changed = files[0].stat().st_mtime_ns
     file.write_text(file.read_text()[:-31] + "x" * 31)
     again = TextData(
-        path=str(file), tokenizer="bpe", vocabulary_size=300, context_length=16, cache_dir=str(tmp_path / "cache")
+        path=str(file),
+        tokenizer="bpe",
+        vocabulary_size=300,
+        context_length=16,
+        cache_dir=str(tmp_path / "cache"),
     )
     again.setup()
     assert [entry.stat().st_mtime_ns for entry in (tmp_path / "cache").iterdir()] == [changed]
@@ -110,7 +128,13 @@ def test_bpe_learns_from_the_training_part_only(tmp_path: Path) -> None:
 def test_bpe_counts_bytes_that_are_not_utf8(tmp_path: Path) -> None:
     file = tmp_path / "text"
     file.write_bytes(b"plain words and a bad byte \xff in them. " * 100)
-    data = TextData(path=str(file), tokenizer="bpe", vocabulary_size=280, context_length=8, cache_dir=str(tmp_path))
+    data = TextData(
+        path=str(file),
+        tokenizer="bpe",
+        vocabulary_size=280,
+        context_length=8,
+        cache_dir=str(tmp_path),
+    )
     with pytest.warns(UserWarning, match="100 bytes are not UTF-8"):
         data.setup()
 
@@ -126,7 +150,8 @@ def test_the_model_does_not_look_ahead() -> None:
     tokens = torch.randint(50, (1, 12))
     changed = tokens.clone()
     changed[0, 7] = (changed[0, 7] + 1) % 50
-    before, after = model(tokens), model(changed)
+    before = model(tokens)
+    after = model(changed)
     torch.testing.assert_close(before[:, :7], after[:, :7])
     assert not torch.allclose(before[:, 7:], after[:, 7:])
     loss = torch.nn.functional.cross_entropy(before.flatten(0, 1), tokens.flatten())

@@ -14,9 +14,13 @@ from nlp.translation import TranslationModule
 from nlp.translation_data import BOS, EOS, PAD
 from nlp.translation_model import EncoderDecoder, translate_greedily
 
-SOURCE = torch.tensor([[5, 6, 7, EOS, PAD, PAD], [8, EOS, PAD, PAD, PAD, PAD], [5, 6, 7, 8, 9, EOS]])
+SOURCE = torch.tensor(
+    [[5, 6, 7, EOS, PAD, PAD], [8, EOS, PAD, PAD, PAD, PAD], [5, 6, 7, 8, 9, EOS]]
+)
 TARGET_IN = torch.tensor([[BOS, 9, 8, 7, PAD], [BOS, 9, PAD, PAD, PAD], [BOS, 5, 6, 7, 8]])
-TARGETS = torch.tensor([[9, 8, 7, EOS, IGNORED], [9, EOS, IGNORED, IGNORED, IGNORED], [5, 6, 7, 8, EOS]])
+TARGETS = torch.tensor(
+    [[9, 8, 7, EOS, IGNORED], [9, EOS, IGNORED, IGNORED, IGNORED], [5, 6, 7, 8, EOS]]
+)
 
 
 def make_network() -> EncoderDecoder:
@@ -28,7 +32,9 @@ def test_the_decoder_does_not_look_ahead() -> None:
     network = make_network()
     changed = TARGET_IN.clone()
     changed[:, 3] = 10
-    before, after = (network(SOURCE, source=SOURCE, target_in=target_in) for target_in in (TARGET_IN, changed))
+    before, after = (
+        network(SOURCE, source=SOURCE, target_in=target_in) for target_in in (TARGET_IN, changed)
+    )
     assert before.shape == (3, 5, 12)
     torch.testing.assert_close(before[:, :3], after[:, :3])
     assert not torch.allclose(before[:, 3], after[:, 3])
@@ -48,9 +54,12 @@ def test_the_encoder_looks_both_ways_and_the_padding_is_not_seen() -> None:
         assert torch.allclose(memory[0, :2], again[0, :2], atol=1e-6) != seen
     # The decoder does not look at the memory of padding either.
     noisy = memory + torch.randn_like(memory) * (SOURCE == PAD)[..., None]
-    torch.testing.assert_close(network.decoder(memory, SOURCE, TARGET_IN), network.decoder(noisy, SOURCE, TARGET_IN))
+    torch.testing.assert_close(
+        network.decoder(memory, SOURCE, TARGET_IN), network.decoder(noisy, SOURCE, TARGET_IN)
+    )
     assert not torch.allclose(
-        network.decoder(memory, SOURCE, TARGET_IN)[0], network.decoder(-memory, SOURCE, TARGET_IN)[0]
+        network.decoder(memory, SOURCE, TARGET_IN)[0],
+        network.decoder(-memory, SOURCE, TARGET_IN)[0],
     )
 
 
@@ -62,7 +71,11 @@ def test_the_loss_and_its_gradient_ignore_padding() -> None:
     figures["loss"].backward()
     other = {**batch, "target_in": TARGET_IN.where(TARGETS != IGNORED, 10)}
     # A shorter source in a longer row, and rows with nothing to predict, change nothing either.
-    blank = {"source": [[EOS] + 5 * [PAD]], "target_in": [[BOS] + 4 * [PAD]], "targets": [5 * [IGNORED]]}
+    blank = {
+        "source": [[EOS] + 5 * [PAD]],
+        "target_in": [[BOS] + 4 * [PAD]],
+        "targets": [5 * [IGNORED]],
+    }
     longer = {name: torch.cat([other[name], torch.tensor(rows)]) for name, rows in blank.items()}
     torch.testing.assert_close(module.figures(longer), (figures, count))
     padding = module.network.encoder.embedding.tokens.weight.grad[PAD]
@@ -85,7 +98,9 @@ def test_greedy_translations_end_once() -> None:
     with torch.no_grad():
         network.decoder.output_norm.weight.zero_()
         network.decoder.output_norm.bias.copy_(100 * network.decoder.output.weight[EOS])
-    assert translate_greedily(network, SOURCE, BOS, EOS, 5).tolist() == 3 * [[EOS, PAD, PAD, PAD, PAD]]
+    assert translate_greedily(network, SOURCE, BOS, EOS, 5).tolist() == 3 * [
+        [EOS, PAD, PAD, PAD, PAD]
+    ]
 
 
 def test_bad_settings_are_named() -> None:
@@ -93,7 +108,9 @@ def test_bad_settings_are_named() -> None:
         TranslationModule(width=16, num_heads=3)
     with pytest.raises(ValueError, match=r"model\.translate_examples=-1"):
         TranslationModule(translate_examples=-1)
-    with pytest.raises(ValueError, match=r"model\.split\.pieces=4: .*encoder and decoder.*strategy\.stages=2"):
+    with pytest.raises(
+        ValueError, match=r"model\.split\.pieces=4: .*encoder and decoder.*strategy\.stages=2"
+    ):
         TranslationModule(split={"pieces": 4})
 
 
@@ -102,7 +119,12 @@ def test_it_learns_to_read_numbers_out(tmp_path: Path) -> None:
     data = make_data(tmp_path, batch_size=16, target_length=8)
     module = TranslationModule(1, 32, 2, warmup_steps=5, learning_rate=1e-2, translate_examples=12)
     saver = ModelCheckpoint(tmp_path / "saved", filename="end")
-    settings = {"max_steps": 120, "max_epochs": -1, "limit_val_batches": 0, "enable_checkpointing": True}
+    settings = {
+        "max_steps": 120,
+        "max_epochs": -1,
+        "limit_val_batches": 0,
+        "enable_checkpointing": True,
+    }
     trainer = trainer_for("auto", callbacks=[saver], **settings)
     trainer.fit(module, datamodule=data)
     (scores,) = trainer.test(module, datamodule=data, verbose=False)
@@ -117,22 +139,34 @@ def test_it_learns_to_read_numbers_out(tmp_path: Path) -> None:
 
 def test_a_split_point_stands_between_encoder_and_decoder() -> None:
     torch.manual_seed(0)
-    dense = {"kind": "threshold", "density": 1.0, "forward_format": "fp32", "backward_format": "fp32"}
+    dense = {
+        "kind": "threshold",
+        "density": 1.0,
+        "forward_format": "fp32",
+        "backward_format": "fp32",
+    }
     whole = EncoderDecoder(12, 6, 5, num_layers=1, width=16, num_heads=2).eval()
-    cut = EncoderDecoder(12, 6, 5, num_layers=1, width=16, num_heads=2, pieces=2, split=dense).eval()
+    cut = EncoderDecoder(
+        12, 6, 5, num_layers=1, width=16, num_heads=2, pieces=2, split=dense
+    ).eval()
     assert [name for name, _ in cut.named_children()] == ["encoder", "split", "decoder"]
     cut.load_state_dict(whole.state_dict(), strict=False)
     assert torch.equal(
-        whole(SOURCE, source=SOURCE, target_in=TARGET_IN), cut(SOURCE, source=SOURCE, target_in=TARGET_IN)
+        whole(SOURCE, source=SOURCE, target_in=TARGET_IN),
+        cut(SOURCE, source=SOURCE, target_in=TARGET_IN),
     )
     # What is translated has gone through the split point as well.
     torch.nn.init.ones_(whole.encoder.output_norm.bias)
     split = {"kind": "threshold", "density": 0.25}
-    sparse = EncoderDecoder(12, 6, 5, num_layers=1, width=16, num_heads=2, pieces=2, split=split).train()
+    sparse = EncoderDecoder(
+        12, 6, 5, num_layers=1, width=16, num_heads=2, pieces=2, split=split
+    ).train()
     sparse.load_state_dict(whole.state_dict(), strict=False)
     assert (sparse.remember(SOURCE) != 0).float().mean().item() == pytest.approx(0.25, abs=0.02)
     assert (whole.remember(SOURCE) != 0).all()
-    known = EncoderDecoder(12, 6, 5, num_layers=1, width=16, num_heads=2, pieces=2, split={"density": 0.25}).eval()
+    known = EncoderDecoder(
+        12, 6, 5, num_layers=1, width=16, num_heads=2, pieces=2, split={"density": 0.25}
+    ).eval()
     assert [name for name, _ in known.named_children()] == [
         "encoder",
         "split_encoder",

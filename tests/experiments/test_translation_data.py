@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from nlp.data import IGNORED
-from nlp.parallel_text import Pair, drop_accelerators, find_catalogs, read_aligned, read_catalog, read_catalogs
+from nlp.parallel_text import (
+    Pair,
+    drop_accelerators,
+    find_catalogs,
+    read_aligned,
+    read_catalog,
+    read_catalogs,
+)
 from nlp.translation_data import BOS, EOS, FIRST_TOKEN, PAD, ParallelText, clean_pairs, split_pairs
 
 HEADER = "Content-Type: text/plain; charset=UTF-8\nPlural-Forms: nplurals=2; plural=(n != 1);\n"
@@ -15,8 +22,11 @@ HEADER = "Content-Type: text/plain; charset=UTF-8\nPlural-Forms: nplurals=2; plu
 def write_catalog(file: Path, messages: dict[str, str], encoding: str = "utf-8") -> Path:
     """Write a .mo file as the gettext manual describes it."""
     entries = sorted({"": HEADER, **messages}.items())
-    keys, values = ([text.encode(encoding) for text in column] for column in zip(*entries, strict=True))
-    count, content = len(entries), b""
+    keys, values = (
+        [text.encode(encoding) for text in column] for column in zip(*entries, strict=True)
+    )
+    count = len(entries)
+    content = b""
     tables = []
     for texts in (keys, values):
         table = b""
@@ -34,15 +44,25 @@ def write_lines(folder: Path) -> dict[str, str]:
     """Two aligned files: numbers in digits and in words."""
     words = ["null", "eins", "zwei", "drei", "vier", "fünf", "sechs", "sieben", "acht", "neun"]
     numbers = [str(number) for number in range(100, 500)]
-    texts = {"source": numbers, "target": [" ".join(words[int(digit)] for digit in number) for number in numbers]}
+    texts = {
+        "source": numbers,
+        "target": [" ".join(words[int(digit)] for digit in number) for number in numbers],
+    }
     for setting, lines in texts.items():
         (folder / setting).write_text("\n".join(lines) + "\n")
     return {setting: str(folder / setting) for setting in texts}
 
 
 def make_data(folder: Path, **settings: object) -> ParallelText:
-    defaults = {"vocabulary_size": 300, "source_length": 8, "target_length": 24, "cache_dir": str(folder / "cache")}
-    return ParallelText(**{**write_lines(folder), **defaults, "batch_size": 4, "eval_batch_size": 16, **settings})
+    defaults = {
+        "vocabulary_size": 300,
+        "source_length": 8,
+        "target_length": 24,
+        "cache_dir": str(folder / "cache"),
+    }
+    return ParallelText(
+        **{**write_lines(folder), **defaults, "batch_size": 4, "eval_batch_size": 16, **settings}
+    )
 
 
 def test_a_catalog_gives_its_messages_and_no_header(tmp_path: Path) -> None:
@@ -69,7 +89,10 @@ def test_a_catalog_gives_its_messages_and_no_header(tmp_path: Path) -> None:
         (("E~xit", "B~eenden"), ("Exit", "Beenden")),
         (("Save &As…", "Speichern &unter…"), ("Save As…", "Speichern unter…")),
         (("_File", "文件(_F)"), ("File", "文件")),
-        (("In %(file_name)s.", "%(file_name)s, dort"), ("In %(file_name)s.", "%(file_name)s, dort")),
+        (
+            ("In %(file_name)s.", "%(file_name)s, dort"),
+            ("In %(file_name)s.", "%(file_name)s, dort"),
+        ),
         (("Black & white", "Schwarz & weiß"), ("Black & white", "Schwarz & weiß")),
         (("A &amp; B", "A &amp; B"), ("A &amp; B", "A &amp; B")),
         (("__init__ of x", "__init__ von x"), ("__init__ of x", "__init__ von x")),
@@ -86,7 +109,9 @@ def test_a_folder_gives_the_catalogs_of_one_language(tmp_path: Path) -> None:
     assert find_catalogs(tmp_path / "all" / "fr", "fr") == [french]
     assert find_catalogs(tmp_path / "all", None) == [german, french]
     assert find_catalogs(french, "de") == [french]
-    with pytest.raises(FileNotFoundError, match=r"data\.catalogs=.*'es' \(data\.language\); there are de, fr"):
+    with pytest.raises(
+        FileNotFoundError, match=r"data\.catalogs=.*'es' \(data\.language\); there are de, fr"
+    ):
         find_catalogs(tmp_path / "all", "es")
     with pytest.raises(FileNotFoundError, match=r"data\.catalogs=.*nothing"):
         find_catalogs(tmp_path / "nothing", "de")
@@ -108,7 +133,8 @@ def test_a_broken_catalog_is_named(tmp_path: Path) -> None:
 
 
 def test_lines_belong_together(tmp_path: Path) -> None:
-    source, target = tmp_path / "a.en", tmp_path / "a.de"
+    source = tmp_path / "a.en"
+    target = tmp_path / "a.de"
     source.write_bytes(b"one\x0cstill\x07 one\r\n\ntwo\n")
     target.write_bytes(b"eins\n\nzwei")
     pairs = read_aligned(source, target)
@@ -146,7 +172,13 @@ def test_file_errors_name_the_setting(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("setting", "value"),
-    [("tokenizer", "words"), ("batch_size", 0), ("source_length", 1), ("target_length", 1), ("held_out_fraction", 0.5)],
+    [
+        ("tokenizer", "words"),
+        ("batch_size", 0),
+        ("source_length", 1),
+        ("target_length", 1),
+        ("held_out_fraction", 0.5),
+    ],
 )
 def test_bad_settings_are_named(setting: str, value: object) -> None:
     with pytest.raises(ValueError, match=rf"data\.{setting}="):
@@ -170,11 +202,15 @@ def test_rows_are_the_sentences(tmp_path: Path) -> None:
     data.prepare_data()
     data.setup()
     batch = data.training_rows(np.arange(50))
-    source, target_in, targets = batch["source"], batch["target_in"], batch["targets"]
+    source = batch["source"]
+    target_in = batch["target_in"]
+    targets = batch["targets"]
     assert {values.dtype for values in batch.values()} == {torch.int64}
     assert source.shape == (50, 8)
     assert target_in.shape == targets.shape == (50, 24)
-    assert set(zip(data.decode(source), data.decode(targets), strict=True)) <= set(data.texts["train"])
+    assert set(zip(data.decode(source), data.decode(targets), strict=True)) <= set(
+        data.texts["train"]
+    )
     assert (target_in[:, 0] == BOS).all()
     inner = target_in[:, 1:] != PAD
     assert torch.equal(target_in[:, 1:][inner], targets[:, :-1][inner])
@@ -187,10 +223,13 @@ def test_rows_are_the_sentences(tmp_path: Path) -> None:
 
 
 def test_a_training_row_is_a_function_of_the_seed_and_its_number(tmp_path: Path) -> None:
-    data, other = make_data(tmp_path, tokenizer="byte"), make_data(tmp_path, tokenizer="byte", seed=1)
+    data = make_data(tmp_path, tokenizer="byte")
+    other = make_data(tmp_path, tokenizer="byte", seed=1)
     data.setup()
     other.setup()
-    together, apart = (data.training_rows(numbers) for numbers in (np.arange(8), np.arange(7, -1, -1)))
+    together, apart = (
+        data.training_rows(numbers) for numbers in (np.arange(8), np.arange(7, -1, -1))
+    )
     assert all(torch.equal(values, apart[name].flip(0)) for name, values in together.items())
     assert not torch.equal(other.training_rows(np.arange(8))["source"], together["source"])
 
@@ -202,7 +241,11 @@ def test_evaluation_reads_every_pair_once_in_batches_of_one_shape(tmp_path: Path
     assert {batch["source"].shape for batch in batches} == {(7, 8)}
     assert {batch["targets"].shape for batch in batches} == {(7, 24)}
     real = [(batch["targets"] != IGNORED).any(1) for batch in batches]
-    sources = [text for batch, rows in zip(batches, real, strict=True) for text in data.decode(batch["source"][rows])]
+    sources = [
+        text
+        for batch, rows in zip(batches, real, strict=True)
+        for text in data.decode(batch["source"][rows])
+    ]
     assert sources == [pair.source for pair in data.texts["val"]]
     assert not real[-1].all()
     # A row that fills up has a source to attend to all the same.
@@ -211,15 +254,22 @@ def test_evaluation_reads_every_pair_once_in_batches_of_one_shape(tmp_path: Path
 
 def test_what_is_left_out_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_catalog(tmp_path / "de" / "x.mo", {f"Message {n}": f"Nachricht {n}" for n in range(300)})
-    write_catalog(tmp_path / "de" / "y.mo", {"Message 1": "Nachricht 1", "Empty": "", "Long" * 20: "Lang"})
+    write_catalog(
+        tmp_path / "de" / "y.mo", {"Message 1": "Nachricht 1", "Empty": "", "Long" * 20: "Lang"}
+    )
     data = ParallelText(catalogs=str(tmp_path), tokenizer="byte")
     with caplog.at_level("INFO"):
         data.setup()
-    assert "kept 300 of 303 pairs (left out: 1 empty, 1 repeated, 1 too long for data.source_length=32" in caplog.text
+    assert (
+        "kept 300 of 303 pairs (left out: 1 empty, 1 repeated, 1 too long for data.source_length=32"
+        in caplog.text
+    )
     sizes = [len(part["source"]) for part in data.parts.values()]
     assert sum(sizes) == 300
     # Only asked for once they are tokens: too short a length leaves nothing.
-    with pytest.raises(ValueError, match=r"none is left for train and val and test.*data\.source_length=8"):
+    with pytest.raises(
+        ValueError, match=r"none is left for train and val and test.*data\.source_length=8"
+    ):
         ParallelText(catalogs=str(tmp_path), tokenizer="byte", source_length=8).setup()
 
 

@@ -1,4 +1,6 @@
-"""The zoo: every member composes under any strategy, some are trained for a moment, and one table sums it all up."""
+"""The zoo: every member composes under any strategy, some are trained for a moment, and one table
+sums it all up.
+"""
 
 import re
 from pathlib import Path
@@ -59,16 +61,30 @@ SMALL_DIGITS = ("data.train_images=256", "data.val_images=64")
         ("lora", 3, ("model.base_steps=2", "+trainer.limit_val_batches=1")),
     ],
 )
-def test_members_train_and_score(member: str, steps: int, overrides: tuple[str, ...], tmp_path: Path) -> None:
-    """Oracle: all steps are done, what is trained has moved and nothing else has, and it is scored."""
-    short = ("trainer.devices=1", f"trainer.max_steps={steps}", "callbacks.compression_monitor=null")
+def test_members_train_and_score(
+    member: str, steps: int, overrides: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Oracle: all steps are done, what is trained has moved and nothing else has, and it is
+    scored.
+    """
+    short = (
+        "trainer.devices=1",
+        f"trainer.max_steps={steps}",
+        "callbacks.compression_monitor=null",
+    )
     config = configuration(member, tmp_path, *short, *overrides)
-    config.strategy = {"_target_": "lightning.pytorch.strategies.SingleDeviceStrategy", "device": "cpu"}
+    config.strategy = {
+        "_target_": "lightning.pytorch.strategies.SingleDeviceStrategy",
+        "device": "cpu",
+    }
     seed_everything(0)
-    data, module = hydra.utils.instantiate(config.data), hydra.utils.instantiate(config.model)
+    data = hydra.utils.instantiate(config.data)
+    module = hydra.utils.instantiate(config.model)
     trainer = make_trainer(config)
     before: dict[str, torch.Tensor] = {}
-    module.on_train_start = lambda: before.update({name: p.clone() for name, p in module.named_parameters()})
+    module.on_train_start = lambda: before.update(
+        {name: p.clone() for name, p in module.named_parameters()}
+    )
     trainer.fit(module, datamodule=data)
     (scores,) = trainer.validate(module, datamodule=data, verbose=False)
     assert trainer.global_step == steps
@@ -78,11 +94,15 @@ def test_members_train_and_score(member: str, steps: int, overrides: tuple[str, 
 
 
 def test_digits_are_the_same_in_every_run_and_can_be_told_apart() -> None:
-    """Oracle: without noise the mean image of each class is nearest to most of its own, new images."""
+    """Oracle: without noise the mean image of each class is nearest to most of its own, new
+    images.
+    """
     images, labels = draw_digits(3000, side=16, noise=0.0, seed=0)
     assert torch.equal(images, draw_digits(3000, side=16, noise=0.0, seed=0)[0])
     assert images.shape == (3000, 1, 16, 16)
-    means = torch.stack([images[:2000][labels[:2000] == digit].mean(dim=0) for digit in range(CLASSES)])
+    means = torch.stack(
+        [images[:2000][labels[:2000] == digit].mean(dim=0) for digit in range(CLASSES)]
+    )
     nearest = torch.cdist(images[2000:].flatten(1), means.flatten(1)).argmin(dim=1)
     assert (nearest == labels[2000:]).float().mean() > 0.4
 
@@ -92,18 +112,26 @@ def test_low_rank_additions_begin_at_nothing() -> None:
     hidden = torch.randn(3, 6)
     layer = LowRankLinear(base, rank=2, scale=2.0)
     assert torch.equal(layer(hidden), base(hidden))
-    assert {name for name, p in layer.named_parameters() if p.requires_grad} == {"down.weight", "up.weight"}
+    assert {name for name, p in layer.named_parameters() if p.requires_grad} == {
+        "down.weight",
+        "up.weight",
+    }
 
 
 def test_an_unknown_schedule_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"model\.schedule='linear': choose one of cosine, one_cycle"):
+    with pytest.raises(
+        ValueError, match=r"model\.schedule='linear': choose one of cosine, one_cycle"
+    ):
         ResidualModule(0.1, schedule="linear")
 
 
 def test_bytes_inside_a_model_count_too() -> None:
     result = made_up(loss=1.0)
     assert saved(result) == 8
-    assert saved({**result, "split_bytes_per_step": 1000.0, "split_ratio": 4.0}) == (8000 + 4000) / 2000
+    assert (
+        saved({**result, "split_bytes_per_step": 1000.0, "split_ratio": 4.0})
+        == (8000 + 4000) / 2000
+    )
     assert saved({**result, "bytes_sent_per_step": None, "bytes_dense_per_step": None}) is None
 
 
@@ -116,17 +144,33 @@ def figures_of(settings: dict[str, str]) -> dict[str, Any]:
     return {**sent, "loss": None if dct and "model.learning_rate" in settings else 2.0 + 0.01 * dct}
 
 
-def test_a_table_and_a_picture_of_all_members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_and_a_picture_of_all_members(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     started: list[str] = []
     monkeypatch.setattr(comparison.runs, "run_alone", run_in_no_time(started, figures_of))
-    words = ["--strategy", "ddp", "--strategy", "dct", "--seeds", "0", "1", "--output", str(tmp_path)]
+    words = [
+        "--strategy",
+        "ddp",
+        "--strategy",
+        "dct",
+        "--seeds",
+        "0",
+        "1",
+        "--output",
+        str(tmp_path),
+    ]
     words += ["--only", "gpt", "--only", "vision_transformer", "--rates", "1", "1.5"]
     assert main([*words, "--collect-only"]) == 1
     assert not started
     assert main(words) == 0
     assert len(set(started)) == len(started) == 2 * 2 * 2 * 2
     table = (tmp_path / "table.md").read_text()
-    rows = {row.split(" | ")[0].removeprefix("| "): row for row in table.splitlines() if row.startswith("| ")}
+    rows = {
+        row.split(" | ")[0].removeprefix("| "): row
+        for row in table.splitlines()
+        if row.startswith("| ")
+    }
     assert rows["gpt"].endswith("| loss | 2.0000 ± 0.0000 | +0.50% ± 0.00% | 100x |")
     assert rows["gpt x 1.5"].endswith("| loss | 2.0000 ± 0.0000 | **2 broke** | 100x |")
     for name in ("vision_transformer", "vision_transformer x 1.5"):
@@ -145,7 +189,10 @@ def test_a_table_and_a_picture_of_all_members(tmp_path: Path, monkeypatch: pytes
         (["--strategy", "ddp", "--strategy", "dct model.learning_rate=1"], "--rates sets"),
         (["--strategy", "ddp", "seed=1"], "--seeds sets"),
         (["--strategy", "ddp", "--seeds", "1", "1"], "--seeds 1 1: one comes twice"),
-        (["--strategy", "ddp", "--only", "gpt", "--only", "gpt"], "--only gpt gpt: one comes twice"),
+        (
+            ["--strategy", "ddp", "--only", "gpt", "--only", "gpt"],
+            "--only gpt gpt: one comes twice",
+        ),
         ([], "--strategy"),
     ],
 )

@@ -17,7 +17,14 @@ def test_a_rank_that_has_been_asked_asks_too() -> None:
     """
     sent: list[dict[str, Any]] = []
     order = CollectiveOrder(0, sent.append)
-    asked = {"place": 1, "what": "the end", "said": "", "peers": ALL, "rank": 2, "counts": [(ALL, 1)]}
+    asked = {
+        "place": 1,
+        "what": "the end",
+        "said": "",
+        "peers": ALL,
+        "rank": 2,
+        "counts": [(ALL, 1)],
+    }
     assert order.hear({"ask": asked}) == ""
     assert order.come_to("the end", "the end of training", ALL, patience_s=0.0) == ""
     agrees, asks = sent
@@ -31,12 +38,16 @@ def order_of(rank: int, sent: list[dict[str, Any]]) -> CollectiveOrder:
 
 def exchange(order: CollectiveOrder, step: int, batch: int) -> str:
     said = f"an exchange, in optimizer step {step}"
-    return order.come_to(EXCHANGE, said, (0, 1), patience_s=0.0, batch=(batch, f"batch {batch - 1} of epoch 0"))
+    return order.come_to(
+        EXCHANGE, said, (0, 1), patience_s=0.0, batch=(batch, f"batch {batch - 1} of epoch 0")
+    )
 
 
 @pytest.mark.parametrize("pace", [1, 3])
 def test_a_rank_that_leaves_out_a_step_asks_at_its_next_exchange(pace: int) -> None:
-    """Oracle: nothing is sent before it, and the answer names both batches, and the rank that has made fewer steps."""
+    """Oracle: nothing is sent before it, and the answer names both batches, and the rank that has
+    made fewer steps.
+    """
     sent: dict[int, list[dict[str, Any]]] = {0: [], 1: []}
     orders = [order_of(rank, sent[rank]) for rank in (0, 1)]
     for step in range(1, 21):
@@ -44,7 +55,8 @@ def test_a_rank_that_leaves_out_a_step_asks_at_its_next_exchange(pace: int) -> N
             assert exchange(order, step, pace * step) == ""
     asked = sent[1][-1]
     for messages in sent.values():
-        assert sum("ask" in one or "what" in one for one in messages) < 12  # only while the order was new
+        # Only while the order was new.
+        assert sum("ask" in one or "what" in one for one in messages) < 12
         messages.clear()
     assert exchange(orders[0], 21, pace * 21) == ""
     assert not sent[0]
@@ -52,8 +64,9 @@ def test_a_rank_that_leaves_out_a_step_asks_at_its_next_exchange(pace: int) -> N
     (asked,) = sent[1]
     said = orders[0].hear({"ask": asked})
     assert said.startswith(
-        f"The ranks have come apart: rank 0 to an exchange, in optimizer step 21, in batch {21 * pace - 1} of epoch 0"
-        f" and rank 1 to an exchange, in optimizer step 21, in batch {22 * pace - 1} of epoch 0. Rank 1 has made fewer"
+        "The ranks have come apart: rank 0 to an exchange, in optimizer step 21, in batch"
+        f" {21 * pace - 1} of epoch 0 and rank 1 to an exchange, in optimizer step 21, in batch"
+        f" {22 * pace - 1} of epoch 0. Rank 1 has made fewer"
     )
     assert sent[0] == [{"agrees": 21, "peers": [0, 1], "apart": said}]
 
@@ -70,7 +83,9 @@ def test_a_rank_that_leaves_out_a_step_with_all_others_goes_on() -> None:
 
 
 def test_buckets_of_one_batch_are_no_steps_left_out() -> None:
-    """A rank that comes several times to an exchange in a batch asks no more than while the order is new."""
+    """A rank that comes several times to an exchange in a batch asks no more than while the order
+    is new.
+    """
     sent: list[dict[str, Any]] = []
     order = order_of(0, sent)
     for step in range(1, 40):

@@ -9,7 +9,14 @@ from contextlib import ExitStack, suppress
 import pytest
 
 from lightning_dct.failures.hub import STRANGERS, Hub
-from lightning_dct.failures.sockets import LONGEST_LINE, WELCOME, connect, enter, read_lines, write_line
+from lightning_dct.failures.sockets import (
+    LONGEST_LINE,
+    WELCOME,
+    connect,
+    enter,
+    read_lines,
+    write_line,
+)
 
 # Far more than anything here takes on a quiet machine.
 PATIENCE_S = 240.0
@@ -75,7 +82,9 @@ def job() -> Iterator[Callable[[int], tuple[Hub, list[Line]]]]:
 
 @pytest.fixture
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hub decides when all ranks have ended, and not before, however long a busy machine takes to tell it all."""
+    """The hub decides when all ranks have ended, and not before, however long a busy machine takes
+    to tell it all.
+    """
     monkeypatch.setattr("lightning_dct.failures.hub.SETTLE_S", PATIENCE_S)
 
 
@@ -94,7 +103,10 @@ def test_who_fails_alone_is_blamed(job: Callable) -> None:
     _, lines = job(3)
     lines[1].say({"failed": "ValueError: no"})
     for line in lines:
-        assert line.wait_for("failure") == {"blamed": [1], "failure": "Rank 1 has failed: ValueError: no"}
+        assert line.wait_for("failure") == {
+            "blamed": [1],
+            "failure": "Rank 1 has failed: ValueError: no",
+        }
 
 
 @pytest.mark.usefixtures("unhurried")
@@ -207,7 +219,9 @@ def test_a_rank_is_let_in_once() -> None:
 
 
 def test_silent_callers_are_cut() -> None:
-    """Oracle: beyond a number the eldest go at once, the rest when all ranks are in; nobody can call then."""
+    """Oracle: beyond a number the eldest go at once, the rest when all ranks are in; nobody can
+    call then.
+    """
     hub = Hub(2, "Rank 0")
     silent = [call(hub) for _ in range(100)]
     assert all(is_hung_up_on(connection) for connection in silent[: -2 - STRANGERS])
@@ -220,7 +234,9 @@ def test_silent_callers_are_cut() -> None:
 
 
 def test_a_signal_is_acted_on_where_nobody_has_passed(job: Callable) -> None:
-    """Oracle: all are asked, once; the place after the furthest of the ranks that are still there."""
+    """Oracle: all are asked, once; the place after the furthest of the ranks that are still
+    there.
+    """
     _, lines = job(4)
     lines[1].say({"left": True})
     for line in (lines[2], lines[3], lines[2]):
@@ -253,7 +269,13 @@ def test_questions_between_many_ranks_arrive(job: Callable) -> None:
     """As among 10,000 ranks, which a question lists twice: some 140,000 bytes."""
     _, lines = job(2)
     many = list(range(10_000))
-    question = {"place": 1, "what": "a barrier", "said": "a barrier", "peers": [0, 1], "counts": [[many, 1], [many, 2]]}
+    question = {
+        "place": 1,
+        "what": "a barrier",
+        "said": "a barrier",
+        "peers": [0, 1],
+        "counts": [[many, 1], [many, 2]],
+    }
     lines[1].say({**question, "rank": 1})
     assert lines[0].wait_for("ask")["ask"]["counts"][1] == [many, 2]
     lines[0].say({"agrees": 1, "peers": [0, 1], "apart": ""})
@@ -270,15 +292,18 @@ def test_a_stranger_cannot_send_as_much(job: Callable) -> None:
 
 
 def test_each_rank_is_asked_by_those_that_count_other_places_with_it(job: Callable) -> None:
-    """Ranks 0 and 1 are the stages of one pipeline, 2 and 3 those of another; 2 asks first, and then 0.
+    """Ranks 0 and 1 are the stages of one pipeline, 2 and 3 those of another; 2 asks first, and
+    then 0.
 
-    Oracle: rank 1 hears both, because it shares more places with rank 0; rank 3 hears rank 2, and rank 0 as well. When
-    all agree, they hear it once, though rank 1 has answered twice.
+    Oracle: rank 1 hears both, because it shares more places with rank 0; rank 3 hears rank 2, and
+    rank 0 as well. When all agree, they hear it once, though rank 1 has answered twice.
     """
     _, lines = job(4)
     for rank, pipeline in ((2, (2, 3)), (0, (0, 1))):
         counts = [[(0, 1, 2, 3), 1], [pipeline, 5]]
-        lines[rank].say({"place": 1, "what": "the end", "peers": (0, 1, 2, 3), "rank": rank, "counts": counts})
+        lines[rank].say(
+            {"place": 1, "what": "the end", "peers": (0, 1, 2, 3), "rank": rank, "counts": counts}
+        )
         for other in {0, 1, 2, 3} - {rank}:
             assert lines[other].wait_for("ask")["ask"]["rank"] == rank
             lines[other].heard.clear()
@@ -288,12 +313,21 @@ def test_each_rank_is_asked_by_those_that_count_other_places_with_it(job: Callab
     lines[1].die()
     for line in (lines[0], lines[2]):
         line.wait_for("failure")
-        assert [message for message in line.heard if "agreed" in message] == [{"agreed": 1, "peers": [0, 1, 2, 3]}]
+        assert [message for message in line.heard if "agreed" in message] == [
+            {"agreed": 1, "peers": [0, 1, 2, 3]}
+        ]
 
 
 def test_an_address_that_drops_packets_leaves_time_for_the_next() -> None:
-    """As behind a firewall: of the first address the backlog is full, so nobody answers. The second takes a while."""
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as full, ExitStack() as waiting:
+    """As behind a firewall: of the first address the backlog is full, so nobody answers.
+
+    The second takes a while.
+    """
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.socket() as full,
+        ExitStack() as waiting,
+    ):
         port = server.getsockname()[1]
         full.bind(("127.0.0.2", port))
         full.listen(0)

@@ -1,4 +1,6 @@
-"""Lifelines of real ranks: who gets one, what carries a signal, and what is left when they are closed."""
+"""Lifelines of real ranks: who gets one, what carries a signal, and what is left when they are
+closed.
+"""
 
 import contextlib
 import io
@@ -26,7 +28,9 @@ ROUNDS = 12
 
 
 def threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("lightning_dct")]
+    return [
+        thread.name for thread in threading.enumerate() if thread.name.startswith("lightning_dct")
+    ]
 
 
 def listens(port: int) -> bool:
@@ -39,7 +43,8 @@ def places_of_signals() -> dict[int, int]:
     lifeline = Lifeline.open()
     assert lifeline is not None
     chance = random.Random(rank())
-    sent, acted = [], {}
+    sent = []
+    acted = {}
     for place in range(20 * ROUNDS):
         if place % 20 == 0 and chance.random() < 0.7:
             sent.append(place)
@@ -122,12 +127,17 @@ def test_a_port_that_is_taken_is_said(ranks: Any) -> None:
 
 
 def open_among_strangers() -> tuple[bool, list[str], list[str], list[str]]:
-    """Rank 1 is slow to say hello: before that, so many strangers call that the hub hangs up on it."""
-    say, strangers = sockets.write_line, []
+    """Rank 1 is slow to say hello: before that, so many strangers call that the hub hangs up on
+    it.
+    """
+    say = sockets.write_line
+    strangers = []
 
     def crowd_out(connection: socket.socket, message: dict[str, Any]) -> None:
         if "token" in message and not strangers:
-            strangers.extend(socket.create_connection(connection.getpeername()[:2]) for _ in range(3 + STRANGERS))
+            strangers.extend(
+                socket.create_connection(connection.getpeername()[:2]) for _ in range(3 + STRANGERS)
+            )
             assert connection.recv(1) == b""
         say(connection, message)
 
@@ -156,7 +166,9 @@ def open_where_nobody_is_let_in() -> tuple[Any, str]:
 
 
 def test_a_close_before_the_welcome_is_no_death(ranks: Any) -> None:
-    """Oracle: a warning on both ranks, with the rank that cannot connect; nothing is printed, and nothing ends."""
+    """Oracle: a warning on both ranks, with the rank that cannot connect; nothing is printed, and
+    nothing ends.
+    """
     for (opened, (warned,), _, left), told in ranks(2).run(open_where_nobody_is_let_in):
         assert not opened
         assert "rank 1 cannot connect to rank 0" in warned
@@ -186,11 +198,20 @@ def test_a_rank_ends_when_nobody_reads_what_it_prints() -> None:
 
 
 def test_a_rank_hears_a_question_of_many_ranks() -> None:
-    """Oracle: the message after it, which tells that rank 0 has left and not that it cannot be reached."""
+    """Oracle: the message after it, which tells that rank 0 has left and not that it cannot be
+    reached.
+    """
     ours, theirs = sockets.pair()
     lifeline = Lifeline(1, ours, "Rank 0")
     many = list(range(10_000))
-    asked = {"place": 1, "what": "a barrier", "said": "a barrier", "peers": many, "rank": 0, "counts": [[many, 1]]}
+    asked = {
+        "place": 1,
+        "what": "a barrier",
+        "said": "a barrier",
+        "peers": many,
+        "rank": 0,
+        "counts": [[many, 1]],
+    }
     sockets.write_line(theirs, {"ask": asked})
     sockets.write_line(theirs, {"over": ""})
     theirs.close()
@@ -199,7 +220,9 @@ def test_a_rank_hears_a_question_of_many_ranks() -> None:
 
 
 def test_a_rank_that_ends_because_of_another_one_ends_in_time() -> None:
-    """On a GPU its teardown may wait for what the lost rank has not sent, although `report` has come back."""
+    """On a GPU its teardown may wait for what the lost rank has not sent, although `report` has
+    come back.
+    """
     ours, theirs = sockets.pair()
     with (
         patch("lightning_dct.failures.lifeline.GRACE_S", 0.2),
@@ -224,10 +247,15 @@ def test_a_rank_that_ends_because_of_another_one_ends_in_time() -> None:
     ("exception", "reported"),
     [(AssertionError(), "AssertionError"), (ValueError("It is so.\nWhy?"), "ValueError: It is so")],
 )
-def test_an_exception_is_reported_by_its_name_and_its_first_line(exception: Exception, reported: str) -> None:
+def test_an_exception_is_reported_by_its_name_and_its_first_line(
+    exception: Exception, reported: str
+) -> None:
     """Without its full stop, because a sentence goes on or ends after it."""
     ours, theirs = sockets.pair()
-    with patch("lightning_dct.failures.lifeline.ANSWER_S", 0.0), contextlib.redirect_stderr(io.StringIO()):
+    with (
+        patch("lightning_dct.failures.lifeline.ANSWER_S", 0.0),
+        contextlib.redirect_stderr(io.StringIO()),
+    ):
         lifeline = Lifeline(1, ours, "Rank 0")
         lifeline.report(exception)
         with theirs:
@@ -285,7 +313,9 @@ def train_without() -> dict[str, Any]:
     ):
         trainer.fit(Module(), loader(2, 40, 8))
     return {
-        "environment": {name for name in {*before, *os.environ} if before.get(name) != os.environ.get(name)},
+        "environment": {
+            name for name in {*before, *os.environ} if before.get(name) != os.environ.get(name)
+        },
         "store": meet.called,
         "pause": pause.called,
         "threads": threads(),
@@ -302,7 +332,9 @@ def test_lifelines_can_be_turned_off(ranks: Any) -> None:
 
 
 class Broadcasts(Callback):
-    """Counts the process group's broadcasts from the start of the first batch to the start of the last."""
+    """Counts the process group's broadcasts from the start of the first batch to the start of the
+    last.
+    """
 
     def __init__(self) -> None:
         self.at_starts: list[int] = []
@@ -322,7 +354,10 @@ def broadcasts_in_steps(lifelines: bool) -> tuple[int, bool]:
     counter = Broadcasts()
     trainer = trainer_for(DCTStrategy(lifelines=lifelines), callbacks=[counter])
     trainer.fit(Module(), loader(6, 40, 8))
-    is_lightnings = trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor.__name__ == "_broadcast_sigterm_tensor"
+    is_lightnings = (
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor.__name__
+        == "_broadcast_sigterm_tensor"
+    )
     return counter.at_starts[-1] - counter.at_starts[0], is_lightnings
 
 

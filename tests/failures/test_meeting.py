@@ -39,7 +39,9 @@ def test_hosts_that_fit_have_no_problem() -> None:
 
 @pytest.mark.parametrize("host", ["ada", "bob"])
 def test_a_host_whose_name_leads_back_to_it_takes_the_interface_that_leads_out(host: str) -> None:
-    """Oracle: the interface on the way to MASTER_ADDR, and on its own host the one that the others call."""
+    """Oracle: the interface on the way to MASTER_ADDR, and on its own host the one that the others
+    call.
+    """
     notes = [note(one, **({"address": "127.0.1.1"} if one == host else {})) for one in ADDRESSES]
     plan = plan_of(notes, "gloo")
     assert not plan["problem"]
@@ -68,7 +70,12 @@ def test_ranks_of_one_host_may_have_its_loopback_address() -> None:
 
 def test_a_host_that_cannot_be_reached_is_named_with_its_interfaces() -> None:
     said = unreachable([(note("bob"), note("ada"), "no answer")], "gloo")
-    for word in ("'bob' cannot connect to 'ada' at 10.0.0.1", "no answer", "ufw allow from 10.0.0.2", "eth0 10.0.0.1"):
+    for word in (
+        "'bob' cannot connect to 'ada' at 10.0.0.1",
+        "no answer",
+        "ufw allow from 10.0.0.2",
+        "eth0 10.0.0.1",
+    ):
         assert word in said
     assert unreachable([], "gloo") == ""
 

@@ -20,7 +20,9 @@ PATIENCE = timedelta(seconds=240)
 
 def start(rank: int, port: int, answer: Connection) -> None:
     """What a rank does under torchrun's agent, whose store is at ``port``."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD_SIZE), MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(WORLD_SIZE), MASTER_ADDR="localhost", MASTER_PORT=str(port)
+    )
     store = meet(Job(rank, WORLD_SIZE, "localhost", port, has_store=True), PATIENCE)
     dist.init_process_group("gloo", timeout=PATIENCE)
     del store
@@ -31,7 +33,9 @@ def start(rank: int, port: int, answer: Connection) -> None:
 
 @pytest.fixture
 def agent() -> dist.Store:
-    """The store of torchrun's agent, with what ranks 1 and 2 and rank 0 of a dead start have said."""
+    """The store of torchrun's agent, with what ranks 1 and 2 and rank 0 of a dead start have
+    said.
+    """
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     for rank in (1, 2):
         store.set(f"lightning_dct/request/{rank}", f"old-{rank}")
@@ -40,11 +44,15 @@ def agent() -> dist.Store:
 
 
 def test_every_start_has_a_store_of_its_own(agent: dist.TCPStore) -> None:
-    """Oracle: the sum of the ranks, in two starts one after the other, at two other ports than the agent's."""
+    """Oracle: the sum of the ranks, in two starts one after the other, at two other ports than the
+    agent's.
+    """
     ports = set()
     for _ in range(2):
         pipes = [CONTEXT.Pipe(duplex=False) for _ in range(WORLD_SIZE)]
-        processes = [started(start, rank, agent.port, sender) for rank, (_, sender) in enumerate(pipes)]
+        processes = [
+            started(start, rank, agent.port, sender) for rank, (_, sender) in enumerate(pipes)
+        ]
         for receiver, _ in pipes:
             assert receiver.poll(PATIENCE.total_seconds())
             total, port = receiver.recv()
@@ -67,7 +75,10 @@ def test_ranks_that_do_not_come_are_named(agent: dist.TCPStore, rank: int, says:
 class Strategy:
     """What a job is made of."""
 
-    cluster_environment, world_size, global_rank, local_rank = LightningEnvironment(), 2, 1, 0
+    cluster_environment = LightningEnvironment()
+    world_size = 2
+    global_rank = 1
+    local_rank = 0
     set_world_ranks = _get_process_group_backend = str
 
     def __init__(self, num_nodes: int) -> None:
@@ -75,7 +86,9 @@ class Strategy:
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2])
-def test_only_ranks_of_several_hosts_meet_without_torchrun(monkeypatch: pytest.MonkeyPatch, num_nodes: int) -> None:
+def test_only_ranks_of_several_hosts_meet_without_torchrun(
+    monkeypatch: pytest.MonkeyPatch, num_nodes: int
+) -> None:
     """Oracle: on one host nothing is between the ranks."""
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     assert (job_of(Strategy(num_nodes)) is None) == (num_nodes == 1)

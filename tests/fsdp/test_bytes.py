@@ -19,10 +19,19 @@ UNIT = 1000
 
 
 class Uneven(Module):
-    """Shards that differ from rank to rank: of 33 rows, of 5, and of 1, which the second rank has nothing of."""
+    """Shards that differ from rank to rank: of 33 rows, of 5, and of 1, which the second rank has
+    nothing of.
+    """
 
     def __init__(self) -> None:
-        layers = [nn.Linear(40, 33), nn.Tanh(), nn.Linear(33, 50), nn.Linear(50, 5), nn.Linear(5, 1), nn.Linear(1, 8)]
+        layers = [
+            nn.Linear(40, 33),
+            nn.Tanh(),
+            nn.Linear(33, 50),
+            nn.Linear(50, 5),
+            nn.Linear(5, 1),
+            nn.Linear(1, 8),
+        ]
         super().__init__(nn.Sequential(*layers), torch.optim.Adam, lr=0.01)
         self.model[2].bias.requires_grad_(False)
 
@@ -36,7 +45,9 @@ def count(replicas: int, settings: dict[str, Any]) -> TrafficTotals:
 def shard(parameter: nn.Parameter, shards: int, place: int) -> nn.Parameter:
     """FSDP2's rule, as of ``torch.chunk``: the last ranks may hold less, or nothing."""
     rows = -(-parameter.shape[0] // shards)
-    return nn.Parameter(parameter.detach()[place * rows : (place + 1) * rows], parameter.requires_grad)
+    return nn.Parameter(
+        parameter.detach()[place * rows : (place + 1) * rows], parameter.requires_grad
+    )
 
 
 # Averages of second moments would be counted, too.
@@ -46,19 +57,36 @@ PLAIN = {"share_second_moments": False}
 @pytest.mark.parametrize(
     ("replicas", "exchange", "settings"),
     [
-        (2, "all_gather", {"density": 0.2, "local_steps": 4, "warmup_steps": 0, "min_tensor_size": 20, **PLAIN}),
-        (4, "hierarchical", {"density": 0.1, "local_steps": 4, "warmup_steps": 0, "min_tensor_size": 100, **PLAIN}),
+        (
+            2,
+            "all_gather",
+            {"density": 0.2, "local_steps": 4, "warmup_steps": 0, "min_tensor_size": 20, **PLAIN},
+        ),
+        (
+            4,
+            "hierarchical",
+            {"density": 0.1, "local_steps": 4, "warmup_steps": 0, "min_tensor_size": 100, **PLAIN},
+        ),
     ],
 )
-def test_each_rank_counts_its_shards(ranks: Any, replicas: int, exchange: str, settings: dict[str, Any]) -> None:
-    """Oracle: the plan's bytes for whole tensors of the size of shards, which ranks in the same place exchange.
+def test_each_rank_counts_its_shards(
+    ranks: Any, replicas: int, exchange: str, settings: dict[str, Any]
+) -> None:
+    """Oracle: the plan's bytes for whole tensors of the size of shards, which ranks in the same
+    place exchange.
 
-    FSDP gathers each parameter twice and reduces its gradient, padded to the largest shard, inside a replica.
+    FSDP gathers each parameter twice and reduces its gradient, padded to the largest shard, inside
+    a replica.
     """
     totals = ranks(4).run(count, replicas, {"exchange": exchange, **settings})
-    config, parameters, shards = DCTConfig(**settings), dict(Uneven().named_parameters()), 4 // replicas
+    config = DCTConfig(**settings)
+    parameters = dict(Uneven().named_parameters())
+    shards = 4 // replicas
     places = ((0, 0), (0, 1), (1, 0), (1, 1))
-    padded = [(shard(one, shards, 0).numel(), 3 if one.requires_grad else 2) for one in parameters.values()]
+    padded = [
+        (shard(one, shards, 0).numel(), 3 if one.requires_grad else 2)
+        for one in parameters.values()
+    ]
     inside = STEPS * sum(4 * times * size * (shards - 1) for size, times in padded)
     for rank, counted in enumerate(totals):
         replica, place = divmod(rank, shards)

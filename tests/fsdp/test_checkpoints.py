@@ -1,4 +1,6 @@
-"""Checkpoints: a resumed run goes on bit for bit on the same mesh; on another, the mean of the weights is conserved."""
+"""Checkpoints: a resumed run goes on bit for bit on the same mesh; on another, the mean of the
+weights is conserved.
+"""
 
 import shutil
 from pathlib import Path
@@ -31,13 +33,18 @@ class Saving(Plain):
     path: Path | None = None
 
     def on_train_batch_end(self, *_: Any) -> None:
-        if self.path is not None and self.trainer.fit_loop.epoch_loop.batch_progress.current.ready == 10:
+        if (
+            self.path is not None
+            and self.trainer.fit_loop.epoch_loop.batch_progress.current.ready == 10
+        ):
             self.trainer.save_checkpoint(self.path)
             self.trainer.should_stop = True
 
 
 class Late(Saving):
-    """A layer has its first gradient after the save: until then the optimizer has no state of it."""
+    """A layer has its first gradient after the save: until then the optimizer has no state of
+    it.
+    """
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
@@ -72,7 +79,11 @@ def train_resumable(
         # A save that was killed leaves this beside the checkpoint.
         (load.parent / ".half.ckpt.part").mkdir(exist_ok=True)
     found = run(strategy, trainer, save, load, kind)
-    return found["losses"], [found["weights"], without_times(found["state"]), found["totals"].bytes_sent]
+    return found["losses"], [
+        found["weights"],
+        without_times(found["state"]),
+        found["totals"].bytes_sent,
+    ]
 
 
 def saved_folder(path: Path) -> None:
@@ -80,13 +91,19 @@ def saved_folder(path: Path) -> None:
 
 
 def killed_save(path: Path) -> Any:
-    """The checkpoint from which SLURM would have Lightning resume, after a save that has not come to its last step."""
+    """The checkpoint from which SLURM would have Lightning resume, after a save that has not come
+    to its last step.
+    """
     with patch.object(mesh_strategy, "replace"):
         saved_folder(path)
-    return Trainer(accelerator="cpu", default_root_dir=path.parent, logger=False)._checkpoint_connector._hpc_resume_path
+    return Trainer(
+        accelerator="cpu", default_root_dir=path.parent, logger=False
+    )._checkpoint_connector._hpc_resume_path
 
 
-def test_lightning_does_not_resume_from_what_a_killed_save_leaves(ranks: Any, tmp_path: Path) -> None:
+def test_lightning_does_not_resume_from_what_a_killed_save_leaves(
+    ranks: Any, tmp_path: Path
+) -> None:
     assert ranks(4).run(killed_save, tmp_path / "hpc_ckpt_1.ckpt") == [None] * 4
     assert any(name.suffix == ".part" for name in tmp_path.iterdir())
 
@@ -99,7 +116,9 @@ def load_damaged(path: Path) -> str:
 
 @pytest.mark.parametrize("is_file", [True, False])
 def test_a_save_after_one_that_was_killed_at_its_end(tmp_path: Path, is_file: bool) -> None:
-    new, path, old = tmp_path / "new", tmp_path / "x.ckpt", tmp_path / ".x.old"
+    new = tmp_path / "new"
+    path = tmp_path / "x.ckpt"
+    old = tmp_path / ".x.old"
     with patch.object(files, "beside", lambda *_: str(old)):
         for one in (new, path):
             one.mkdir()
@@ -111,7 +130,9 @@ def test_a_save_after_one_that_was_killed_at_its_end(tmp_path: Path, is_file: bo
 
 
 def test_a_file_takes_the_place_of_a_checkpoint_and_of_no_other_folder(tmp_path: Path) -> None:
-    new, checkpoint, other = tmp_path / "new", tmp_path / "x.ckpt", tmp_path / "results"
+    new = tmp_path / "new"
+    checkpoint = tmp_path / "x.ckpt"
+    other = tmp_path / "results"
     for folder, name in ((checkpoint, "meta.pt"), (other, "precious")):
         folder.mkdir()
         (folder / name).write_text("of before")
@@ -128,12 +149,17 @@ def test_a_run_saves_in_one_file_where_a_folder_was(ranks: Any, tmp_path: Path) 
     ranks(4).run(saved_folder, path)
     assert path.is_dir()
     ranks(4).run(run, {**UPDATES, "save_distributed_checkpoint": False}, {}, path)
-    assert sorted(one.name for one in tmp_path.iterdir() if not one.name.startswith(".")) == ["x.ckpt", "x.ckpt.dct"]
+    assert sorted(one.name for one in tmp_path.iterdir() if not one.name.startswith(".")) == [
+        "x.ckpt",
+        "x.ckpt.dct",
+    ]
     assert "state_dict" in torch.load(path, weights_only=False)
 
 
 def test_a_damaged_piece_of_a_folder_is_named_on_every_rank(ranks: Any, tmp_path: Path) -> None:
-    """One bit of one rank's tensors, of the list of pieces, of the checksums; and a piece that is missing."""
+    """One bit of one rank's tensors, of the list of pieces, of the checksums; and a piece that is
+    missing.
+    """
     path = tmp_path / "half.ckpt"
     ranks(4).run(saved_folder, path)
     pieces = sorted(file.name for file in path.iterdir() if file.suffix == ".distcp")
@@ -157,7 +183,9 @@ def test_a_damaged_piece_of_a_folder_is_named_on_every_rank(ranks: Any, tmp_path
 def held(trainer: Trainer) -> dict[str, Any]:
     """What a rank starts from: its own weights, and what else it holds back."""
     synchronizer = getattr(trainer.strategy, "synchronizer", None)
-    names = {name: parameter for parameter, name in parameter_names(trainer.lightning_module).items()}
+    names = {
+        name: parameter for parameter, name in parameter_names(trainer.lightning_module).items()
+    }
     shapes = {name: list(local_of(parameter).shape) for name, parameter in names.items()}
     weights = {name: local_of(parameter).clone() for name, parameter in names.items()}
     residuals = {} if synchronizer is None else dict(synchronizer.feedback.residuals.state_dict())
@@ -167,23 +195,32 @@ def held(trainer: Trainer) -> dict[str, Any]:
 def start(kind: str, replicas: int, path: Path) -> dict[str, Any]:
     plain: dict[str, Strategy] = {"ddp": DDPStrategy(), "dct": DCTStrategy(lifelines=False)}
     strategy = plain[kind] if kind in plain else fsdp(replicas=replicas)
-    settings = {"callbacks": [begun := AtStart(held)], "ckpt_path": path, "max_steps": 11, "limit_val_batches": 0}
+    settings = {
+        "callbacks": [begun := AtStart(held)],
+        "ckpt_path": path,
+        "max_steps": 11,
+        "limit_val_batches": 0,
+    }
     train(strategy, Plain(torch.optim.AdamW, lr=0.01), **settings)
     return begun.seen
 
 
 def mean_of(states: list[dict[str, Any]], shards: int, part: str) -> dict[str, torch.Tensor]:
     """The mean over replicas of what whole replicas hold."""
-    replicas = [put_together(states[first : first + shards]) for first in range(0, len(states), shards)]
+    replicas = [
+        put_together(states[first : first + shards]) for first in range(0, len(states), shards)
+    ]
     names = {name: state[part][name] for state in replicas for name in state[part]}
     return {
-        name: sum(state[part][name].double() for state in replicas if name in state[part]) / len(replicas)
+        name: sum(state[part][name].double() for state in replicas if name in state[part])
+        / len(replicas)
         for name in names
     }
 
 
 @pytest.mark.parametrize(
-    ("kind", "world_size", "replicas"), [("fsdp", 4, 4), ("fsdp", 2, 1), ("dct", 2, 2), ("ddp", 2, 2)]
+    ("kind", "world_size", "replicas"),
+    [("fsdp", 4, 4), ("fsdp", 2, 1), ("dct", 2, 2), ("ddp", 2, 2)],
 )
 def test_another_mesh_starts_with_the_mean_of_what_was_held_back(
     ranks: Any, tmp_path_factory: Any, kind: str, world_size: int, replicas: int
@@ -195,7 +232,9 @@ def test_another_mesh_starts_with_the_mean_of_what_was_held_back(
     started = ranks(world_size).run(start, kind, replicas, path)
     if kind == "ddp":
         shared = torch.load(path, weights_only=True)["state_dict"]
-        assert_weights_equal(started[0]["weights"], {name: shared[name] for name in started[0]["weights"]})
+        assert_weights_equal(
+            started[0]["weights"], {name: shared[name] for name in started[0]["weights"]}
+        )
         return
     expected = mean_of(states, 2, "weights")
     expected = {name: tensor for name, tensor in expected.items() if name in states[0]["shards"]}
@@ -204,7 +243,9 @@ def test_another_mesh_starts_with_the_mean_of_what_was_held_back(
 
 
 class Backwards(Saving):
-    """Its optimizer has its parameters in another order than the model, without the first layer's, which is frozen."""
+    """Its optimizer has its parameters in another order than the model, without the first layer's,
+    which is frozen.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,27 +256,37 @@ class Backwards(Saving):
 
 
 class Known(Callback):
-    """Remembers what the optimizer knows of each parameter when training starts and when it ends."""
+    """Remembers what the optimizer knows of each parameter when training starts and when it
+    ends.
+    """
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        states, names = trainer.optimizers[0].state, dict(pl_module.named_parameters())
+        states = trainer.optimizers[0].state
+        names = dict(pl_module.named_parameters())
         known = {name: states[one] for name, one in names.items() if states.get(one)}
-        self.at_end = {f"{name} {key}": whole(one) for name in known for key, one in known[name].items()}
+        self.at_end = {
+            f"{name} {key}": whole(one) for name in known for key, one in known[name].items()
+        }
         self.at_start = getattr(self, "at_start", self.at_end)
 
     on_train_end = on_train_start
 
 
 def known_of(kind: str, save: Path | None, load: Path | None) -> dict[str, Tensor]:
-    strategy = DDPStrategy() if kind == "ddp" else fsdp(replicas=1, save_distributed_checkpoint=False)
-    module, known = Backwards(), Known()
+    strategy = (
+        DDPStrategy() if kind == "ddp" else fsdp(replicas=1, save_distributed_checkpoint=False)
+    )
+    module = Backwards()
+    known = Known()
     module.path = save
     train(strategy, module, twice_ten_batches(), callbacks=[known], ckpt_path=load)
     return known.at_end if load is None else known.at_start
 
 
 @pytest.mark.parametrize(("first", "then"), [("ddp", "fsdp"), ("fsdp", "ddp")])
-def test_an_optimizer_in_a_file_knows_the_same_parameters(ranks: Any, tmp_path: Path, first: str, then: str) -> None:
+def test_an_optimizer_in_a_file_knows_the_same_parameters(
+    ranks: Any, tmp_path: Path, first: str, then: str
+) -> None:
     path = tmp_path / "half.ckpt"
     saved = ranks(2).run(known_of, first, path, None)[0]
     assert len(saved) > 20
@@ -244,22 +295,30 @@ def test_an_optimizer_in_a_file_knows_the_same_parameters(ranks: Any, tmp_path: 
 
 
 def weights_alone(path: Path, in_one_file: bool) -> tuple[float, float, str]:
-    strategy, module = fsdp(replicas=1, save_distributed_checkpoint=not in_one_file), Plain(torch.optim.Adam, lr=0.01)
-    trainer, data = trainer_for(strategy), loader(2, 40, 8)
+    strategy = fsdp(replicas=1, save_distributed_checkpoint=not in_one_file)
+    module = Plain(torch.optim.Adam, lr=0.01)
+    trainer = trainer_for(strategy)
+    data = loader(2, 40, 8)
     trainer.fit(module, loader(6, 40, 8))
     trainer.save_checkpoint(path, weights_only=True)
     scores = []
     for ckpt_path in (None, path):
-        scores.append(trainer.validate(module, data, ckpt_path=ckpt_path, verbose=False)[0]["val_loss"])
+        scores.append(
+            trainer.validate(module, data, ckpt_path=ckpt_path, verbose=False)[0]["val_loss"]
+        )
         for parameter in module.parameters():
             torch.nn.init.zeros_(local_of(parameter.detach()))
     with pytest.raises(KeyError) as raised:
-        trainer_for(fsdp(replicas=1)).fit(Plain(torch.optim.Adam, lr=0.01), loader(6, 40, 8), ckpt_path=path)
+        trainer_for(fsdp(replicas=1)).fit(
+            Plain(torch.optim.Adam, lr=0.01), loader(6, 40, 8), ckpt_path=path
+        )
     return scores[0], scores[1], str(raised.value)
 
 
 @pytest.mark.parametrize("in_one_file", [False, True])
-def test_weights_alone_are_evaluated_and_not_trained_on(ranks: Any, tmp_path: Path, in_one_file: bool) -> None:
+def test_weights_alone_are_evaluated_and_not_trained_on(
+    ranks: Any, tmp_path: Path, in_one_file: bool
+) -> None:
     for before, loaded, said in ranks(2).run(weights_alone, tmp_path / "x.ckpt", in_one_file):
         assert before == loaded
         assert "save_weights_only" in said

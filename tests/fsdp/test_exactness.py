@@ -1,4 +1,6 @@
-"""With everything sent in fp32, replicas that DCTFSDPStrategy keeps together train as torch's own HSDP does."""
+"""With everything sent in fp32, replicas that DCTFSDPStrategy keeps together train as torch's own
+HSDP does.
+"""
 
 from typing import Any
 
@@ -18,12 +20,19 @@ def train_here(kind: type, trainer: dict[str, Any]) -> dict[str, Any]:
     return train(fsdp(**DENSE), kind(lr=0.05), **trainer)
 
 
-@pytest.mark.parametrize(("kind", "trainer"), [(Plain, {}), (Documented, {"accumulate_grad_batches": 2})])
+@pytest.mark.parametrize(
+    ("kind", "trainer"), [(Plain, {}), (Documented, {"accumulate_grad_batches": 2})]
+)
 def test_trains_as_hsdp_does(ranks: Any, kind: type, trainer: dict[str, Any]) -> None:
-    """Oracle: fully_shard over a mesh of 2 x 2. The mean of the steps of SGD is a step with the mean gradient."""
+    """Oracle: fully_shard over a mesh of 2 x 2.
+
+    The mean of the steps of SGD is a step with the mean gradient.
+    """
     batches = {"batches": 20 * trainer.get("accumulate_grad_batches", 1), **trainer}
     native = ranks(4).run(train_natively, batches)
     runs = ranks(4).run(train_here, kind, batches)
     for run, expected in zip(runs, native, strict=True):
         weights = {name: tensor for name, tensor in run["weights"].items() if "running" not in name}
-        assert_weights_close({name: expected["weights"][name] for name in weights}, weights, rtol=0, atol=1e-6)
+        assert_weights_close(
+            {name: expected["weights"][name] for name in weights}, weights, rtol=0, atol=1e-6
+        )

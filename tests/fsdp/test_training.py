@@ -1,4 +1,6 @@
-"""What users do with models that DCTFSDPStrategy shards: bytes that pass, what works, mistakes that are named."""
+"""What users do with models that DCTFSDPStrategy shards: bytes that pass, what works, mistakes that
+are named.
+"""
 
 import os
 from typing import Any
@@ -58,12 +60,18 @@ class Evaluated(Plain):
 
 
 def validate() -> dict[str, Any]:
-    module, strategy = Evaluated(), fsdp(density=0.1)
+    module = Evaluated()
+    strategy = fsdp(density=0.1)
     trainer = trainer_for(strategy, val_check_interval=5, num_sanity_val_steps=0)
     data = loader(2, 40, 8)
     trainer.fit(module, loader(10, 40, 8), data)
     scored = trainer.validate(module, data, verbose=False)[0]["val_loss"]
-    return {"seen": module.seen, "scored": scored, "in_fit": module.seen[1]["loss"], "weights": whole_weights(module)}
+    return {
+        "seen": module.seen,
+        "scored": scored,
+        "in_fit": module.seen[1]["loss"],
+        "weights": whole_weights(module),
+    }
 
 
 def test_validation_sees_weights_that_all_replicas_share(ranks: Any) -> None:
@@ -95,7 +103,10 @@ class TwoOptimizers(Plain):
         return {"loss": sum(losses).detach()}
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        return [torch.optim.SGD(self.model.parameters(), 0.1), torch.optim.Adam(self.other.parameters(), 0.01)]
+        return [
+            torch.optim.SGD(self.model.parameters(), 0.1),
+            torch.optim.Adam(self.other.parameters(), 0.01),
+        ]
 
 
 class Tied(Wide):
@@ -103,7 +114,9 @@ class Tied(Wide):
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two, self.shift = nn.Linear(8, 8), nn.Linear(8, 8), nn.Parameter(torch.zeros(8))
+        self.one = nn.Linear(8, 8)
+        self.two = nn.Linear(8, 8)
+        self.shift = nn.Parameter(torch.zeros(8))
         self.two.weight = self.one.weight
         self.model[0].weight.requires_grad_(False)
 
@@ -131,7 +144,9 @@ class Attention(Wide):
 
 
 class Head(Wide):
-    """Trains one row and one number, which lie on the first shard of each replica: the other has nothing to send."""
+    """Trains one row and one number, which lie on the first shard of each replica: the other has
+    nothing to send.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +179,11 @@ def learn(kind: str, strategy: dict[str, Any], trainer: dict[str, Any]) -> dict[
         ("tied", {"unit": 50}, {}),
         ("compiled", {}, {}),
         ("attention", {"unit": nn.Linear}, {"precision": "bf16-mixed"}),
-        ("wide", {"replicas": 4, "exchange": "two_phase", "density": 0.5}, {"precision": "bf16-true"}),
+        (
+            "wide",
+            {"replicas": 4, "exchange": "two_phase", "density": 0.5},
+            {"precision": "bf16-true"},
+        ),
         ("wide", {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}, {"gradient_clip_val": 1.0}),
         ("wide", {"replicas": 1}, {}),
     ],
@@ -211,7 +230,9 @@ class WithTables(Plain):
         (Plain, {"unit": (nn.LSTM,)}, ["`Plain` has no module of the classes in `unit=", "LSTM"]),
     ],
 )
-def test_what_cannot_work_is_named(ranks: Any, kind: type, settings: dict[str, Any], words: list[str]) -> None:
+def test_what_cannot_work_is_named(
+    ranks: Any, kind: type, settings: dict[str, Any], words: list[str]
+) -> None:
     with pytest.raises(RankFailure) as failure:
         ranks(4).run(refused, kind.__name__, settings)
     for word in words:
@@ -233,7 +254,10 @@ def refused(kind: str, settings: dict[str, Any]) -> None:
         ({"unit": 1e6}, "`unit` must be a whole number"),
         ({"replicas": 0}, "`replicas` must be at least 1"),
         ({"density": 2.0}, "`density`"),
-        ({"compress": "gradients"}, "`DCTFSDPStrategy` exchanges updates of weights.*Leave `compress` out"),
+        (
+            {"compress": "gradients"},
+            "`DCTFSDPStrategy` exchanges updates of weights.*Leave `compress` out",
+        ),
     ],
 )
 def test_wrong_settings_are_named(settings: dict[str, Any], words: str) -> None:
@@ -242,13 +266,17 @@ def test_wrong_settings_are_named(settings: dict[str, Any], words: str) -> None:
 
 
 def test_embeddings_with_sparse_gradients_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"`0` is an embedding with `sparse=True`.*`strategy='dct'`"):
+    with pytest.raises(
+        ValueError, match=r"`0` is an embedding with `sparse=True`.*`strategy='dct'`"
+    ):
         check_sharded(nn.Sequential(nn.Embedding(4, 2, sparse=True)), MagicMock())
 
 
 def test_callbacks_that_copy_the_model_are_refused() -> None:
     averaging = StochasticWeightAveraging(swa_lrs=0.1)
     with patch.dict(os.environ):  # Lightning leaves the address of its process group there
-        trainer = Trainer(accelerator="cpu", strategy="dct_fsdp", callbacks=[averaging], logger=False)
+        trainer = Trainer(
+            accelerator="cpu", strategy="dct_fsdp", callbacks=[averaging], logger=False
+        )
         with pytest.raises(ValueError, match="copies the model"):
             trainer.fit(Plain())

@@ -1,4 +1,6 @@
-"""Trainings of sharded models on the ranks that are there, and what the tests want to know of them."""
+"""Trainings of sharded models on the ranks that are there, and what the tests want to know of
+them.
+"""
 
 from typing import Any
 
@@ -14,7 +16,9 @@ from lightning_dct import DCTFSDPStrategy
 
 
 def network() -> nn.Module:
-    """Rows that do not divide by the shards (33, 5, 1), and a buffer; the same weights on every rank."""
+    """Rows that do not divide by the shards (33, 5, 1), and a buffer; the same weights on every
+    rank.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(3)
         return nn.Sequential(

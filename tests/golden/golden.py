@@ -1,6 +1,8 @@
-"""What later versions must write and read to the last bit: payloads, rows, and a checkpoint of two ranks.
+"""What later versions must write and read to the last bit: payloads, rows, and a checkpoint of two
+ranks.
 
-``python -m golden.golden`` in ``tests/`` writes the files of this folder anew, which only a change of a format needs.
+``python -m golden.golden`` in ``tests/`` writes the files of this folder anew, which only a change
+of a format needs.
 """
 
 import io
@@ -24,24 +26,34 @@ from lightning_dct.wire.rows import encode_rows
 from strategies_for_hypothesis import pack_entries
 
 FOLDER = Path(__file__).parent
-BYTES, ARCHIVE, CHECKPOINT, SEEN = FOLDER / "bytes.json", FOLDER / "checkpoint.tar.xz", "half.ckpt", "seen.pt"
+BYTES = FOLDER / "bytes.json"
+ARCHIVE = FOLDER / "checkpoint.tar.xz"
+CHECKPOINT = "half.ckpt"
+SEEN = "seen.pt"
 
 # Payloads of four tensors. The second is sent dense, and the last sends nothing.
-SIZES, DENSE = (100, 7, 60, 33), torch.arange(28, dtype=torch.uint8)
+SIZES = (100, 7, 60, 33)
+DENSE = torch.arange(28, dtype=torch.uint8)
 CODES = {"Elias-Fano": (5, 0, 3, 2), "bitmap": (40, 0, 20, 10)}
 FORMATS = ("fp32", "bf16", "2bit", "1bit")
 ROW_FORMATS = ("fp32", "bf16", "int8", "int4")
 
 
 def numbers(count: int) -> Tensor:
-    """Of many magnitudes and both signs, each exact in fp32 and so are their sums in fp64: shape ``[count]``."""
-    return torch.tensor([(i * 40503 % 65536 - 32767) * 2.0 ** -(12 + i * 5 % 7) for i in range(1, count + 1)])
+    """Of many magnitudes and both signs, each exact in fp32 and so are their sums in fp64: shape
+    ``[count]``.
+    """
+    return torch.tensor(
+        [(i * 40503 % 65536 - 32767) * 2.0 ** -(12 + i * 5 % 7) for i in range(1, count + 1)]
+    )
 
 
 def entries(code: str) -> tuple[Tensor, Tensor]:
     """Positions and values: as many as fit of the first tensor, one less of the third."""
     first, _, third, _ = CODES[code]
-    positions = [100 * i // first for i in range(first)] + [107 + 60 * i // third for i in range(1, third)]
+    positions = [100 * i // first for i in range(first)] + [
+        107 + 60 * i // third for i in range(1, third)
+    ]
     return torch.tensor(positions), numbers(len(positions))
 
 
@@ -54,29 +66,41 @@ def payload(value_format: str, code: str) -> Tensor:
 
 
 def rows() -> tuple[Tensor, Tensor]:
-    """Values and the row of each: rows of one length; the third is of zeros, and the fourth infinite."""
+    """Values and the row of each: rows of one length; the third is of zeros, and the fourth
+    infinite.
+    """
     values = numbers(30)
-    values[12:18], values[20] = 0.0, torch.inf
+    values[12:18] = 0.0
+    values[20] = torch.inf
     return values, torch.arange(5).repeat_interleave(6)
 
 
 def coded_rows(value_format: str, stochastic: bool) -> Tensor:
-    """Scales and values: of rows of one length, or with another number in each and noise for the rounding."""
+    """Scales and values: of rows of one length, or with another number in each and noise for the
+    rounding.
+    """
     values, row_of = rows()
     if not stochastic:
         return torch.cat(encode_rows(values, None, 5, value_format)[::-1])
-    return torch.cat(encode_rows(values[4:], row_of[4:], 5, value_format, torch.arange(26) / 26)[::-1])
+    return torch.cat(
+        encode_rows(values[4:], row_of[4:], 5, value_format, torch.arange(26) / 26)[::-1]
+    )
 
 
 def all_bytes() -> dict[str, str]:
     """Everything without a run, in hexadecimal digits, by name."""
     sent = {f"{name}, {code}": payload(name, code) for name in FORMATS for code in CODES}
-    sent |= {f"{name} rows, {noise=}": coded_rows(name, noise) for name in ROW_FORMATS for noise in (False, True)}
+    sent |= {
+        f"{name} rows, {noise=}": coded_rows(name, noise)
+        for name in ROW_FORMATS
+        for noise in (False, True)
+    }
     return {name: bytes(data.tolist()).hex() for name, data in sent.items()}
 
 
-# A run of two ranks with all that a checkpoint can hold: own and shared weights, thresholds, sums that ranks own, what
-# is on its way, tables in rows, remembered rows and their residuals, and states of an optimizer.
+# A run of two ranks with all that a checkpoint can hold: own and shared weights, thresholds, sums
+# that ranks own, what is on its way, tables in rows, remembered rows and their residuals, and
+# states of an optimizer.
 STRATEGY: dict[str, Any] = {
     "exchange": "two_phase",
     "local_steps": 3,
@@ -104,7 +128,9 @@ class Golden(LightningModule):
 
 
 def batches() -> DataLoader:
-    """Twelve batches, the second six the first six again, because a loader begins anew where a run resumes."""
+    """Twelve batches, the second six the first six again, because a loader begins anew where a run
+    resumes.
+    """
     found = []
     for index in [*range(6)] * 2:
         ids = torch.tensor([[(3 * index + 2 * i + rank()) % 12, (index + i) % 3] for i in range(4)])
@@ -117,7 +143,10 @@ def seen_in(trainer: Trainer, module: LightningModule) -> dict[str, Tensor]:
     updates = trainer.strategy.updates  # type: ignore[attr-defined]
     found = {f"own {name}": weight for name, weight in updates.state_dict()["weights"].items()}
     found |= {f"shared {name}": updates.weights.shared(name) for name in updates.weights.parameters}
-    return {name: tensor.detach().clone() for name, tensor in {**found, "rows": module.tables.weight}.items()}
+    return {
+        name: tensor.detach().clone()
+        for name, tensor in {**found, "rows": module.tables.weight}.items()
+    }
 
 
 def save_half(path: Path) -> None:
@@ -125,7 +154,9 @@ def save_half(path: Path) -> None:
 
 
 def resume(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What this rank begins with after the checkpoint, and what it ends with after six more steps."""
+    """What this rank begins with after the checkpoint, and what it ends with after six more
+    steps.
+    """
     module = Golden()
     start = AtStart(lambda trainer: seen_in(trainer, module))
     trainer = trainer_for(DCTStrategy(**STRATEGY), callbacks=[start])
@@ -136,7 +167,9 @@ def resume(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 def main() -> None:
     BYTES.write_text(json.dumps(all_bytes(), indent=0) + "\n")
     with tempfile.TemporaryDirectory() as folder, tarfile.open(ARCHIVE, "w:xz") as archive:
-        path, ranks, seen = Path(folder) / CHECKPOINT, Ranks(2, Path(folder)), io.BytesIO()
+        path = Path(folder) / CHECKPOINT
+        ranks = Ranks(2, Path(folder))
+        seen = io.BytesIO()
         ranks.run(save_half, path)
         torch.save(ranks.run(resume, path), seen)
         ranks.stop()

@@ -1,4 +1,6 @@
-"""Oracle: bytes and a checkpoint that an earlier version has written, and what came of them there."""
+"""Oracle: bytes and a checkpoint that an earlier version has written, and what came of them
+there.
+"""
 
 import json
 import tarfile
@@ -31,7 +33,10 @@ from lightning_dct.reference import as_read
 from lightning_dct.wire.payload import unpack
 from lightning_dct.wire.rows import decode_rows, row_scales_num_bytes
 
-GOLDEN = {name: torch.tensor(list(bytes.fromhex(digits))) for name, digits in json.loads(BYTES.read_text()).items()}
+GOLDEN = {
+    name: torch.tensor(list(bytes.fromhex(digits)))
+    for name, digits in json.loads(BYTES.read_text()).items()
+}
 
 
 @pytest.fixture(params=kernels.available_kernels("cpu"))
@@ -50,7 +55,11 @@ def _kernel(request: Any) -> Iterator[None]:
 @pytest.mark.parametrize("value_format", FORMATS)
 def test_payloads(value_format: str, code: str) -> None:
     """They are written and read as then; what is read is what the reference reads."""
-    golden, (positions, values), first = GOLDEN[f"{value_format}, {code}"], entries(code), CODES[code][0]
+    golden, (positions, values), first = (
+        GOLDEN[f"{value_format}, {code}"],
+        entries(code),
+        CODES[code][0],
+    )
     assert payload(value_format, code).tolist() == golden.tolist()
     read = unpack(layout(value_format, code), golden.to(torch.uint8))
     assert read.positions.tolist() == positions.tolist()
@@ -71,14 +80,17 @@ def test_rows(value_format: str, noise: bool) -> None:
     if value_format == "fp32":
         assert torch.equal(read, sent)
     # Steps of a row with an infinite value do not matter.
-    finite, spread = read.isfinite(), values.view(5, 6).abs().amax(1)[row_of[-sent.numel() :]]
+    finite = read.isfinite()
+    spread = values.view(5, 6).abs().amax(1)[row_of[-sent.numel() :]]
     steps = {"fp32": 1e-9, "bf16": 2.0**-8, "int8": 1.1 / 127, "int4": 1.1 / 7}[value_format]
     assert finite[row_of[-sent.numel() :] != 3].all()
     assert ((read - sent)[finite].abs() <= steps * spread[finite]).all()
 
 
 def test_checkpoint(ranks: Any, tmp_path: Path) -> None:
-    """Both ranks begin with the same bits as then, and go on as then, but for the rounding of other processors."""
+    """Both ranks begin with the same bits as then, and go on as then, but for the rounding of other
+    processors.
+    """
     with tarfile.open(ARCHIVE) as archive:
         archive.extractall(tmp_path)
     seen = torch.load(tmp_path / SEEN, weights_only=True)

@@ -1,4 +1,5 @@
-"""Compiles every kernel for GPUs to machine code, without a GPU, and prints what fails: ``python compiled.py 80 90``.
+"""Compiles every kernel for GPUs to machine code, without a GPU, and prints what fails: ``python
+compiled.py 80 90``.
 
 All variants for the first kind of GPU, and one of each kernel for the others.
 """
@@ -45,7 +46,11 @@ TYPES = {
 def variants() -> Iterator[tuple[Any, dict[str, Any]]]:
     """Kernels, and what each is compiled with."""
     for scaled in (True, False):
-        kinds = {"DTYPE": tl.float16 if scaled else tl.float32, "BASE": tl.float32, "SCALED": scaled}
+        kinds = {
+            "DTYPE": tl.float16 if scaled else tl.float32,
+            "BASE": tl.float32,
+            "SCALED": scaled,
+        }
         for number in range(3):
             yield triton_pack.mark, {**kinds, "PASS": number}
         yield triton_pack.sample, {**kinds, "STEPS": 12, "LANES": 256, "SAMPLE": 4096}
@@ -73,7 +78,12 @@ def variants() -> Iterator[tuple[Any, dict[str, Any]]]:
     yield triton_add.decode, {"CODE": 8192, "PLANES": 6}
     yield triton_add.count_entries, {}
     yield triton_add.judge, {"ROUNDS": 2, "SCALES": True}
-    for name, own, owns in (("1bit", None, True), ("2bit", "1bit", True), ("fp32", None, False), ("bf16", None, True)):
+    for name, own, owns in (
+        ("1bit", None, True),
+        ("2bit", "1bit", True),
+        ("fp32", None, False),
+        ("bf16", None, True),
+    ):
         yield triton_add.open_words, {"FORMAT": name}
         kinds = {"FORMAT": name, "OWN_FORMAT": own, "OWNS": owns, "GAINS": owns}
         yield triton_add.add, {"SENDERS": 2, "BASE": tl.float32, **kinds}
@@ -83,12 +93,19 @@ def main() -> int:
     failed = 0
     for place, arch in enumerate(map(int, sys.argv[1:])):
         every = list(variants())
-        for kernel, given in every if place == 0 else {kernel: (kernel, given) for kernel, given in every}.values():
-            types = {name: "constexpr" if name in given else TYPES.get(name, "*i64") for name in kernel.arg_names}
+        for kernel, given in (
+            every if place == 0 else {kernel: (kernel, given) for kernel, given in every}.values()
+        ):
+            types = {
+                name: "constexpr" if name in given else TYPES.get(name, "*i64")
+                for name in kernel.arg_names
+            }
             constants = {(kernel.arg_names.index(name),): value for name, value in given.items()}
             source = ASTSource(fn=kernel, signature=types, constexprs=constants)
             try:
-                triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"enable_fp_fusion": False})
+                triton.compile(
+                    source, target=GPUTarget("cuda", arch, 32), options={"enable_fp_fusion": False}
+                )
             except Exception as error:
                 failed += 1
                 print(f"sm_{arch} {kernel.__name__} {given}: {error!r}"[:500])

@@ -33,7 +33,9 @@ def packed_by_loop(flags: list[int]) -> list[int]:
 @pytest.mark.parametrize("device_class", [Tensor, OffCpu])
 @given(flags=flag_lists)
 @examples(60)
-def test_pack_equals_a_loop(device_class: type[Tensor], dtype: torch.dtype, flags: list[int]) -> None:
+def test_pack_equals_a_loop(
+    device_class: type[Tensor], dtype: torch.dtype, flags: list[int]
+) -> None:
     packed = pack_bits(torch.tensor(flags, dtype=dtype).as_subclass(device_class))
     assert packed.dtype == torch.uint8
     assert packed.tolist() == packed_by_loop(flags)

@@ -35,7 +35,8 @@ def bits(tensor: Tensor) -> Tensor:
 
 def both_ways(layout: ActivationLayout, dense: Tensor, seed: int | None) -> list[Tensor]:
     """The payloads of both directions, and what is read from them."""
-    forward, backward = encode_forward(layout, dense, None, seed), encode_backward(layout, dense, None, seed)
+    forward = encode_forward(layout, dense, None, seed)
+    backward = encode_backward(layout, dense, None, seed)
     received = decode_forward(layout, forward, dense.dtype)[0]
     return [forward, received, backward, decode_backward(layout, backward, None, dense.dtype)]
 
@@ -55,9 +56,17 @@ def tensors(draw: st.DrawFn) -> Tensor:
     shape = draw(st.lists(st.sampled_from([0, 1, 2, 3, 7, 8, 17, 52, 65]), max_size=3))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
     spread = draw(st.sampled_from([0.0, 3.0, 25.0]))
-    rows = torch.randn([*shape[:-1], 1], generator=generator).mul_(spread).exp_() if shape else torch.ones(())
+    rows = (
+        torch.randn([*shape[:-1], 1], generator=generator).mul_(spread).exp_()
+        if shape
+        else torch.ones(())
+    )
     flat = (torch.randn(shape, generator=generator) * rows).reshape(-1)
-    for value in draw(st.lists(st.sampled_from(SPECIAL) | st.sampled_from(BROKEN), max_size=6)) if flat.numel() else []:
+    for value in (
+        draw(st.lists(st.sampled_from(SPECIAL) | st.sampled_from(BROKEN), max_size=6))
+        if flat.numel()
+        else []
+    ):
         flat[draw(st.integers(0, flat.numel() - 1))] = value
     dense = flat.view(shape).to(draw(st.sampled_from(DTYPES)))
     return dense.transpose(0, -1) if dense.dim() and draw(st.booleans()) else dense
@@ -69,7 +78,9 @@ def tensors(draw: st.DrawFn) -> Tensor:
     seed=st.none() | st.integers(0, 2**63 - 1),
 )
 @examples(400)
-def test_equals_torch_to_the_last_bit(dense: Tensor, formats: tuple[str, str], seed: int | None) -> None:
+def test_equals_torch_to_the_last_bit(
+    dense: Tensor, formats: tuple[str, str], seed: int | None
+) -> None:
     assert_same(dense, formats, seed)
 
 
@@ -95,7 +106,8 @@ def test_more_numbers_than_one_chunk_of_noise() -> None:
 @examples(200)
 def test_any_bytes_are_read_alike(payload: bytes) -> None:
     """Negative, infinite and NaN scales, and codes that nobody writes."""
-    layout, data = ActivationLayout((5, 3), 15, "int8", "int4"), torch.tensor(list(payload), dtype=torch.uint8)
+    layout = ActivationLayout((5, 3), 15, "int8", "int4")
+    data = torch.tensor(list(payload), dtype=torch.uint8)
     ours = decode_backward(layout, data, None)
     with mock.patch.object(codec, "compiled", return_value=None):
         theirs = decode_backward(layout, data, None)
@@ -105,11 +117,14 @@ def test_any_bytes_are_read_alike(payload: bytes) -> None:
 
 def test_places_that_32_bits_do_not_hold() -> None:
     """Oracle: torch's places, which are int32."""
-    places, keys = [0, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**33 + 5], (123456789, 3987654321)
+    places = [0, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**33 + 5]
+    keys = (123456789, 3987654321)
     low, high = (torch.tensor(key).to(torch.int32) for key in keys)
     hashed = codec._hashed(codec._hashed(torch.tensor(places).to(torch.int32) ^ low) + high)
     expected = (hashed & 0xFFFFFF) * 2.0**-24
-    assert [numba_rows._noise(place, *map(np.uint32, keys)) for place in places] == expected.tolist()
+    assert [
+        numba_rows._noise(place, *map(np.uint32, keys)) for place in places
+    ] == expected.tolist()
 
 
 def test_only_a_cpu_has_this_kernel() -> None:

@@ -1,4 +1,6 @@
-"""The CPU kernels: each against the plainest loop, bit for bit, at any offset of the flags and on several threads."""
+"""The CPU kernels: each against the plainest loop, bit for bit, at any offset of the flags and on
+several threads.
+"""
 
 import math
 from collections.abc import Iterator
@@ -45,7 +47,9 @@ def _kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def test_nothing_is_selected_of_no_tensors_on_any_device() -> None:
     """A rank may want no row of another."""
     for device in ("cpu", "meta"):  # the second stands for a GPU
-        values, counts = plain.select([], [], [], [], None, torch.zeros(8, dtype=torch.uint8, device=device))
+        values, counts = plain.select(
+            [], [], [], [], None, torch.zeros(8, dtype=torch.uint8, device=device)
+        )
         assert (values.shape, values.device.type, counts) == ((0,), device, [])
 
 
@@ -67,7 +71,9 @@ def tensors(draw: st.DrawFn, sizes: list[int], dtype: torch.dtype) -> list[Tenso
 
 
 sizes_of_tensors = st.lists(
-    st.sampled_from([0, 1, 63, 64, 65, 200]) | st.integers(1, 2 * numba_cpu.BLOCK + 9), min_size=1, max_size=4
+    st.sampled_from([0, 1, 63, 64, 65, 200]) | st.integers(1, 2 * numba_cpu.BLOCK + 9),
+    min_size=1,
+    max_size=4,
 )
 dtypes = st.sampled_from([torch.float32, torch.float64])
 
@@ -83,10 +89,14 @@ def sent_of(draw: st.DrawFn, sizes: list[int], gap: int) -> Sent:
     """By one sender."""
     generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     marks = np.zeros(8 * flags_num_bytes(gap + sum(sizes)), np.bool_)
-    marks[gap : gap + sum(sizes)] = generator.random(sum(sizes)) < draw(st.sampled_from([0.0, 0.02, 0.4, 1.0]))
+    marks[gap : gap + sum(sizes)] = generator.random(sum(sizes)) < draw(
+        st.sampled_from([0.0, 0.02, 0.4, 1.0])
+    )
     values = generator.standard_normal(int(marks.sum())).astype(np.float32)
     if values.size and draw(st.booleans()):
-        values[generator.integers(values.size)] = draw(st.sampled_from([0.0, 1e-40, math.inf, math.nan]))
+        values[generator.integers(values.size)] = draw(
+            st.sampled_from([0.0, 1e-40, math.inf, math.nan])
+        )
     return Sent(pack_bits(torch.from_numpy(marks))[None], torch.from_numpy(values), [values.size])
 
 
@@ -105,13 +115,16 @@ def same(left: Tensor, right: np.ndarray) -> None:
 
 @given(data=st.data(), sizes=sizes_of_tensors, gap=st.integers(0, 70), dtype=dtypes)
 @examples(50)
-def test_select_a_difference(data: st.DataObject, sizes: list[int], gap: int, dtype: torch.dtype) -> None:
+def test_select_a_difference(
+    data: st.DataObject, sizes: list[int], gap: int, dtype: torch.dtype
+) -> None:
     news, bases = (data.draw(tensors(sizes, dtype)) for _ in range(2))
     before = [tensor.clone() for tensor in [*news, *bases]]
     thresholds = [data.draw(st.sampled_from([1e-38, 0.5, 2.0])) for _ in sizes]
     first, flags = firsts(sizes, gap)
     values, counts = cpu_kernel(Kernel.name).select(news, bases, first, thresholds, None, flags)
-    marks, expected = np.zeros(8 * flags.numel(), np.bool_), []
+    marks = np.zeros(8 * flags.numel(), np.bool_)
+    expected = []
     with np.errstate(all="ignore"):
         for new, base, begin, threshold in zip(news, bases, first, thresholds, strict=True):
             a = new.numpy() - base.numpy()
@@ -125,10 +138,20 @@ def test_select_a_difference(data: st.DataObject, sizes: list[int], gap: int, dt
         same(tensor, old.numpy())
 
 
-@given(data=st.data(), sizes=sizes_of_tensors, gap=st.integers(0, 70), dtype=dtypes, scale=st.sampled_from([1.0, 3.7]))
+@given(
+    data=st.data(),
+    sizes=sizes_of_tensors,
+    gap=st.integers(0, 70),
+    dtype=dtypes,
+    scale=st.sampled_from([1.0, 3.7]),
+)
 @examples(50)
-def test_select_a_sum(data: st.DataObject, sizes: list[int], gap: int, dtype: torch.dtype, scale: float) -> None:
-    """With gradients in any dtype; what is infinite or NaN is flagged, and does not change the residual."""
+def test_select_a_sum(
+    data: st.DataObject, sizes: list[int], gap: int, dtype: torch.dtype, scale: float
+) -> None:
+    """With gradients in any dtype; what is infinite or NaN is flagged, and does not change the
+    residual.
+    """
     gradients = [
         gradient.to(data.draw(st.sampled_from([torch.bfloat16, torch.float16, dtype])))
         for gradient in data.draw(tensors(sizes, dtype))
@@ -137,7 +160,9 @@ def test_select_a_sum(data: st.DataObject, sizes: list[int], gap: int, dtype: to
     if data.draw(st.booleans()):  # as the gradient of a column
         gradients = [torch.stack([gradient, gradient], 1)[:, 0] for gradient in gradients]
     first, flags = firsts(sizes, gap)
-    marks, expected, left = np.zeros(8 * flags.numel(), np.bool_), [], []
+    marks = np.zeros(8 * flags.numel(), np.bool_)
+    expected = []
+    left = []
     with np.errstate(all="ignore"):
         for gradient, residual, begin in zip(gradients, residuals, first, strict=True):
             a = residual.numpy() + residual.numpy().dtype.type(scale) * gradient.to(dtype).numpy()
@@ -145,7 +170,9 @@ def test_select_a_sum(data: st.DataObject, sizes: list[int], gap: int, dtype: to
             marks[begin : begin + a.size] = reached
             expected.append(a[reached])
             left.append(np.where(np.isfinite(a), a, residual.numpy()))
-    values, counts = cpu_kernel(Kernel.name).select(gradients, residuals, first, [0.8] * len(sizes), scale, flags)
+    values, counts = cpu_kernel(Kernel.name).select(
+        gradients, residuals, first, [0.8] * len(sizes), scale, flags
+    )
     np.testing.assert_array_equal(marks_of(flags), marks)
     same(values, np.concatenate(expected))
     assert counts == [part.size for part in expected]
@@ -155,14 +182,21 @@ def test_select_a_sum(data: st.DataObject, sizes: list[int], gap: int, dtype: to
 
 @given(data=st.data(), shape=st.tuples(*[st.integers(0, 5)] * 3), dtype=dtypes)
 @examples(40)
-def test_add_rows_where_they_lie(data: st.DataObject, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+def test_add_rows_where_they_lie(
+    data: st.DataObject, shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
     """In any memory layout, with two or three dimensions."""
     samples, tables, dim = shape
     whole = torch.randn(samples, tables + 2, dim + 1).to(dtype)
-    layouts = [whole[:, 1:-1, 1:], whole.mT.contiguous().mT[:, :-2, :-1], whole[:1, 1:, :-1].flatten(0, 1)]
+    layouts = [
+        whole[:, 1:-1, 1:],
+        whole.mT.contiguous().mT[:, :-2, :-1],
+        whole[:1, 1:, :-1].flatten(0, 1),
+    ]
     rows = data.draw(st.sampled_from(layouts))
     indices = torch.randint(0, 4, (rows.shape[:-1].numel(),))
-    total, expected = torch.ones(4, dim, dtype=dtype), torch.ones(4, dim, dtype=dtype)
+    total = torch.ones(4, dim, dtype=dtype)
+    expected = torch.ones(4, dim, dtype=dtype)
     add_rows(total, indices, rows)
     for index, row in zip(indices.tolist(), rows.reshape(len(indices), dim), strict=True):
         expected[index] += row
@@ -180,24 +214,43 @@ def test_positions_of_flags(data: st.DataObject, sizes: list[int]) -> None:
 @given(data=st.data(), sizes=sizes_of_tensors, gap=st.integers(0, 70), dtype=dtypes)
 @examples(60)
 def test_fit(data: st.DataObject, sizes: list[int], gap: int, dtype: torch.dtype) -> None:
-    """Of more entries than the target those that reach a limit are left, or a regular sample; all others stay."""
-    sent, first = data.draw(sent_of(sizes, gap)), firsts(sizes, gap)[0]
-    flags, expected, kept, limits = sent.flags[0], marks_of(sent.flags[0]).copy(), [], []
+    """Of more entries than the target those that reach a limit are left, or a regular sample; all
+    others stay.
+    """
+    sent = data.draw(sent_of(sizes, gap))
+    first = firsts(sizes, gap)[0]
+    flags = sent.flags[0]
+    expected = marks_of(sent.flags[0]).copy()
+    kept = []
+    limits = []
     targets = [data.draw(st.integers(1, max(size, 1))) for size in sizes]
     by_tensor = dense(sent, sizes, gap)
-    for begin, size, target, marks, all_values in zip(first, sizes, targets, *by_tensor, strict=True):
+    for begin, size, target, marks, all_values in zip(
+        first, sizes, targets, *by_tensor, strict=True
+    ):
         places = np.flatnonzero(marks)
-        values, wanted, limit = all_values[places], min(plain.LIMIT_SAMPLE, size), 0.0
+        values = all_values[places]
+        wanted = min(plain.LIMIT_SAMPLE, size)
+        limit = 0.0
         if not np.isfinite(values).all():
             limit = math.inf
         elif len(values) > target:
-            sampled = sorted(abs(float(values[number * len(values) // wanted])) for number in range(wanted))
-            limit = max(sampled[-math.ceil(wanted * target / len(values))], torch.finfo(torch.float32).tiny)
+            sampled = sorted(
+                abs(float(values[number * len(values) // wanted])) for number in range(wanted)
+            )
+            limit = max(
+                sampled[-math.ceil(wanted * target / len(values))], torch.finfo(torch.float32).tiny
+            )
         large = places[~(np.abs(values) < limit)]
         share = min(target, len(large))
-        left = [large[n] for n in range(len(large)) if (n + 1) * share // len(large) > n * share // len(large)]
+        left = [
+            large[n]
+            for n in range(len(large))
+            if (n + 1) * share // len(large) > n * share // len(large)
+        ]
         left = places.tolist() if limit == 0 else left
-        expected[begin + places], expected[[begin + place for place in left]] = False, True
+        expected[begin + places] = False
+        expected[[begin + place for place in left]] = True
         kept.append(all_values[left])
         limits.append(limit)
     counts = [int(marks.sum()) for marks in by_tensor[0]]
@@ -211,7 +264,8 @@ def test_fit(data: st.DataObject, sizes: list[int], gap: int, dtype: torch.dtype
 @given(data=st.data(), sizes=sizes_of_tensors, gap=st.integers(0, 70), dtype=dtypes)
 @examples(40)
 def test_subtract(data: st.DataObject, sizes: list[int], gap: int, dtype: torch.dtype) -> None:
-    sent, residuals = data.draw(sent_of(sizes, gap)), [torch.ones(size, dtype=dtype) for size in sizes]
+    sent = data.draw(sent_of(sizes, gap))
+    residuals = [torch.ones(size, dtype=dtype) for size in sizes]
     cpu_kernel(Kernel.name).subtract(residuals, firsts(sizes, gap)[0], sent)
     for residual, values in zip(residuals, dense(sent, sizes, gap)[1], strict=True):
         left = 1 - values.astype(residual.numpy().dtype)
@@ -225,16 +279,28 @@ def test_decay(data: st.DataObject, sizes: list[int], gap: int, dtype: torch.dty
     news, bases = ([torch.randn(size, dtype=dtype) for size in sizes] for _ in range(2))
     before = [new.numpy().copy() for new in news]
     cpu_kernel(Kernel.name).decay(news, bases, firsts(sizes, gap)[0], sent, 0.05)
-    for new, old, base, marks, values in zip(news, before, bases, *dense(sent, sizes, gap), strict=True):
+    for new, old, base, marks, values in zip(
+        news, before, bases, *dense(sent, sizes, gap), strict=True
+    ):
         left = old - base.numpy()
         left[marks] -= values[marks].astype(left.dtype)
         same(new, old - left.dtype.type(0.05) * left)
 
 
-@given(data=st.data(), sizes=sizes_of_tensors, gap=st.integers(0, 70), dtype=dtypes, ranks=st.integers(0, 4))
+@given(
+    data=st.data(),
+    sizes=sizes_of_tensors,
+    gap=st.integers(0, 70),
+    dtype=dtypes,
+    ranks=st.integers(0, 4),
+)
 @examples(60)
-def test_add_sums(data: st.DataObject, sizes: list[int], gap: int, dtype: torch.dtype, ranks: int) -> None:
-    """The shared weights and a rank's own, which is one of the senders, sends to an owner, or is not there."""
+def test_add_sums(
+    data: st.DataObject, sizes: list[int], gap: int, dtype: torch.dtype, ranks: int
+) -> None:
+    """The shared weights and a rank's own, which is one of the senders, sends to an owner, or is
+    not there.
+    """
     senders = [data.draw(sent_of(sizes, gap)) for _ in range(ranks)]
     every = [*senders, data.draw(sent_of(sizes, gap))]
     mine = data.draw(st.integers(-1, ranks))
@@ -248,7 +314,9 @@ def test_add_sums(data: st.DataObject, sizes: list[int], gap: int, dtype: torch.
     cpu_kernel(Kernel.name).add_sums(totals, owns if owned else None, first, sent, weights, mine)
     with np.errstate(all="ignore"):
         for number, (total, own) in enumerate(zip(expected, own_expected, strict=True)):
-            sums, counts, union = np.zeros_like(total), np.zeros(total.size, np.int64), np.zeros(total.size, np.bool_)
+            sums = np.zeros_like(total)
+            counts = np.zeros(total.size, np.int64)
+            union = np.zeros(total.size, np.bool_)
             for marks, values in (dense(sender, sizes, gap) for sender in senders):
                 sums[marks[number]] += values[number][marks[number]].astype(total.dtype)
                 counts += values[number] != 0
@@ -266,12 +334,18 @@ def test_add_sums(data: st.DataObject, sizes: list[int], gap: int, dtype: torch.
             same(owns[number], own)
 
 
-@given(counts=st.lists(st.integers(0, 200), max_size=4), seed=st.integers(0, 2**32 - 1), dtype=dtypes)
+@given(
+    counts=st.lists(st.integers(0, 200), max_size=4), seed=st.integers(0, 2**32 - 1), dtype=dtypes
+)
 @examples(40)
 def test_signs(counts: list[int], seed: int, dtype: torch.dtype) -> None:
     values = torch.randn(sum(counts), generator=torch.Generator().manual_seed(seed), dtype=dtype)
     index = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts, dtype=torch.int64))
-    means = [math.fsum(part.abs().tolist()) / max(len(part), 1) for part in values.split(counts)] if counts else []
+    means = (
+        [math.fsum(part.abs().tolist()) / max(len(part), 1) for part in values.split(counts)]
+        if counts
+        else []
+    )
     for kernel in ("numba", "torch"):
         signs, scales = encode_values(values, counts, "1bit", kernel)
         assert np.array_equal(signs.numpy(), np.packbits(values.numpy() > 0, bitorder="little"))
@@ -282,20 +356,33 @@ def test_signs(counts: list[int], seed: int, dtype: torch.dtype) -> None:
 
 
 @given(
-    counts=st.lists(st.integers(0, 70), max_size=4), seed=st.integers(0, 2**32 - 1), dtype=dtypes, whole=st.booleans()
+    counts=st.lists(st.integers(0, 70), max_size=4),
+    seed=st.integers(0, 2**32 - 1),
+    dtype=dtypes,
+    whole=st.booleans(),
 )
 @examples(60)
 def test_levels(counts: list[int], seed: int, dtype: torch.dtype, whole: bool) -> None:
-    """The loops of 2bit give the bits of torch. Whole numbers are often equal to their mean, and some are infinite."""
+    """The loops of 2bit give the bits of torch.
+
+    Whole numbers are often equal to their mean, and some are infinite.
+    """
     noise = torch.Generator().manual_seed(seed)
     values = torch.randn(sum(counts), generator=noise, dtype=dtype)
     if whole:
-        values = (4 * values).round_().masked_fill_(values > 2.5, math.inf).masked_fill_(values < -2.5, math.nan)
+        values = (
+            (4 * values)
+            .round_()
+            .masked_fill_(values > 2.5, math.inf)
+            .masked_fill_(values < -2.5, math.nan)
+        )
     codes, scales = encode_values(values, counts, "2bit", "numba")
     expected = encode_values(values, counts, "2bit", "torch")
     assert torch.equal(codes, expected[0])
     torch.testing.assert_close(scales, expected[1], rtol=0, atol=0, equal_nan=True)
-    decoded, as_torch = (decode_values(codes, counts, scales, "2bit", kernel=k) for k in ("numba", "torch"))
+    decoded, as_torch = (
+        decode_values(codes, counts, scales, "2bit", kernel=k) for k in ("numba", "torch")
+    )
     torch.testing.assert_close(decoded, as_torch, rtol=0, atol=0, equal_nan=True)
 
 
@@ -303,4 +390,6 @@ def test_levels(counts: list[int], seed: int, dtype: torch.dtype, whole: bool) -
 @examples(30)
 def test_count_flags(data: st.DataObject, sizes: list[int]) -> None:
     sent = data.draw(sent_of(sizes, 0))
-    assert positions.count_flags(sent.flags[0], sizes, Kernel.name) == [int(m.sum()) for m in dense(sent, sizes, 0)[0]]
+    assert positions.count_flags(sent.flags[0], sizes, Kernel.name) == [
+        int(m.sum()) for m in dense(sent, sizes, 0)[0]
+    ]

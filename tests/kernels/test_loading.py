@@ -44,7 +44,9 @@ print(tempfile.gettempdir(), kernels._folder_of_user())
 """
 
 
-def test_numba_that_finds_no_folder_for_its_cache_gets_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_numba_that_finds_no_folder_for_its_cache_gets_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """As in a container whose user may write neither to the package nor to the home folder.
 
     Oracle: another process, which takes the same one.
@@ -57,7 +59,9 @@ def test_numba_that_finds_no_folder_for_its_cache_gets_one(monkeypatch: pytest.M
     assert folder_of_another_process(tmp_path) == str(folder)
 
 
-def test_a_folder_that_others_can_write_to_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_folder_that_others_can_write_to_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Oracle: another folder, which is gone when its process has ended."""
     place = tmp_path / f"lightning_dct-numba-{os.getuid()}"
     place.mkdir()
@@ -71,15 +75,23 @@ def test_a_folder_that_others_can_write_to_is_not_used(monkeypatch: pytest.Monke
 def folder_of_another_process(folder: Path) -> str:
     environment = {**os.environ, "TMPDIR": str(folder)}
     asked = [PYTHON, "-c", FOLDER_OF_ANOTHER_PROCESS]
-    there, found = subprocess.run(asked, env=environment, capture_output=True, text=True, check=True).stdout.split()
+    there, found = subprocess.run(
+        asked, env=environment, capture_output=True, text=True, check=True
+    ).stdout.split()
     assert there == str(folder)
     return found
 
 
 @pytest.mark.parametrize(
-    "errors", [[ImportError("numba needs another numpy")], [RuntimeError("no locator"), RuntimeError("still none")]]
+    "errors",
+    [
+        [ImportError("numba needs another numpy")],
+        [RuntimeError("no locator"), RuntimeError("still none")],
+    ],
 )
-def test_numba_that_cannot_be_loaded_is_not_used(monkeypatch: pytest.MonkeyPatch, errors: list[Exception]) -> None:
+def test_numba_that_cannot_be_loaded_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, errors: list[Exception]
+) -> None:
     last = errors[-1]
     assert load(monkeypatch, errors) is last
     monkeypatch.setattr(kernels, "_numba_error", lambda: last)
@@ -90,24 +102,42 @@ def test_numba_that_cannot_be_loaded_is_not_used(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("kernel", ["torch", "numba"])
-def test_the_torch_kernel_calls_no_loop_of_numba(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither to select and add, nor to code positions and values of both formats: `kernel=` holds everywhere."""
+def test_the_torch_kernel_calls_no_loop_of_numba(
+    kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither to select and add, nor to code positions and values of both formats: `kernel=` holds
+    everywhere.
+    """
     called = set()
     for name, function in list(vars(numba_cpu).items()):
-        if isinstance(function, FunctionType) and function.__module__ == numba_cpu.__name__ and name[0] != "_":
-            counted = partial(lambda name, function, *args: called.add(name) or function(*args), name, function)
+        if (
+            isinstance(function, FunctionType)
+            and function.__module__ == numba_cpu.__name__
+            and name[0] != "_"
+        ):
+            counted = partial(
+                lambda name, function, *args: called.add(name) or function(*args), name, function
+            )
             monkeypatch.setattr(numba_cpu, name, counted)
     sizes = {"weight": 4000, "bias": 300}
     ranks = EmulatedRanks(sizes, exchange="two_phase", kernel=kernel, density=0.05)
     ranks.step(heavy_tailed(0, sizes=sizes))
     coded = {"encode_scaled", "decode_scaled", "encode_elias_fano", "decode_elias_fano"}
-    assert called == (set() if kernel == "torch" else coded | {"select", "fit", "add_sums", "subtract", "count_flags"})
+    assert called == (
+        set()
+        if kernel == "torch"
+        else coded | {"select", "fit", "add_sums", "subtract", "count_flags"}
+    )
 
 
 @pytest.mark.parametrize(
     ("kernel", "device_type", "message"),
     [
-        ("auto", "mps", "Exchanges work on CPUs and NVIDIA GPUs, not on mps. Use `accelerator='cpu'`."),
+        (
+            "auto",
+            "mps",
+            "Exchanges work on CPUs and NVIDIA GPUs, not on mps. Use `accelerator='cpu'`.",
+        ),
         ("auto", "xpu", "not on xpu"),
         ("torch", "cuda", "`kernel='torch'` works on cpu, not on cuda. Use `kernel='auto'`."),
         ("auto", "cuda", "Exchanges on a GPU need Triton"),

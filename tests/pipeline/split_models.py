@@ -1,4 +1,6 @@
-"""Networks cut by split points, a module around them, and what a single process makes of the same."""
+"""Networks cut by split points, a module around them, and what a single process makes of the
+same.
+"""
 
 import copy
 import os
@@ -21,7 +23,9 @@ BATCH_SIZE = 8
 
 
 def network(pieces: int, **split: Any) -> nn.Sequential:
-    """The same weights on every rank and every time: 40 in, 8 out, a split point between every two pieces."""
+    """The same weights on every rank and every time: 40 in, 8 out, a split point between every two
+    pieces.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(3)
         layers: list[nn.Module] = []
@@ -48,7 +52,11 @@ class SplitModule(LightningModule):
     """Regression with any optimizer; logs its loss in several ways."""
 
     def __init__(
-        self, pieces: int = 2, split: dict[str, Any] | None = None, optimizer: Any = torch.optim.SGD, **settings: Any
+        self,
+        pieces: int = 2,
+        split: dict[str, Any] | None = None,
+        optimizer: Any = torch.optim.SGD,
+        **settings: Any,
     ) -> None:
         super().__init__()
         self.network = network(pieces, **(split or DENSE))
@@ -112,7 +120,9 @@ class Outcome:
 def strategy_for(stages: int, schedule: str = "1f1b", **settings: Any) -> DCTPipelineStrategy:
     """Exchanges gradients unless told otherwise: then pipelines train as a single process does."""
     settings = {"compress": "gradients", **settings}
-    return DCTPipelineStrategy(stages=stages, schedule=schedule, micro_batches=MICRO_BATCHES, **settings)
+    return DCTPipelineStrategy(
+        stages=stages, schedule=schedule, micro_batches=MICRO_BATCHES, **settings
+    )
 
 
 def train(
@@ -148,7 +158,11 @@ def outcome(trainer: Trainer, module: SplitModule, watch: Watch) -> Outcome:
         {name: parameter.detach().clone() for name, parameter in module.named_parameters()},
         {name: float(value) for name, value in trainer.callback_metrics.items()},
         trainer.strategy.split_traffic.totals,
-        {name: child.thresholds_in_use() for name, child in module.named_modules() if isinstance(child, SplitPoint)},
+        {
+            name: child.thresholds_in_use()
+            for name, child in module.named_modules()
+            if isinstance(child, SplitPoint)
+        },
         trainer.strategy.synchronizer.residuals.state_dict(),
     )
 
@@ -165,7 +179,8 @@ def train_alone(
     optimizer_settings: dict[str, Any] | None = None,
     make: Any = SplitModule,
 ) -> tuple[list[list[float]], dict[str, Tensor]]:
-    """The same without a strategy: micro-batch by micro-batch, masks and rounding in the split points' own forward.
+    """The same without a strategy: micro-batch by micro-batch, masks and rounding in the split
+    points' own forward.
 
     Returns:
         Each pipeline's losses, and the weights.
@@ -187,7 +202,9 @@ def train_alone(
             for child in one.network:
                 if isinstance(child, SplitPoint):
                     child.advance(index // accumulate)
-            parts = zip(*(tensor.chunk(MICRO_BATCHES) for tensor in data[pipeline][index]), strict=True)
+            parts = zip(
+                *(tensor.chunk(MICRO_BATCHES) for tensor in data[pipeline][index]), strict=True
+            )
             values = []
             for part in parts:
                 loss = one.loss(part)
@@ -206,7 +223,9 @@ def train_alone(
                 nn.utils.clip_grad_norm_(module.parameters(), clip)
             stepping.step()
             stepping.zero_grad()
-    return losses, {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    return losses, {
+        name: parameter.detach().clone() for name, parameter in module.named_parameters()
+    }
 
 
 def worst(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:

@@ -1,4 +1,6 @@
-"""Networks called with keywords: the same in one process and in a pipeline, and what cannot be handed over."""
+"""Networks called with keywords: the same in one process and in a pipeline, and what cannot be
+handed over.
+"""
 
 from collections import OrderedDict
 from typing import Any
@@ -9,7 +11,16 @@ from torch import Tensor, nn
 
 from distributed.training import message_of, trainer_for
 from lightning_dct import DCTPipelineStrategy, SplitPoint, SplitSequential, subspace
-from pipeline.split_models import BATCH_SIZE, SplitModule, batches, replica, strategy_for, train, train_alone, worst
+from pipeline.split_models import (
+    BATCH_SIZE,
+    SplitModule,
+    batches,
+    replica,
+    strategy_for,
+    train,
+    train_alone,
+    worst,
+)
 from pipeline.test_trainer import EVALUATED, expected_validation, ragged
 
 INT8 = {"density": 0.2, "forward_format": "int8", "refresh_every": 2}
@@ -36,13 +47,17 @@ class Reader(nn.Module):
         self.layer = nn.Linear(24, outputs)
 
     def forward(self, hidden: Tensor, tokens: Tensor, *, mask: Tensor) -> Tensor:
-        return self.layer(torch.tanh(hidden + (self.embedding(tokens) * mask[:, None, None]).mean(1)))
+        return self.layer(
+            torch.tanh(hidden + (self.embedding(tokens) * mask[:, None, None]).mean(1))
+        )
 
 
 class ReadingModule(SplitModule):
     """A SplitModule whose pieces read integer tokens ``[rows, 5]`` and a bool mask ``[rows]``."""
 
-    def __init__(self, pieces: int = 2, split: dict[str, Any] | None = None, *arguments: Any, **settings: Any) -> None:
+    def __init__(
+        self, pieces: int = 2, split: dict[str, Any] | None = None, *arguments: Any, **settings: Any
+    ) -> None:
         super().__init__(pieces, split, *arguments, **settings)
         with torch.random.fork_rng():
             torch.manual_seed(4)
@@ -53,15 +68,22 @@ class ReadingModule(SplitModule):
             self.network = SplitSequential(children)
 
     def context(self, inputs: Tensor) -> dict[str, Tensor]:
-        return {"tokens": (inputs[:, :5] > 0).long() + (inputs[:, :5] > 1), "mask": inputs[:, 5] > -1}
+        return {
+            "tokens": (inputs[:, :5] > 0).long() + (inputs[:, :5] > 1),
+            "mask": inputs[:, 5] > -1,
+        }
 
     def loss(self, batch: Any) -> Tensor:
         inputs, targets = batch
         return (self.network(inputs, **self.context(inputs)) - targets).square().mean()
 
 
-@pytest.mark.parametrize(("world", "schedule", "pieces"), [(2, "interleaved_1f1b", 4), (4, "1f1b", 2)])
-def test_keywords_reach_the_pieces_that_name_them(ranks: Any, world: int, schedule: str, pieces: int) -> None:
+@pytest.mark.parametrize(
+    ("world", "schedule", "pieces"), [(2, "interleaved_1f1b", 4), (4, "1f1b", 2)]
+)
+def test_keywords_reach_the_pieces_that_name_them(
+    ranks: Any, world: int, schedule: str, pieces: int
+) -> None:
     """Oracle: one process, micro-batch by micro-batch: losses and weights to the last bit."""
     told = ranks(world).run(train_reading, schedule, pieces)
     losses, weights = train_alone(pieces, INT8, width=world // 2, make=ReadingModule)
@@ -95,7 +117,9 @@ def test_evaluation_cuts_keywords_like_the_input(ranks: Any) -> None:
     told = ranks(2).run(validate_reading, [3])
     module = ReadingModule(2, EVALUATED)
     module.load_state_dict(told[0][1])
-    expected = expected_validation(module, [3], lambda inputs: module.network(inputs, **module.context(inputs)))
+    expected = expected_validation(
+        module, [3], lambda inputs: module.network(inputs, **module.context(inputs))
+    )
     for after, _ in told:
         assert after["val/mean"] == pytest.approx(expected["val/mean"], rel=1e-6)
         assert after["val/rows"] == expected["val/rows"]
@@ -110,7 +134,9 @@ class Wrong(ReadingModule):
         if fault == "plain":
             self.network = nn.Sequential(nn.Linear(40, 24), SplitPoint(), nn.Linear(24, 8))
         elif fault == "anchor":
-            self.network = nn.Sequential(nn.Linear(40, 24), *subspace(24, 4, num_tokens=3), nn.Linear(24, 8))
+            self.network = nn.Sequential(
+                nn.Linear(40, 24), *subspace(24, 4, num_tokens=3), nn.Linear(24, 8)
+            )
 
     def context(self, inputs: Tensor) -> dict[str, Tensor]:
         found = {} if self.fault == "anchor" else super().context(inputs)
@@ -122,13 +148,19 @@ class Wrong(ReadingModule):
             found["mask"] = torch.ones(len(inputs), requires_grad=True)
         elif self.fault == "random":
             found["tokens"] = torch.randint(
-                0, 3, found["tokens"].shape, generator=torch.Generator().manual_seed(self.global_rank)
+                0,
+                3,
+                found["tokens"].shape,
+                generator=torch.Generator().manual_seed(self.global_rank),
             )
         return found
 
 
 FAULTS = {
-    "missing": "The forward of 'reader_1' (Reader) takes 'tokens', which the call of the network does not give",
+    "missing": (
+        "The forward of 'reader_1' (Reader) takes 'tokens', which the call of the network does not"
+        " give"
+    ),
     "unknown": "No child of the SplitSequential has a forward that names 'masks'",
     "gradient": "called with 'mask' as a keyword, a tensor that requires a gradient",
     "plain": "it is a Sequential, which takes one input. Make it a `lightning_dct.SplitSequential`",
@@ -139,7 +171,9 @@ FAULTS = {
 
 def fit_wrongly() -> dict[str, str]:
     return {
-        fault: message_of(trainer_for(DCTPipelineStrategy(stages=2)).fit, Wrong(fault), batches(1, 2))
+        fault: message_of(
+            trainer_for(DCTPipelineStrategy(stages=2)).fit, Wrong(fault), batches(1, 2)
+        )
         for fault in FAULTS
     }
 
@@ -152,11 +186,19 @@ def test_wrong_calls_are_named_on_every_rank(ranks: Any) -> None:
 
 
 def test_one_process_names_wrong_calls_too() -> None:
-    network, inputs = ReadingModule().network, torch.randn(BATCH_SIZE, 40)
-    with pytest.raises(TypeError, match=r"'reader_1' \(Reader\) takes 'tokens'.*given by keyword: 'mask'"):
+    network = ReadingModule().network
+    inputs = torch.randn(BATCH_SIZE, 40)
+    with pytest.raises(
+        TypeError, match=r"'reader_1' \(Reader\) takes 'tokens'.*given by keyword: 'mask'"
+    ):
         network(inputs, mask=torch.ones(BATCH_SIZE))
     with pytest.raises(TypeError, match=r"names 'inputs' after its first parameter"):
-        network(inputs, tokens=torch.zeros(BATCH_SIZE, 5).long(), mask=torch.ones(BATCH_SIZE), inputs=inputs)
+        network(
+            inputs,
+            tokens=torch.zeros(BATCH_SIZE, 5).long(),
+            mask=torch.ones(BATCH_SIZE),
+            inputs=inputs,
+        )
 
 
 class TakesAll(nn.Module):
@@ -164,14 +206,21 @@ class TakesAll(nn.Module):
         return inputs + sum(context.values())
 
 
-@pytest.mark.parametrize("wrap", [lambda child: child, lambda child: torch.compile(child, backend="eager")])
+@pytest.mark.parametrize(
+    "wrap", [lambda child: child, lambda child: torch.compile(child, backend="eager")]
+)
 def test_keywords_go_through_what_contains_the_child(wrap: Any) -> None:
-    """Oracle: by hand. Plain children, nested SplitSequentials, compiled children and those with ``**keywords``."""
+    """Oracle: by hand.
+
+    Plain children, nested SplitSequentials, compiled children and those with ``**keywords``.
+    """
     network = ReadingModule().network
     context = {"tokens": torch.ones(BATCH_SIZE, 5).long(), "mask": torch.ones(BATCH_SIZE)}
     inputs = torch.randn(BATCH_SIZE, 40)
     nested = SplitSequential(network[0], nn.Identity(), SplitSequential(wrap(network[2])))
-    assert torch.equal(nested(inputs, **context), network[2](network[0](inputs, context["mask"]), **context))
+    assert torch.equal(
+        nested(inputs, **context), network[2](network[0](inputs, context["mask"]), **context)
+    )
     assert float(SplitSequential(wrap(TakesAll()), nn.Identity())(torch.ones(()), a=1, b=2)) == 4.0
 
 

@@ -1,4 +1,6 @@
-"""A pipeline trains as one process does that runs the same split points, for every schedule and format."""
+"""A pipeline trains as one process does that runs the same split points, for every schedule and
+format.
+"""
 
 from typing import Any
 
@@ -8,7 +10,15 @@ import torch
 from distributed.training import trainer_for
 from lightning_dct import SplitPoint
 from lightning_dct.traffic import Traffic
-from pipeline.split_models import DENSE, SplitModule, batches, strategy_for, train, train_alone, worst
+from pipeline.split_models import (
+    DENSE,
+    SplitModule,
+    batches,
+    strategy_for,
+    train,
+    train_alone,
+    worst,
+)
 
 BF16 = {"density": 0.2}
 INT8 = {"density": 0.1, "forward_format": "int8", "backward_format": "int8", "refresh_every": 2}
@@ -38,7 +48,9 @@ CASES = [
 def test_pipeline_equals_one_process(
     ranks: Any, world: int, stages: int, schedule: str, pieces: int, split: dict[str, Any]
 ) -> None:
-    """Oracle: the Sequential in one process, micro-batch by micro-batch, its split points masking and rounding."""
+    """Oracle: the Sequential in one process, micro-batch by micro-batch, its split points masking
+    and rounding.
+    """
     runs = ranks(world).run(train, stages, schedule, pieces, split)
     losses, weights = train_alone(pieces, split, width=world // stages)
     for rank, run in enumerate(runs):
@@ -48,8 +60,14 @@ def test_pipeline_equals_one_process(
 
 
 def train_clipped() -> Any:
-    settings = {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "norm", "accumulate_grad_batches": 2}
-    return train(2, "1f1b", 2, BF16, optimizer=torch.optim.Adam, optimizer_settings={"lr": 0.01}, **settings)
+    settings = {
+        "gradient_clip_val": 0.05,
+        "gradient_clip_algorithm": "norm",
+        "accumulate_grad_batches": 2,
+    }
+    return train(
+        2, "1f1b", 2, BF16, optimizer=torch.optim.Adam, optimizer_settings={"lr": 0.01}, **settings
+    )
 
 
 def test_clipping_and_accumulation_span_the_stages(ranks: Any) -> None:
@@ -80,7 +98,10 @@ def test_one_process_counts_what_a_pipeline_sends(ranks: Any, split: dict[str, A
                 child.advance(step)
         for part in range(4):
             module.loss(
-                (torch.randn(2, 40, generator=torch.Generator().manual_seed(part)), torch.zeros(2, 8))
+                (
+                    torch.randn(2, 40, generator=torch.Generator().manual_seed(part)),
+                    torch.zeros(2, 8),
+                )
             ).backward()
     totals = ranks(2).run(traffic_of, split)
     for name in ("bytes_sent", "bytes_dense", "entries"):
@@ -94,7 +115,9 @@ def bytes_per_step() -> tuple[int, int]:
 
 
 def test_bytes_between_stages_are_counted(ranks: Any) -> None:
-    """Oracle: the layout's sizes times micro-batches; positions go forward only, and dense is fp32."""
+    """Oracle: the layout's sizes times micro-batches; positions go forward only, and dense is
+    fp32.
+    """
     first, last = ranks(2).run(bytes_per_step)
     layout = SplitPoint(**BF16).layout((2, 24))
     words, left_over = layout.on_the_wire
@@ -118,9 +141,12 @@ def synchronise_compressed() -> tuple[list[str], float, float, float]:
 
 
 def test_gradients_of_each_stage_are_compressed(ranks: Any) -> None:
-    """Oracle: residuals of this stage's parameters on its ranks, a ratio above 1, and equal weights everywhere."""
+    """Oracle: residuals of this stage's parameters on its ranks, a ratio above 1, and equal weights
+    everywhere.
+    """
     told = ranks(4).run(synchronise_compressed)
-    first, last = ["network.0.bias", "network.0.weight"], ["network.3.bias", "network.3.weight"]
+    first = ["network.0.bias", "network.0.weight"]
+    last = ["network.3.bias", "network.3.weight"]
     assert [names for names, *_ in told] == [first, last, first, last]
     assert all(ratio > 3 and norm > 0 for _, ratio, norm, _ in told)
     assert len({total for *_, total in told}) == 1

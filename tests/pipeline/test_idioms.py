@@ -1,4 +1,6 @@
-"""Ordinary Lightning code under a pipeline: samplers, batch norm, dropout, half precision, a second fit."""
+"""Ordinary Lightning code under a pipeline: samplers, batch norm, dropout, half precision, a second
+fit.
+"""
 
 import random
 from pathlib import Path
@@ -17,7 +19,15 @@ from distributed.resuming import SaveAndStop
 from distributed.training import Watch, trainer_for
 from distributed.training import rank as rank_of_process
 from lightning_dct import SplitPoint, SplitSequential
-from pipeline.split_models import MICRO_BATCHES, SplitModule, batches, strategy_for, train, train_alone, worst
+from pipeline.split_models import (
+    MICRO_BATCHES,
+    SplitModule,
+    batches,
+    strategy_for,
+    train,
+    train_alone,
+    worst,
+)
 
 
 def rows() -> DataLoader:
@@ -63,12 +73,15 @@ class Drawing(SplitModule):
         inputs, targets = batch
         inputs += 1.0
         noise = torch.randn_like(inputs)
-        self.drawn.append((float(inputs.sum()), float(noise.sum()), random.random(), float(np.random.rand())))
+        self.drawn.append(
+            (float(inputs.sum()), float(noise.sum()), random.random(), float(np.random.rand()))
+        )
         return (self.network(inputs + noise) - targets).square().mean()
 
 
 def draw() -> tuple[list[tuple[float, ...]], list[float]]:
-    module, losses = Drawing(), Watch()
+    module = Drawing()
+    losses = Watch()
     torch.manual_seed(rank_of_process() // 2)
     trainer = trainer_for(strategy_for(2), callbacks=[losses], max_epochs=2, limit_val_batches=1)
     trainer.fit(module, batches(3, 2), batches(1, 2))
@@ -76,7 +89,9 @@ def draw() -> tuple[list[tuple[float, ...]], list[float]]:
 
 
 def test_a_step_draws_the_same_wherever_it_runs(ranks: Any) -> None:
-    """Oracle: what the first stage sees and draws, twice on the last: for the network's input, and for the loss."""
+    """Oracle: what the first stage sees and draws, twice on the last: for the network's input, and
+    for the loss.
+    """
     told = ranks(4).run(draw)
     for (first, after_first), (last, after_last) in (told[:2], told[2:]):
         assert sorted(first * 2) == sorted(last)
@@ -119,13 +134,17 @@ def drop(draws_on_one_rank: bool) -> tuple[list[int], list[list[list[float]]]]:
     torch.manual_seed(0)
     module = Drops()
     callbacks = [DrawsOnOneRank()] if draws_on_one_rank else []
-    trainer = trainer_for(strategy_for(2), callbacks=callbacks, use_distributed_sampler=False, max_epochs=3)
+    trainer = trainer_for(
+        strategy_for(2), callbacks=callbacks, use_distributed_sampler=False, max_epochs=3
+    )
     trainer.fit(module, rows())
     return module.read, [one.masks for one in module.drops if one.masks]
 
 
 def test_stages_drop_other_entries_and_go_on_with_the_same_batches(ranks: Any) -> None:
-    """Oracle: all rows in each epoch, in another order; two masks agree in half of their entries."""
+    """Oracle: all rows in each epoch, in another order; two masks agree in half of their
+    entries.
+    """
     (read, first), (others_read, second) = ranks(2).run(drop, False)
     epochs = {tuple(read[start : start + 16]) for start in (0, 16, 32)}
     assert read == others_read
@@ -140,13 +159,16 @@ def test_stages_drop_other_entries_and_go_on_with_the_same_batches(ranks: Any) -
 
 def test_ranks_that_come_to_read_different_batches_are_refused(ranks: Any) -> None:
     with pytest.raises(
-        RankFailure, match=r"read different batches for `training_step`.*draw no random numbers on some"
+        RankFailure,
+        match=r"read different batches for `training_step`.*draw no random numbers on some",
     ):
         ranks(2).run(drop, True)
 
 
 class Various(SplitModule):
-    """Batch norm, dropout, a parameter that is never used, frozen ones, a nested batch, and a network in a wrapper."""
+    """Batch norm, dropout, a parameter that is never used, frozen ones, a nested batch, and a
+    network in a wrapper.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,12 +178,19 @@ class Various(SplitModule):
         first.bias.requires_grad_(False)
         self.network = Wrapper(
             nn.Sequential(
-                Add(first), nn.BatchNorm1d(24), nn.Dropout(0.1), SplitPoint(density=0.5), nn.BatchNorm1d(24), last
+                Add(first),
+                nn.BatchNorm1d(24),
+                nn.Dropout(0.1),
+                SplitPoint(density=0.5),
+                nn.BatchNorm1d(24),
+                last,
             )
         )
 
     def loss(self, batch: Any) -> Tensor:
-        return (self.network({"parts": [batch[0], batch[0]], "scale": 0.5}) - batch[1]).square().mean()
+        return (
+            (self.network({"parts": [batch[0], batch[0]], "scale": 0.5}) - batch[1]).square().mean()
+        )
 
 
 class Wrapper(nn.Module):
@@ -186,14 +215,17 @@ class Add(nn.Module):
 
 def fit_various() -> tuple[list[float], dict[str, Any], float]:
     torch.manual_seed(5)
-    module, watch = Various(), Watch()
+    module = Various()
+    watch = Watch()
     trainer = trainer_for(strategy_for(2, density=0.5), callbacks=[watch], max_epochs=4)
     trainer.fit(module, batches(8, 2), batches(2, 2, 7, 50))
     return watch.losses, module.state_dict(), float(trainer.callback_metrics["val/mean"])
 
 
 def test_a_network_of_many_kinds_of_modules_learns(ranks: Any) -> None:
-    """Oracle: a falling loss, buffers of batch norm that have counted every micro-batch, and equal replicas."""
+    """Oracle: a falling loss, buffers of batch norm that have counted every micro-batch, and equal
+    replicas.
+    """
     told = ranks(4).run(fit_various)
     for losses, state, validated in told:
         assert sum(losses[-8:]) < 0.9 * sum(losses[:8])
@@ -209,24 +241,31 @@ def test_a_network_of_many_kinds_of_modules_learns(ranks: Any) -> None:
 class Unfreezes(Callback):
     """Has the biases of all stages trained from the fourth batch on."""
 
-    def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Trainer, module: Any, batch: Any, batch_idx: int
+    ) -> None:
         if batch_idx == 3:
             module.network.requires_grad_(True)
 
 
 def train_unfreezing(settings: dict[str, Any]) -> tuple[list[float], dict[str, Tensor], Any]:
-    module, watch = SplitModule(), Watch()
+    module = SplitModule()
+    watch = Watch()
     module.example_input_array = torch.zeros(1, 40)
     for name, parameter in module.network.named_parameters():
         parameter.requires_grad_(not name.endswith("bias"))
-    trainer = trainer_for(strategy_for(2, **settings), callbacks=[Unfreezes(), watch], enable_model_summary=True)
+    trainer = trainer_for(
+        strategy_for(2, **settings), callbacks=[Unfreezes(), watch], enable_model_summary=True
+    )
     trainer.fit(module, batches(6, 2))
     return watch.losses, dict(module.network.named_parameters()), module.example_input_array
 
 
 @pytest.mark.parametrize("compress", ["updates", "gradients"])
 def test_parameters_may_be_unfrozen(ranks: Any, compress: str) -> None:
-    """Oracle: biases that move, and the same losses for both ways of exchange; an example input does no harm."""
+    """Oracle: biases that move, and the same losses for both ways of exchange; an example input
+    does no harm.
+    """
     told = ranks(2).run(train_unfreezing, {"compress": compress})
     before = dict(SplitModule().network.named_parameters())
     for losses, weights, example in told:
@@ -238,7 +277,9 @@ def test_parameters_may_be_unfrozen(ranks: Any, compress: str) -> None:
 
 def fit_twice() -> tuple[list[float], dict[str, Tensor]]:
     """Three batches, then three more with the same module, strategy and trainer."""
-    module, watch, strategy = SplitModule(), Watch(), strategy_for(2)
+    module = SplitModule()
+    watch = Watch()
+    strategy = strategy_for(2)
     trainer = trainer_for(strategy, callbacks=[watch])
     trainer.fit(module, batches(3, 2))
     trainer.fit_loop.max_epochs = 2
@@ -268,7 +309,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def train_variants() -> dict[str, Any]:
-    return {name: train(2, "1f1b", 2, {"density": 0.3}, count=4, **settings) for name, settings in VARIANTS.items()}
+    return {
+        name: train(2, "1f1b", 2, {"density": 0.3}, count=4, **settings)
+        for name, settings in VARIANTS.items()
+    }
 
 
 def test_variants_of_ddp_and_precision(ranks: Any) -> None:
@@ -277,7 +321,9 @@ def test_variants_of_ddp_and_precision(ranks: Any) -> None:
     losses, weights = train_alone(2, {"density": 0.3}, width=2, count=4, accumulate=2)
     for rank, runs in enumerate(told):
         # Lightning hands callbacks the loss as it is accumulated.
-        assert [2 * loss for loss in runs["copied gradients"].losses] == pytest.approx(losses[rank // 2], abs=1e-6)
+        assert [2 * loss for loss in runs["copied gradients"].losses] == pytest.approx(
+            losses[rank // 2], abs=1e-6
+        )
         assert worst(runs["copied gradients"].weights, weights) < 1e-6
     plain, _ = train_alone(2, {"density": 0.3}, width=2, count=4)
     for rank, runs in enumerate(told):
@@ -292,7 +338,8 @@ def test_variants_of_ddp_and_precision(ranks: Any) -> None:
 def train_with_adagrad(path: Path) -> tuple[list[float], list[int]]:
     """Adagrad makes the state of all parameters in advance."""
     settings = {"optimizer": torch.optim.Adagrad, "optimizer_settings": {"lr": 0.05}}
-    module, watch = SplitModule(2, None, torch.optim.Adagrad, lr=0.05), Watch()
+    module = SplitModule(2, None, torch.optim.Adagrad, lr=0.05)
+    watch = Watch()
     trainer = trainer_for(strategy_for(2), callbacks=[watch])
     trainer.fit(module, batches(6, 2))
     losses, _ = train_alone(2, **settings)
@@ -338,7 +385,8 @@ class Named(SplitModule):
         super().__init__()
         layers = list(self.network)
         del self.network
-        self.first, self.last = layers[0], layers[3]
+        self.first = layers[0]
+        self.last = layers[3]
         self.network = SplitSequential(*layers)
         self.register_buffer("seen", torch.tensor(0))
 
@@ -349,13 +397,18 @@ class Named(SplitModule):
 
 
 def train_named(path: Path) -> tuple[list[float], dict[str, Any]]:
-    module, watch = Named(), Watch()
-    trainer_for(strategy_for(2), callbacks=[watch, SaveAndStop(path, 3, stop=False)]).fit(module, batches(4, 2))
+    module = Named()
+    watch = Watch()
+    trainer_for(strategy_for(2), callbacks=[watch, SaveAndStop(path, 3, stop=False)]).fit(
+        module, batches(4, 2)
+    )
     return watch.losses, module.state_dict()
 
 
 def test_layers_may_be_attributes_and_the_module_have_buffers(ranks: Any, tmp_path: Path) -> None:
-    """Oracle: one process, whose checkpoint has a layer under both names, and counts every micro-batch."""
+    """Oracle: one process, whose checkpoint has a layer under both names, and counts every
+    micro-batch.
+    """
     told = ranks(2).run(train_named, tmp_path / "named.ckpt")
     losses, _ = train_alone(2, count=4)
     saved = torch.load(tmp_path / "named.ckpt", weights_only=True)["state_dict"]
@@ -368,7 +421,9 @@ def test_layers_may_be_attributes_and_the_module_have_buffers(ranks: Any, tmp_pa
 
 
 class Compiled(SplitModule):
-    """Its pieces are compiled, as torch.compile(backend="eager") does without a compiler at hand."""
+    """Its pieces are compiled, as torch.compile(backend="eager") does without a compiler at
+    hand.
+    """
 
     def __init__(self) -> None:
         super().__init__()

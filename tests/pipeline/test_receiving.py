@@ -1,4 +1,6 @@
-"""Receives are posted early, which changes nothing but when bytes travel; the results of a step arrive complete."""
+"""Receives are posted early, which changes nothing but when bytes travel; the results of a step
+arrive complete.
+"""
 
 import os
 from datetime import timedelta
@@ -17,9 +19,13 @@ INT8 = {"density": 0.3, "forward_format": "int8", "backward_format": "int4"}
 
 
 def train_watched(stages: int, name: str, early: bool) -> tuple[list[str], list[int]]:
-    """Hashes of this rank's weights after each step, and the receives posted before each of its micro-batches."""
-    posted, computed = [], []
-    start, compute = schedule._post, schedule.Stage.compute
+    """Hashes of this rank's weights after each step, and the receives posted before each of its
+    micro-batches.
+    """
+    posted = []
+    computed = []
+    start = schedule._post
+    compute = schedule.Stage.compute
 
     def counted_start(op: Any) -> Any:
         posted.append(op)
@@ -57,7 +63,9 @@ def share_all(stages: int) -> list[Any]:
     received = []
     for value in RESULTS:
         results.post_receive()
-        received.append(results.share(value if int(os.environ["RANK"]) % stages == stages - 1 else None))
+        received.append(
+            results.share(value if int(os.environ["RANK"]) % stages == stages - 1 else None)
+        )
     return received
 
 

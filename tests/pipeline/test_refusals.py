@@ -1,4 +1,6 @@
-"""What cannot work is refused on every rank, with the setting and the remedy, before anything hangs."""
+"""What cannot work is refused on every rank, with the setting and the remedy, before anything
+hangs.
+"""
 
 import os
 from pathlib import Path
@@ -25,9 +27,15 @@ from pipeline.split_models import SplitModule, batches, strategy_for, train_alon
         ({"stages": 1}, "`stages` must be at least 2"),
         ({"stages": 2.0}, "`stages` must be a whole number"),
         ({"micro_batches": 0}, "`micro_batches` must be at least 1"),
-        ({"schedule": "zero_bubble"}, "`schedule` must be one of 'gpipe', '1f1b', 'interleaved_1f1b'"),
+        (
+            {"schedule": "zero_bubble"},
+            "`schedule` must be one of 'gpipe', '1f1b', 'interleaved_1f1b'",
+        ),
         ({"stages": 4, "micro_batches": 3}, "Use 4 or more, or schedule='gpipe'"),
-        ({"schedule": "interleaved_1f1b", "micro_batches": 5}, "needs a multiple of `stages=2`. Use 4."),
+        (
+            {"schedule": "interleaved_1f1b", "micro_batches": 5},
+            "needs a multiple of `stages=2`. Use 4.",
+        ),
         ({"process_group": "mine"}, "makes its own process groups"),
         ({"static_graph": True}, "cannot take `static_graph`"),
         ({"density": 2.0}, "`density` is the share"),
@@ -55,7 +63,9 @@ class Broken(SplitModule):
         elif fault == "empty":
             self.network.append(SplitPoint())
         elif fault == "tied":
-            self.network = nn.Sequential(shared := nn.Linear(40, 40), SplitPoint(), nn.Linear(40, 40), nn.Linear(40, 8))
+            self.network = nn.Sequential(
+                shared := nn.Linear(40, 40), SplitPoint(), nn.Linear(40, 40), nn.Linear(40, 8)
+            )
             self.network[2].weight = shared.weight
         elif fault == "untrained":
             self.network[3].requires_grad_(False)
@@ -69,7 +79,9 @@ class Broken(SplitModule):
             self.network = OwnForward(nn.Linear(40, 40), SplitPoint(), nn.Linear(40, 8))
         elif fault == "buffers":
             norm = nn.BatchNorm1d(40, affine=False)
-            self.network = nn.Sequential(nn.Linear(40, 40), norm, SplitPoint(), norm, nn.Linear(40, 8))
+            self.network = nn.Sequential(
+                nn.Linear(40, 40), norm, SplitPoint(), norm, nn.Linear(40, 8)
+            )
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.fault == "frozen":
@@ -125,7 +137,9 @@ def fit_broken(fault: str) -> str:
 
 def fit_wrongly(fault: str) -> str:
     """One thing wrong around the model."""
-    strategy, settings, data = strategy_for(2), {}, batches(1, 2)
+    strategy = strategy_for(2)
+    settings = {}
+    data = batches(1, 2)
     if fault == "stages":
         strategy = strategy_for(3)
     elif fault == "interleaved":
@@ -153,8 +167,10 @@ SURROUNDINGS = {
     "batch": "`micro_batches=4` does not divide the training batch, which has 6 rows",
     "precision": "precision='16-mixed' does not work",
     "anomaly": "detect_anomaly=True",
-    "data": "have read different batches for `training_step`, and all of them must read the same. Begin the script with"
-    " `seed_everything(0, workers=True)`",
+    "data": (
+        "have read different batches for `training_step`, and all of them must read the same. Begin"
+        " the script with `seed_everything(0, workers=True)`"
+    ),
     "averaging": "`StochasticWeightAveraging` does not work with",
     "finetuning": "`BaseFinetuning` does not work with",
     "disagreement": "The ranks disagree on `schedule` (rank 0: '1f1b', rank 1: 'gpipe')",
@@ -168,12 +184,16 @@ def all_messages() -> dict[str, str]:
 
 def test_torch_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.9.1+cu130"))
-    with pytest.raises(RuntimeError, match=r"needs torch 2\.13 or later, and this is torch 2\.9\.1"):
+    with pytest.raises(
+        RuntimeError, match=r"needs torch 2\.13 or later, and this is torch 2\.9\.1"
+    ):
         DCTPipelineStrategy()
 
 
 def test_faults_are_named_on_every_rank(ranks: Any) -> None:
-    """Oracle: the messages above, from both ranks, one run after the other in the same processes."""
+    """Oracle: the messages above, from both ranks, one run after the other in the same
+    processes.
+    """
     for told in ranks(2).run(all_messages):
         for fault, said in (FAULTS | SURROUNDINGS).items():
             assert said in told[fault], fault
@@ -185,7 +205,9 @@ def fit_without_loss() -> None:
 
 def test_a_step_that_returns_no_loss_is_named(ranks: Any) -> None:
     """Oracle: the last stage's rank says so, in its own words and not in those of the schedule."""
-    with pytest.raises(RankFailure, match="must return a loss that depends on the network's output"):
+    with pytest.raises(
+        RankFailure, match="must return a loss that depends on the network's output"
+    ):
         ranks(2).run(fit_without_loss)
 
 
@@ -222,7 +244,9 @@ def run_script(folder: Path, *arguments: str) -> tuple[int, str]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_python")
 def test_a_failing_rank_ends_the_job(tmp_path: Path) -> None:
-    """Oracle: the launcher of `strategy="dct_pipeline"` ends with a failing exit status and the error."""
+    """Oracle: the launcher of `strategy="dct_pipeline"` ends with a failing exit status and the
+    error.
+    """
     status, output = run_script(tmp_path, "dct_pipeline", "fails")
     assert status != 0
     assert "rank 1 has had enough" in output
@@ -231,9 +255,13 @@ def test_a_failing_rank_ends_the_job(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_python")
 def test_spawned_processes_give_the_whole_model_back(tmp_path: Path) -> None:
-    """Oracle: the process that spawns has the weights that two stages have trained: those of one process."""
+    """Oracle: the process that spawns has the weights that two stages have trained: those of one
+    process.
+    """
     status, output = run_script(tmp_path, "dct_pipeline_spawn")
     assert status == 0, output
     _, weights = train_alone(2, count=3)
     total = float(sum(weight.double().sum() for weight in weights.values()))
-    assert float(output.rsplit("sum of all weights")[-1].split()[0]) == pytest.approx(total, abs=1e-4)
+    assert float(output.rsplit("sum of all weights")[-1].split()[0]) == pytest.approx(
+        total, abs=1e-4
+    )

@@ -1,4 +1,6 @@
-"""What users of a Trainer see: logs, metrics, evaluation of ragged batches, predictions, saved best models."""
+"""What users of a Trainer see: logs, metrics, evaluation of ragged batches, predictions, saved best
+models.
+"""
 
 import warnings
 from pathlib import Path
@@ -12,7 +14,14 @@ from torch.utils.data import DataLoader
 from torchmetrics import CatMetric, MeanSquaredError
 
 from distributed.training import Noise, trainer_for
-from pipeline.split_models import MICRO_BATCHES, SplitModule, batches, replica, strategy_for, train_alone
+from pipeline.split_models import (
+    MICRO_BATCHES,
+    SplitModule,
+    batches,
+    replica,
+    strategy_for,
+    train_alone,
+)
 
 EVALUATED = {"density": 0.3, "forward_format": "int8"}
 
@@ -29,28 +38,42 @@ def ragged(count: int, stages: int) -> DataLoader:
     return DataLoader(Ragged(count, 40, 8, 7, 50 + replica(stages)), batch_size=None)
 
 
-def expected_validation(module: SplitModule, counts: list[int], call: Any = None) -> dict[str, float]:
+def expected_validation(
+    module: SplitModule, counts: list[int], call: Any = None
+) -> dict[str, float]:
     """What validation of so many ragged batches of each pipeline comes to, in one process.
 
     ``call`` is how the network is called, if not with the inputs alone.
     """
     module.eval()
-    sums, rows, means = 0.0, 0, []
+    sums = 0.0
+    rows = 0
+    means = []
     for pipeline, count in enumerate(counts):
-        data, total, seen = Ragged(count, 40, 8, 7, 50 + pipeline), 0.0, 0
+        data = Ragged(count, 40, 8, 7, 50 + pipeline)
+        total = 0.0
+        seen = 0
         for index in range(count):
             inputs, targets = data[index]
             with torch.no_grad():
                 # The network runs in micro-batches, each masked by itself, as in training.
-                parts = [(call or module.network)(part) for part in inputs.tensor_split(MICRO_BATCHES)]
+                parts = [
+                    (call or module.network)(part) for part in inputs.tensor_split(MICRO_BATCHES)
+                ]
                 total += float((torch.cat(parts) - targets).square().mean()) * len(inputs)
             seen += len(inputs)
-        sums, rows, means = sums + total, rows + seen, [*means, total / seen]
+        sums = sums + total
+        rows = rows + seen
+        means = [*means, total / seen]
     return {"val/mean": sums / rows, "val/rows": float(rows)}
 
 
-def fit_and_validate(stages: int, counts: list[int]) -> tuple[dict[str, float], dict[str, float], dict[str, Tensor]]:
-    """What is logged in fit and in a validation after it, and the state of this pipeline's first replica."""
+def fit_and_validate(
+    stages: int, counts: list[int]
+) -> tuple[dict[str, float], dict[str, float], dict[str, Tensor]]:
+    """What is logged in fit and in a validation after it, and the state of this pipeline's first
+    replica.
+    """
     module = SplitModule(2, EVALUATED)
     strategy = strategy_for(stages, density=1.0)
     trainer = trainer_for(strategy)
@@ -63,14 +86,20 @@ def fit_and_validate(stages: int, counts: list[int]) -> tuple[dict[str, float], 
 
 @pytest.mark.parametrize(("world", "counts"), [(2, [3]), (4, [3, 2])])
 def test_validation_of_ragged_batches(ranks: Any, world: int, counts: list[int]) -> None:
-    """Oracle: the model in one process, every row once; pipelines with unequal numbers of batches do not hang."""
+    """Oracle: the model in one process, every row once; pipelines with unequal numbers of batches
+    do not hang.
+    """
     told = ranks(world).run(fit_and_validate, 2, counts)
     module = SplitModule(2, EVALUATED)
     module.load_state_dict(told[0][2])
     expected = expected_validation(module, counts)
     losses, _ = train_alone(2, EVALUATED, width=len(counts), count=4)
     for rank, (within, after, _) in enumerate(told):
-        assert within.keys() == told[0][0].keys() >= {"train/loss", "train/rows", "train/largest", "val/loss"}
+        assert (
+            within.keys()
+            == told[0][0].keys()
+            >= {"train/loss", "train/rows", "train/largest", "val/loss"}
+        )
         assert within["train/loss"] == pytest.approx(losses[rank // 2][-1], abs=1e-6)
         assert within["train/rows"] == 2.0
         assert within["train/largest"] >= within["train/loss"]
@@ -140,7 +169,8 @@ class Accumulating(SplitModule):
 
 
 def fit_accumulating() -> tuple[list[float], list[str]]:
-    module, seen = Accumulating(), []
+    module = Accumulating()
+    seen = []
     trainer = trainer_for(strategy_for(2))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -151,7 +181,9 @@ def fit_accumulating() -> tuple[list[float], list[str]]:
 
 
 def test_metrics_that_are_not_reset_go_on(ranks: Any) -> None:
-    """Oracle: batches of 7, 6, 5, and then 7, 6 rows again, in one process; no rank says that it has no data."""
+    """Oracle: batches of 7, 6, 5, and then 7, 6 rows again, in one process; no rank says that it
+    has no data.
+    """
     once, again = (expected_validation(SplitModule(2), [count])["val/mean"] for count in (3, 2))
     for seen, said in ranks(2).run(fit_accumulating):
         assert seen == pytest.approx([once, (18 * once + 13 * again) / 31])
@@ -163,10 +195,16 @@ def fit_with_monitors(folder: Path) -> tuple[str, int, float]:
     module = SplitModule(2, EVALUATED)
     best = ModelCheckpoint(folder, "{epoch}", monitor="val/loss")
     stopping = EarlyStopping("val/loss", min_delta=10.0, patience=1)
-    trainer = trainer_for(strategy_for(2), callbacks=[best, stopping], max_epochs=9, enable_checkpointing=True)
+    trainer = trainer_for(
+        strategy_for(2), callbacks=[best, stopping], max_epochs=9, enable_checkpointing=True
+    )
     trainer.fit(module, batches(2, 2), ragged(2, 2))
     (scores,) = trainer.validate(module, ragged(2, 2), ckpt_path="best", verbose=False)
-    return best.best_model_path, trainer.current_epoch, scores["val/loss"] - float(best.best_model_score)
+    return (
+        best.best_model_path,
+        trainer.current_epoch,
+        scores["val/loss"] - float(best.best_model_score),
+    )
 
 
 def test_monitors_decide_alike(ranks: Any, tmp_path: Path) -> None:

@@ -27,21 +27,28 @@ from lightning_dct.failures import collective_order, lifeline
 
 
 class Model(pl.LightningModule):
-    """Two linear layers around a BatchNorm, whose running statistics are averaged at the end, and one beside them.
+    """Two linear layers around a BatchNorm, whose running statistics are averaged at the end, and
+    one beside them.
 
     Or two around a split point, each of which is a stage of a pipeline.
     """
 
     def __init__(self, way: str) -> None:
         super().__init__()
-        norm = [] if any(words in way for words in ("checkpoint", "no buffers", "only one")) else [nn.BatchNorm1d(8)]
+        norm = (
+            []
+            if any(words in way for words in ("checkpoint", "no buffers", "only one"))
+            else [nn.BatchNorm1d(8)]
+        )
         self.model = nn.Sequential(nn.Linear(8, 8), *norm, nn.Linear(8, 8))
         self.extra = nn.Linear(8, 8)
-        self.way, self.lr = way, 0.1
+        self.way = way
+        self.lr = 0.1
         if way == "unfreeze":
             self.extra.requires_grad_(False)
         if way.startswith("stage"):
-            self.model, self.extra = SplitSequential(nn.Linear(8, 8), SplitPoint(), nn.Linear(8, 8)), None
+            self.model = SplitSequential(nn.Linear(8, 8), SplitPoint(), nn.Linear(8, 8))
+            self.extra = None
         self.tables = ShardedEmbeddingBags([9], 4) if way.startswith("rows") else None
         self.others = ShardedEmbeddingBags([9], 4, seed=1) if "other order" in way else None
 
@@ -57,7 +64,9 @@ class Model(pl.LightningModule):
             return None
         if not self.automatic_optimization:
             for number, optimizer in enumerate(self.optimizers()):
-                self.manual_backward((self.model[-1](batch[0]) + self.extra(batch[0])).square().mean())
+                self.manual_backward(
+                    (self.model[-1](batch[0]) + self.extra(batch[0])).square().mean()
+                )
                 if self.global_rank != 0 or batch_idx != 3 or number != 1:
                     optimizer.step()
                     optimizer.zero_grad()
@@ -75,7 +84,8 @@ class Model(pl.LightningModule):
                 self.all_gather(batch[0])
         output = self.model(batch[0])
         loss = (output if self.extra is None else output + self.extra(batch[0])).square().mean()
-        ids, is_apart = torch.ones(4, 1, dtype=torch.int64), self.global_rank == 0 and batch_idx == 4
+        ids = torch.ones(4, 1, dtype=torch.int64)
+        is_apart = self.global_rank == 0 and batch_idx == 4
         if is_apart and "exact" in self.way:
             with torch.no_grad():
                 self.tables(ids)
@@ -90,7 +100,9 @@ class Model(pl.LightningModule):
                 self.log("more", loss, on_step=True, sync_dist=True)
         return loss
 
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
         if self.way.startswith("skips") and self.global_rank == 0 and batch_idx == 5:
             optimizer_closure()  # its gradients are too large
             return
@@ -137,13 +149,19 @@ class Model(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         if self.way == "fewer steps of one":
             return [torch.optim.SGD(one.parameters(), 0.1) for one in (self.model[-1], self.extra)]
-        chosen = self if self.way.startswith(("unfreeze", "stage", "shard", "rows", "barrier")) else self.model
+        chosen = (
+            self
+            if self.way.startswith(("unfreeze", "stage", "shard", "rows", "barrier"))
+            else self.model
+        )
         return torch.optim.SGD(chosen.parameters(), 0.1)
 
 
 def loop(way: str) -> None:
     """Train without a Trainer; rank 0 makes the mistake."""
-    is_first, fabric, model = os.environ["RANK"] == "0", None, nn.Linear(8, 8)
+    is_first = os.environ["RANK"] == "0"
+    fabric = None
+    model = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     if way.startswith("fabric"):
         fabric = Fabric(strategy="dct", accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]))
@@ -175,7 +193,8 @@ def loop(way: str) -> None:
 
 def train(way: str, folder: str) -> None:
     """Train on every rank; rank 0 makes the mistake."""
-    lifeline.GRACE_S, collective_order.LATE_S = 1.5, 3.0
+    lifeline.GRACE_S = 1.5
+    collective_order.LATE_S = 3.0
     if way.startswith(("fabric", "loop")):
         loop(way)
         return
@@ -191,7 +210,12 @@ def train(way: str, folder: str) -> None:
     if "local steps" in way:
         settings = {"local_steps": 2, "warmup_steps": 0}
     if "in flight" in way:
-        settings = {"exchange": "two_phase", "local_steps": 4, "overlap_steps": 2, "warmup_steps": 0}
+        settings = {
+            "exchange": "two_phase",
+            "local_steps": 4,
+            "overlap_steps": 2,
+            "warmup_steps": 0,
+        }
     strategy: Any = DCTStrategy(**settings)
     if way.startswith("stage"):
         strategy = DCTPipelineStrategy(stages=2, micro_batches=2)
@@ -204,7 +228,9 @@ def train(way: str, folder: str) -> None:
         enable_checkpointing="checkpoint" in way,
         num_sanity_val_steps=0,
         limit_val_batches=1.0 if "valid" in way else 0,
-        callbacks=[LearningRateFinder(num_training_steps=9, early_stop_threshold=None)] if "search" in way else [],
+        callbacks=[LearningRateFinder(num_training_steps=9, early_stop_threshold=None)]
+        if "search" in way
+        else [],
     )
     kind = next((kind for kind in ("validate", "test", "predict") if way.endswith(kind)), "fit")
     getattr(trainer, kind)(Model(way), *(data if validates else data[1:]))

@@ -27,7 +27,9 @@ class Model(pl.LightningModule):
     def __init__(self, rank: int, fail: Callable[[], None], at_setup: bool) -> None:
         super().__init__()
         self.layer = nn.Linear(32, 40)
-        self.rank, self.fail, self.at_setup = rank, fail, at_setup
+        self.rank = rank
+        self.fail = fail
+        self.at_setup = at_setup
 
     def setup(self, stage: str) -> None:
         if self.at_setup and self.global_rank == self.rank:
@@ -79,7 +81,9 @@ WAYS: dict[str, Callable[[], None]] = {
 
 
 def train(way: str, rank: int, folder: str, grace_s: float) -> None:
-    """Train on every rank until one of them fails in one of ``WAYS``; the others have ``grace_s`` to end."""
+    """Train on every rank until one of them fails in one of ``WAYS``; the others have ``grace_s``
+    to end.
+    """
     lifeline.GRACE_S = grace_s
     callbacks: list[pl.Callback] = []
     if way == "raise and stay":
@@ -89,7 +93,11 @@ def train(way: str, rank: int, folder: str, grace_s: float) -> None:
     if way == "disk full":
         callbacks.append(ModelCheckpoint(folder, every_n_train_steps=1))
     data = TensorDataset(torch.randn(200, 32, generator=torch.Generator().manual_seed(1)))
-    settings = {"max_epochs": 100, "enable_checkpointing": bool(callbacks), "use_distributed_sampler": True}
+    settings = {
+        "max_epochs": 100,
+        "enable_checkpointing": bool(callbacks),
+        "use_distributed_sampler": True,
+    }
     trainer = trainer_for(DCTStrategy(density=0.1), callbacks=callbacks, **settings)
     workers = {"num_workers": 1, "persistent_workers": True} if "worker" in way else {}
     with _deaf_workers(bool(workers) and os.environ["RANK"] == str(rank)):

@@ -2,10 +2,10 @@
 
     python tests/reliability/fuzz.py --payloads 100000 --checkpoints 1000
 
-There may be an error that says what is wrong, or a right answer. A right answer is one within what the layout promises
-(see ``wires.py``), for a checkpoint the very state that was saved (see ``states.py``). Anything else is counted and
-shown: other kinds of errors, answers out of bounds, errors without a message. A decoder that hangs or crashes ends this
-program, with a trace.
+There may be an error that says what is wrong, or a right answer. A right answer is one within what
+the layout promises (see ``wires.py``), for a checkpoint the very state that was saved (see
+``states.py``). Anything else is counted and shown: other kinds of errors, answers out of bounds,
+errors without a message. A decoder that hangs or crashes ends this program, with a trace.
 """
 
 import argparse
@@ -39,11 +39,17 @@ class Outcome(NamedTuple):
 
 
 def judge(decode: Callable[[], None], says: str = "", kind: type[ValueError] = ValueError) -> str:
-    """Call a decoder and say what it did; errors must be of a kind and their messages hold ``says``."""
+    """Call a decoder and say what it did; errors must be of a kind and their messages hold
+    ``says``.
+    """
     try:
         decode()
     except kind as error:
-        return "error" if str(error).strip() and says in str(error) else f"an error that says {str(error)!r}"
+        return (
+            "error"
+            if str(error).strip() and says in str(error)
+            else f"an error that says {str(error)!r}"
+        )
     except BaseException as error:
         return f"{type(error).__name__}: {str(error)[:200]}"
     return "right"
@@ -51,7 +57,8 @@ def judge(decode: Callable[[], None], says: str = "", kind: type[ValueError] = V
 
 def fuzz_payloads(count: int, seed: int) -> Iterable[Outcome]:
     """Harm messages, one after the other in turn."""
-    chance, valid = random.Random(seed), messages(seed)
+    chance = random.Random(seed)
+    valid = messages(seed)
     data = [message.data for message in valid]
     for message in valid:
         verdict = judge(lambda message=message: message.decode(as_tensor(message.data)))
@@ -60,13 +67,16 @@ def fuzz_payloads(count: int, seed: int) -> Iterable[Outcome]:
         message = valid[number % len(valid)]
         harmed = as_tensor(mutate(chance, message.data, data))
         faulthandler.dump_traceback_later(HANGS_AFTER_S, exit=True)
-        yield Outcome(message.wire, judge(lambda message=message, harmed=harmed: message.decode(harmed)))
+        yield Outcome(
+            message.wire, judge(lambda message=message, harmed=harmed: message.decode(harmed))
+        )
     faulthandler.cancel_dump_traceback_later()
 
 
 def fuzz_checkpoints(count: int, seed: int, folder: Path) -> Iterable[Outcome]:
     """Harm files of checkpoints, their bytes and what they hold."""
-    chance, cases = random.Random(seed), CheckpointCases(seed, folder)
+    chance = random.Random(seed)
+    cases = CheckpointCases(seed, folder)
     for number in range(count):
         faulthandler.dump_traceback_later(HANGS_AFTER_S, exit=True)
         subject, decode, says, kind = cases.next(chance, number)
@@ -92,11 +102,17 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         runs = (
             (fuzz_payloads(options.payloads, options.seed), options.payloads, "payloads"),
-            (fuzz_checkpoints(options.checkpoints, options.seed, Path(folder)), options.checkpoints, "checkpoints"),
+            (
+                fuzz_checkpoints(options.checkpoints, options.seed, Path(folder)),
+                options.checkpoints,
+                "checkpoints",
+            ),
         )
         for outcomes, total, what in runs:
             for outcome in track(outcomes, what, total=total):
-                verdict = outcome.verdict if outcome.verdict in ("error", "right") else "anything else"
+                verdict = (
+                    outcome.verdict if outcome.verdict in ("error", "right") else "anything else"
+                )
                 counts.setdefault(outcome.subject, Counter())[verdict] += 1
                 if verdict == "anything else":
                     others[outcome] += 1

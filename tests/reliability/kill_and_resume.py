@@ -1,10 +1,12 @@
-"""Kills training with SIGKILL at random moments, resumes it, and compares what comes out with an undisturbed run.
+"""Kills training with SIGKILL at random moments, resumes it, and compares what comes out with an
+undisturbed run.
 
     python tests/reliability/kill_and_resume.py --kills 20
 
-Every kind of training saves a checkpoint after every optimizer step; half of the kills aim at a moment within a save.
-Now one rank dies a little before the others, now all at once. Oracle: weights, optimizer states, residuals, thresholds
-and what the ranks remember of each other, of the undisturbed run, to the last bit.
+Every kind of training saves a checkpoint after every optimizer step; half of the kills aim at a
+moment within a save. Now one rank dies a little before the others, now all at once. Oracle:
+weights, optimizer states, residuals, thresholds and what the ranks remember of each other, of the
+undisturbed run, to the last bit.
 """
 
 import argparse
@@ -33,7 +35,9 @@ KILLS_A_RUN = 5
 
 @dataclass
 class Kill:
-    """A rank dies some time after it is ``"training"`` on a batch or ``"saving"`` after one; the others die later."""
+    """A rank dies some time after it is ``"training"`` on a batch or ``"saving"`` after one; the
+    others die later.
+    """
 
     event: str
     batch: int
@@ -44,9 +48,11 @@ class Kill:
 
 @dataclass
 class Survival:
-    """What became of one kind of training: its kills, what the rank that died first was at, and how often.
+    """What became of one kind of training: its kills, what the rank that died first was at, and how
+    often.
 
-    And the largest difference from the undisturbed run over all that ranks hold, and what differed, by name.
+    And the largest difference from the undisturbed run over all that ranks hold, and what differed,
+    by name.
     """
 
     kills: int = 0
@@ -64,10 +70,18 @@ def survive(kind: str, kills: int, seed: int, folder: Path, batches: int = BATCH
     survival = Survival()
     while survival.kills < kills:
         disturbed = folder / f"disturbed-{survival.kills}"
-        for batch in sorted(numbers.sample(range(batches), min(KILLS_A_RUN, kills - survival.kills))):
+        for batch in sorted(
+            numbers.sample(range(batches), min(KILLS_A_RUN, kills - survival.kills))
+        ):
             event = numbers.choice(["training", "saving"])
             later = numbers.choice([0.0, numbers.uniform(0.0, 0.1)])
-            kill = Kill(event, batch, numbers.uniform(0.0, 0.03), numbers.randrange(WORLD_SIZES[kind]), later)
+            kill = Kill(
+                event,
+                batch,
+                numbers.uniform(0.0, 0.03),
+                numbers.randrange(WORLD_SIZES[kind]),
+                later,
+            )
             survival.while_at[run(kind, disturbed, batches, kill)] += 1
             survival.kills += 1
         run(kind, disturbed, batches, None)
@@ -93,7 +107,9 @@ def run(kind: str, folder: Path, batches: int, kill: Kill | None) -> str:
     world_size = WORLD_SIZES[kind]
     for rank in range(world_size):
         ours, theirs = CONTEXT.Pipe()
-        processes.append(started(train, rank, world_size, port, kind, folder, batches, theirs, daemon=True))
+        processes.append(
+            started(train, rank, world_size, port, kind, folder, batches, theirs, daemon=True)
+        )
         theirs.close()
         pipes.append(ours)
     try:
@@ -122,7 +138,12 @@ def _watch(processes: list[Any], pipes: list[Connection], kill: Kill | None, fol
                 del open_pipes[pipe]
                 continue
             event, batch = at[rank]
-            if kill is not None and rank == kill.rank and event == kill.event and batch >= kill.batch:
+            if (
+                kill is not None
+                and rank == kill.rank
+                and event == kill.event
+                and batch >= kill.batch
+            ):
                 time.sleep(kill.delay_s)
                 processes[rank].kill()
                 processes[rank].join()
@@ -140,7 +161,9 @@ def _watch(processes: list[Any], pipes: list[Connection], kill: Kill | None, fol
 
 
 def _logs(folder: Path) -> str:
-    return "\n".join(path.read_text(errors="replace")[-3000:] for path in sorted(folder.glob("*.log")))
+    return "\n".join(
+        path.read_text(errors="replace")[-3000:] for path in sorted(folder.glob("*.log"))
+    )
 
 
 def results(folder: Path) -> list[Any]:
@@ -153,13 +176,22 @@ def main() -> None:
     from rich.console import Console
     from rich.table import Table
 
-    parser = argparse.ArgumentParser(description="Kill training at random moments, resume it and compare.")
+    parser = argparse.ArgumentParser(
+        description="Kill training at random moments, resume it and compare."
+    )
     parser.add_argument("--kills", type=int, default=20, help="for each kind of training")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     table = Table(title=f"Killed with SIGKILL and resumed, 2 or 4 ranks, {BATCHES} batches")
-    for column in ("training", "kills survived", "while training", "while saving", "after a save", "worst difference"):
+    for column in (
+        "training",
+        "kills survived",
+        "while training",
+        "while saving",
+        "after a save",
+        "worst difference",
+    ):
         table.add_column(column, justify="left" if column == "training" else "right")
     failed = False
     with tempfile.TemporaryDirectory() as folder:

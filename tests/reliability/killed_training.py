@@ -1,4 +1,6 @@
-"""What the ranks train in the tests that kill them: small models of every kind, a checkpoint after every step."""
+"""What the ranks train in the tests that kill them: small models of every kind, a checkpoint after
+every step.
+"""
 
 import logging
 import os
@@ -26,8 +28,8 @@ from lightning_dct.compress.bucket_plan import local_of
 from lightning_dct.failures.lifeline import Lifeline
 from pipeline.split_models import SplitModule, replica
 
-# In one epoch. Plain Lightning 2.6 trains an epoch too many when it resumes twice, the first time from a checkpoint
-# saved after an epoch's last batch.
+# In one epoch. Plain Lightning 2.6 trains an epoch too many when it resumes twice, the first time
+# from a checkpoint saved after an epoch's last batch.
 BATCHES = 24
 
 
@@ -35,7 +37,8 @@ class Resumable:
     """Batches that say how far they have been read, so that Lightning goes on there."""
 
     def __init__(self, batch: Callable[[int], Any], batches: int = BATCHES) -> None:
-        self._batch, self._batches = batch, batches
+        self._batch = batch
+        self._batches = batches
         self._position = 0
         self._first = 0
 
@@ -43,7 +46,8 @@ class Resumable:
         return self._batches
 
     def __iter__(self) -> Iterator[Any]:
-        first, self._first = self._first, 0
+        first = self._first
+        self._first = 0
         for index in range(first, self._batches):
             self._position = index + 1
             yield self._batch(index)
@@ -56,13 +60,17 @@ class Resumable:
 
 
 def signal_itself(number: int, lifeline: Lifeline) -> None:
-    """Send this process a signal that no rank has received yet, and wait until all ranks will act on it.
+    """Send this process a signal that no rank has received yet, and wait until all ranks will act
+    on it.
 
-    They train for a few milliseconds: on a busy machine the lifelines' threads might wake up when all is over.
+    They train for a few milliseconds: on a busy machine the lifelines' threads might wake up when
+    all is over.
     """
     os.kill(os.getpid(), number)
     order = lifeline._order
-    while number not in order._signals and not any(number in due for due in list(order._due.values())):
+    while number not in order._signals and not any(
+        number in due for due in list(order._due.values())
+    ):
         time.sleep(0.001)
 
 
@@ -77,7 +85,9 @@ def replicas(**settings: Any) -> tuple[DCTStrategy, LightningModule, Any, dict[s
 
 
 def all_gather() -> Any:
-    strategy, module, batch, _ = replicas(exchange="all_gather", value_format="2bit", overlap_steps=0)
+    strategy, module, batch, _ = replicas(
+        exchange="all_gather", value_format="2bit", overlap_steps=0
+    )
     return strategy, module, batch, {"accumulate_grad_batches": 2}
 
 
@@ -91,18 +101,28 @@ def in_background() -> Any:
 
 
 def tables() -> Any:
-    module = Hybrid({"density": 0.1, "value_format": "2bit", "refresh_every": 5, "cache_rows": 40}, "adagrad")
+    module = Hybrid(
+        {"density": 0.1, "value_format": "2bit", "refresh_every": 5, "cache_rows": 40}, "adagrad"
+    )
     return DCTStrategy(density=0.2, min_tensor_size=1, refresh_every=4), module, Batches.batch, {}
 
 
 def growing() -> Any:
-    exchange = {"density": 0.1, "value_format": "2bit", "refresh_every": 5, "cache_rows": 20, "max_rows": 24}
+    exchange = {
+        "density": 0.1,
+        "value_format": "2bit",
+        "refresh_every": 5,
+        "cache_rows": 20,
+        "max_rows": 24,
+    }
     module = Growing({**exchange, "admit_after": 2}, "adagrad")
     return DCTStrategy(density=0.2, min_tensor_size=1, refresh_every=4), module, Batches.batch, {}
 
 
 def pruned() -> Any:
-    module = Pruned({"density": 0.1, "value_format": "2bit", "refresh_every": 5, "cache_rows": 40}, "adagrad")
+    module = Pruned(
+        {"density": 0.1, "value_format": "2bit", "refresh_every": 5, "cache_rows": 40}, "adagrad"
+    )
     strategy = DCTStrategy(density=0.2, min_tensor_size=1, refresh_every=4)
     # Some kills fall before the pruning, some after it.
     return strategy, module, Batches.batch, {"callbacks": [EmbeddingPruning(0.5, BATCHES // 2)]}
@@ -110,14 +130,23 @@ def pruned() -> Any:
 
 def pipeline() -> Any:
     split = {"density": 0.2, "forward_format": "int8", "refresh_every": 3}
-    strategy = DCTPipelineStrategy(stages=2, micro_batches=4, density=0.2, min_tensor_size=1, refresh_every=4)
+    strategy = DCTPipelineStrategy(
+        stages=2, micro_batches=4, density=0.2, min_tensor_size=1, refresh_every=4
+    )
     noise = Noise(BATCHES, 40, 8, 8, replica(2))
     return strategy, SplitModule(2, split, torch.optim.Adam, lr=0.01), noise.__getitem__, {}
 
 
 def fsdp() -> Any:
-    settings = {"replicas": 2, "unit": 1000, "local_steps": 2, "warmup_steps": 0, "refresh_every": 4}
-    strategy, noise = DCTFSDPStrategy(**settings), Noise(BATCHES, 40, 8, rank=int(os.environ["RANK"]))
+    settings = {
+        "replicas": 2,
+        "unit": 1000,
+        "local_steps": 2,
+        "warmup_steps": 0,
+        "refresh_every": 4,
+    }
+    strategy = DCTFSDPStrategy(**settings)
+    noise = Noise(BATCHES, 40, 8, rank=int(os.environ["RANK"]))
     return strategy, Plain(torch.optim.Adam, lr=0.01), noise.__getitem__, {}
 
 
@@ -160,11 +189,17 @@ class Reporting(Callback):
 
 def plain(value: Any) -> Any:
     """A tree of dicts and lists with a CPU copy of the local part of every tensor."""
-    return apply_to_collection(value, torch.Tensor, lambda tensor: local_of(tensor).detach().to("cpu", copy=True))
+    return apply_to_collection(
+        value, torch.Tensor, lambda tensor: local_of(tensor).detach().to("cpu", copy=True)
+    )
 
 
-def train(rank: int, world_size: int, port: int, kind: str, folder: Path, batches: int, pipe: Connection) -> None:
-    """One rank: go on from the last checkpoint in the folder if there is one, and leave there what comes out."""
+def train(
+    rank: int, world_size: int, port: int, kind: str, folder: Path, batches: int, pipe: Connection
+) -> None:
+    """One rank: go on from the last checkpoint in the folder if there is one, and leave there what
+    comes out.
+    """
     log = begin_rank((folder / f"rank-{rank}.log").open("a"), rank, world_size, port)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -184,5 +219,6 @@ def train(rank: int, world_size: int, port: int, kind: str, folder: Path, batche
     }
     torch.save(result, folder / f"final-{rank}.pt")
     log.flush()
-    # Not by the usual way out: gloo's threads may abort a process that ends while a DistributedDataParallel is alive.
+    # Not by the usual way out: gloo's threads may abort a process that ends while a
+    # DistributedDataParallel is alive.
     os._exit(0)

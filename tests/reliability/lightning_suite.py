@@ -1,11 +1,12 @@
-"""Runs Lightning's own tests with DCTStrategy in the place of DDPStrategy, in the Trainer and in Fabric.
+"""Runs Lightning's own tests with DCTStrategy in the place of DDPStrategy, in the Trainer and in
+Fabric.
 
     git clone --branch 2.6.6 https://github.com/Lightning-AI/pytorch-lightning
     python tests/reliability/lightning_suite.py pytorch-lightning            # every test file that names DDP
     python tests/reliability/lightning_suite.py pytorch-lightning -k spawn   # or what else pytest takes
 
-Tests that want a GPU are skipped without one. ``--ddp`` as the first argument leaves DDPStrategy where it is: what
-fails then, fails without us.
+Tests that want a GPU are skipped without one. ``--ddp`` as the first argument leaves DDPStrategy
+where it is: what fails then, fails without us.
 """
 
 import os
@@ -42,7 +43,9 @@ def pytest_configure() -> None:
     ):
         for name, entry in registry.items():
             if entry["strategy"] is module.DDPStrategy:
-                registry.register(name, ours, entry["description"], override=True, **entry["init_params"])
+                registry.register(
+                    name, ours, entry["description"], override=True, **entry["init_params"]
+                )
         module.DDPStrategy = ours
 
 

@@ -46,7 +46,9 @@ def take_another(chance: random.Random, _: bytearray, others: Sequence[bytes]) -
     return chance.choice(others)
 
 
-def take_another_beginning(chance: random.Random, data: bytearray, others: Sequence[bytes]) -> bytes:
+def take_another_beginning(
+    chance: random.Random, data: bytearray, others: Sequence[bytes]
+) -> bytes:
     """The header of another layout."""
     other = chance.choice(others)
     length = chance.randint(1, 16)

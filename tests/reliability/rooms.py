@@ -1,7 +1,9 @@
-"""Two hosts with nothing in common but a cable: network namespaces with a name, an ``/etc/hosts`` and a disk each.
+"""Two hosts with nothing in common but a cable: network namespaces with a name, an ``/etc/hosts``
+and a disk each.
 
-Needs root on Linux, as ``experiments/network/hosts.py`` does. ``Room.start`` calls a function there, in a process that
-is forked from one that has imported everything, and ``Room.text`` is what it has printed.
+Needs root on Linux, as ``experiments/network/hosts.py`` does. ``Room.start`` calls a function
+there, in a process that is forked from one that has imported everything, and ``Room.text`` is what
+it has printed.
 """
 
 import ctypes
@@ -24,8 +26,11 @@ PORT = 29500
 # Far more than anything takes on a quiet machine.
 PATIENCE_S = 240.0
 # Of <sched.h> and <sys/mount.h>.
-_CLONE_NEWNS, _CLONE_NEWUTS = 0x20000, 0x4000000
-_MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 1 << 18
+_CLONE_NEWNS = 0x20000
+_CLONE_NEWUTS = 0x4000000
+_MS_BIND = 0x1000
+_MS_REC = 0x4000
+_MS_PRIVATE = 1 << 18
 
 
 @dataclass
@@ -64,13 +69,19 @@ class Room:
         hosts_file = self.log.with_suffix(".hosts")
         hosts_file.write_text("\n".join(["127.0.0.1 localhost", *self.knows, ""]))
         # No name server answers here, and asking one takes seconds.
-        mounts = {"/etc/hosts": hosts_file, "/etc/resolv.conf": Path("/dev/null"), str(self.disk): self.folder}
+        mounts = {
+            "/etc/hosts": hosts_file,
+            "/etc/resolv.conf": Path("/dev/null"),
+            str(self.disk): self.folder,
+        }
         words = function.__module__, function.__qualname__, arguments
         process = started(_run, self.host, self.name, mounts, self.log, environment, *words)
         self.processes.append(process)
         return process
 
-    def train(self, function: Callable[..., None], *arguments: Any, rank: int, master: str, **more: str) -> Any:
+    def train(
+        self, function: Callable[..., None], *arguments: Any, rank: int, master: str, **more: str
+    ) -> Any:
         """Start a training as users start it without any launcher."""
         places = {"NODE_RANK": str(rank), "MASTER_ADDR": master, "MASTER_PORT": str(PORT)}
         return self.start(function, *arguments, **places, **more)
@@ -81,12 +92,16 @@ class Room:
         return " ".join(self.log.read_text(errors="replace").split())
 
     def has_said(self, words: str, patience_s: float = PATIENCE_S) -> float:
-        """Wait until this host has printed these words; an AssertionError says what it has printed instead."""
+        """Wait until this host has printed these words; an AssertionError says what it has printed
+        instead.
+        """
         began = time.monotonic()
         while words not in self.text:
             ended = all(process.exitcode is not None for process in self.processes)
             if (ended and words not in self.text) or time.monotonic() > began + patience_s:
-                raise AssertionError(f"{self.name} has not said {words!r}:\n{self.log.read_text(errors='replace')}")
+                raise AssertionError(
+                    f"{self.name} has not said {words!r}:\n{self.log.read_text(errors='replace')}"
+                )
             time.sleep(0.1)
         return time.monotonic() - began
 
@@ -94,7 +109,9 @@ class Room:
         """Wait until all processes of this host have ended, with this exit status."""
         for process in self.processes:
             process.join(PATIENCE_S)
-            assert process.exitcode == status, f"{self.name}:\n{self.log.read_text(errors='replace')}"
+            assert process.exitcode == status, (
+                f"{self.name}:\n{self.log.read_text(errors='replace')}"
+            )
 
     def run(self, *command: str) -> None:
         """Run a command in this host's network."""
@@ -107,7 +124,10 @@ class Room:
             "add table inet filter",
             "add chain inet filter input { type filter hook input priority 0; policy accept; }",
             f"add rule inet filter input iifname {INTERFACE} ct state established,related accept",
-            *(f"add rule inet filter input iifname {INTERFACE} tcp dport {port} accept" for port in ports),
+            *(
+                f"add rule inet filter input iifname {INTERFACE} tcp dport {port} accept"
+                for port in ports
+            ),
             f"add rule inet filter input iifname {INTERFACE} meta l4proto tcp drop",
         ]
         self.run("nft", "; ".join(rules))
@@ -127,12 +147,17 @@ class Room:
 
 @contextmanager
 def two_rooms(folder: Path, megabits: float | None = None) -> Iterator[list[Room]]:
-    """Two rooms, ``ada`` and ``bob``, that know each other by name; a RuntimeError if this machine cannot make them."""
+    """Two rooms, ``ada`` and ``bob``, that know each other by name; a RuntimeError if this machine
+    cannot make them.
+    """
     with make_hosts(2, megabits) as hosts:
         names = ("ada", "bob")
         known = [f"{host.address} {name}" for host, name in zip(hosts, names, strict=True)]
         disk = folder / "disk"
-        rooms = [Room(host, name, folder / name, disk, list(known)) for host, name in zip(hosts, names, strict=True)]
+        rooms = [
+            Room(host, name, folder / name, disk, list(known))
+            for host, name in zip(hosts, names, strict=True)
+        ]
         try:
             yield rooms
         finally:

@@ -1,11 +1,13 @@
-"""Trains for a long time on two hosts while ranks are killed, links are cut and the number of ranks changes.
+"""Trains for a long time on two hosts while ranks are killed, links are cut and the number of ranks
+changes.
 
     sudo python tests/reliability/soak.py --minutes 20
 
-One training goes on from phase to phase, under torchrun, on one or two network namespaces: 2, 4, 3 ranks or 1. In a
-phase ranks are killed at random moments and start again from the last checkpoint; a host's link is cut for some
-seconds, now and then for so long that the job has to end. In the end what has become of every gradient is added up, and
-the loss is compared with that of an undisturbed run of as many steps on one rank; see soak_training.py.
+One training goes on from phase to phase, under torchrun, on one or two network namespaces: 2, 4, 3
+ranks or 1. In a phase ranks are killed at random moments and start again from the last checkpoint;
+a host's link is cut for some seconds, now and then for so long that the job has to end. In the end
+what has become of every gradient is added up, and the loss is compared with that of an undisturbed
+run of as many steps on one rank; see soak_training.py.
 """
 
 import argparse
@@ -57,7 +59,9 @@ class Soak:
     """One training in a folder, on some hosts."""
 
     def __init__(self, hosts: list[Host], folder: Path, seed: int) -> None:
-        self._hosts, self._folder, self._log = hosts, folder, folder / "output.log"
+        self._hosts = hosts
+        self._folder = folder
+        self._log = folder / "output.log"
         self._chance = random.Random(seed)
         self._phases = 0
         self.events: Counter[str] = Counter()
@@ -70,7 +74,9 @@ class Soak:
         while time.monotonic() < end and all(agent.poll() is None for agent in agents):
             time.sleep(self._chance.uniform(6.0, 15.0))
             self._disturb(layout)
-        self.events["phases that ended by themselves"] += any(agent.poll() is not None for agent in agents)
+        self.events["phases that ended by themselves"] += any(
+            agent.poll() is not None for agent in agents
+        )
         for host, agent in zip(self._hosts, agents, strict=False):
             host.end(agent)
         for agent in agents:
@@ -81,7 +87,9 @@ class Soak:
         agents = self._start(LAYOUTS[0], steps)
         statuses = [agent.wait() for agent in agents]
         if any(statuses):
-            raise RuntimeError(f"The last phase failed: {self._log.read_text(errors='replace')[-3000:]}")
+            raise RuntimeError(
+                f"The last phase failed: {self._log.read_text(errors='replace')[-3000:]}"
+            )
 
     def saved_steps(self) -> int:
         """How far the last checkpoint is."""
@@ -99,17 +107,38 @@ class Soak:
             ["--standalone"]
             if layout.hosts == 1
             else [
-                *("--nnodes", str(layout.hosts), "--rdzv-backend", "c10d", "--rdzv-id", f"phase-{self._phases}"),
-                *("--rdzv-endpoint", f"{self._hosts[0].address}:{PORT}", "--local-addr", host.address),
-                # The address is not what the host's name resolves to, so torchrun does not see it by itself.
+                *(
+                    "--nnodes",
+                    str(layout.hosts),
+                    "--rdzv-backend",
+                    "c10d",
+                    "--rdzv-id",
+                    f"phase-{self._phases}",
+                ),
+                *(
+                    "--rdzv-endpoint",
+                    f"{self._hosts[0].address}:{PORT}",
+                    "--local-addr",
+                    host.address,
+                ),
+                # The address is not what the host's name resolves to, so torchrun does not see it
+                # by itself.
                 *("--rdzv-conf", f"is_host={int(host is self._hosts[0])}"),
             ]
         )
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(layout.ranks)]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            str(layout.ranks),
+        ]
         command += [*rendezvous, "--max-restarts", "20", str(SCRIPT), str(self._folder), str(steps)]
         # A pipe that nobody reads would fill up and stop them.
         logged = ["sh", "-c", 'exec "$@" >> "$0" 2>&1', str(self._log), *command]
-        return host.start(logged, {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.environ.get("PYTHONPATH", "")})
+        return host.start(
+            logged, {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+        )
 
     def _disturb(self, layout: Layout) -> None:
         if layout.hosts > 1 and self._chance.random() < 0.3:
@@ -131,12 +160,16 @@ class Soak:
         """Add what the ranks have said to the events."""
         output = self._log.read_text(errors="replace")
         self.events["times a rank has named the one to blame"] = output.count("This rank ends too.")
-        self.events["times a rank has resumed"] = output.count("Restored all states from the checkpoint")
+        self.events["times a rank has resumed"] = output.count(
+            "Restored all states from the checkpoint"
+        )
 
 
 def _ranks_on(host: Host) -> list[int]:
     """The processes that train on a host, by their command lines."""
-    listed = subprocess.run(["ip", "netns", "pids", host.namespace], capture_output=True, text=True).stdout
+    listed = subprocess.run(
+        ["ip", "netns", "pids", host.namespace], capture_output=True, text=True
+    ).stdout
     found = []
     for process in map(int, listed.split()):
         with suppress(OSError):
@@ -148,9 +181,21 @@ def _ranks_on(host: Host) -> list[int]:
 
 def undisturbed(folder: Path, steps: int) -> dict[str, float]:
     """The same training on one rank."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "1",
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([*command, str(SCRIPT), str(folder), str(steps)], env=environment, check=True, capture_output=True)
+    subprocess.run(
+        [*command, str(SCRIPT), str(folder), str(steps)],
+        env=environment,
+        check=True,
+        capture_output=True,
+    )
     return json.loads((folder / "result.json").read_text())
 
 

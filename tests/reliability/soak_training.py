@@ -1,10 +1,12 @@
-"""A training for torchrun that can be killed, restarted and continued with another number of ranks; see soak.py.
+"""A training for torchrun that can be killed, restarted and continued with another number of ranks;
+see soak.py.
 
     torchrun ... tests/reliability/soak_training.py FOLDER STEPS [KILL_AT_STEP]
 
-Every step uses the same 12 samples however many ranks share them. One tensor has a gradient that does not depend on it,
-so that what it must come to is known: its start, less the sum of all gradients, plus what is still held back. The other
-learns a regression, for a loss to compare. At the end rank 0 writes both to FOLDER/result.json.
+Every step uses the same 12 samples however many ranks share them. One tensor has a gradient that
+does not depend on it, so that what it must come to is known: its start, less the sum of all
+gradients, plus what is still held back. The other learns a regression, for a loss to compare. At
+the end rank 0 writes both to FOLDER/result.json.
 """
 
 import json
@@ -29,7 +31,9 @@ FEATURES = 64
 
 
 def gradient_of(step: int, sample: int) -> Tensor:
-    """What one sample of a step adds to the gradient of the tensor that is known beforehand: fp64 ``[SIZE]``."""
+    """What one sample of a step adds to the gradient of the tensor that is known beforehand: fp64
+    ``[SIZE]``.
+    """
     generator = torch.Generator().manual_seed(step * SAMPLES + sample)
     return torch.randn(SIZE, generator=generator, dtype=torch.float64)
 
@@ -44,8 +48,14 @@ class Model(pl.LightningModule):
         self.kill_at = kill_at
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        step, rank, world_size = self.global_step, self.global_rank, self.trainer.world_size
-        if step == self.kill_at and rank == world_size - 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        step = self.global_step
+        rank = self.global_rank
+        world_size = self.trainer.world_size
+        if (
+            step == self.kill_at
+            and rank == world_size - 1
+            and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+        ):
             os.kill(os.getpid(), signal.SIGKILL)
         share = SAMPLES // world_size
         samples = range(rank * share, (rank + 1) * share)
@@ -62,7 +72,9 @@ class Model(pl.LightningModule):
         return DataLoader(torch.zeros(1_000_000, 1), batch_size=1)
 
     def on_fit_end(self) -> None:
-        """Sum what all ranks still hold back; a rank's residual enters the model as a share of the mean."""
+        """Sum what all ranks still hold back; a rank's residual enters the model as a share of the
+        mean.
+        """
         synchronizer = self.trainer.strategy.synchronizer
         assert synchronizer is not None
         state = synchronizer.state_dict()
@@ -75,11 +87,14 @@ class Model(pl.LightningModule):
 
 def main() -> None:
     """Train from wherever the last checkpoint is."""
-    folder, steps = Path(sys.argv[1]), int(sys.argv[2])
+    folder = Path(sys.argv[1])
+    steps = int(sys.argv[2])
     model = Model(int(sys.argv[3]) if len(sys.argv) > 3 else None)
     checkpoints = ModelCheckpoint(folder / "checkpoints", every_n_train_steps=1, save_last=True)
     trainer = pl.Trainer(
-        strategy=DCTStrategy(compress="gradients", density=0.05, value_format="fp32", min_tensor_size=1),
+        strategy=DCTStrategy(
+            compress="gradients", density=0.05, value_format="fp32", min_tensor_size=1
+        ),
         accelerator="cpu",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
         num_nodes=int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"]),
@@ -96,7 +111,9 @@ def main() -> None:
         lost = (model.known.detach() + total / SAMPLES - model.held_back).abs().max()
         loss = (model.learnt.detach() - 1.0).norm()
         result = {"steps": trainer.global_step, "world_size": trainer.world_size}
-        (folder / "result.json").write_text(json.dumps({**result, "lost": float(lost), "distance": float(loss)}))
+        (folder / "result.json").write_text(
+            json.dumps({**result, "lost": float(lost), "distance": float(loss)})
+        )
 
 
 if __name__ == "__main__":

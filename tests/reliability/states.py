@@ -1,8 +1,9 @@
 """Checkpoint files of every kind, harmed as bytes and in what they say.
 
-Bytes: what is read is an error that names the file, or the very state that was saved. Contents (valid files and notes
-that say something else): an error, or a state that the objects it is for take over and are sound with, and files within
-the checkpoint's folder. Files of other ranks, saves or steps: an error that names the file.
+Bytes: what is read is an error that names the file, or the very state that was saved. Contents
+(valid files and notes that say something else): an error, or a state that the objects it is for
+take over and are sound with, and files within the checkpoint's folder. Files of other ranks, saves
+or steps: an error that names the file.
 """
 
 import copy
@@ -23,7 +24,14 @@ from torch import Tensor
 
 from differences import assert_same
 from lightning_dct import CheckpointError
-from lightning_dct.checkpoint.format import identity, make_note, read_checked, rows_path, state_folder, state_path
+from lightning_dct.checkpoint.format import (
+    identity,
+    make_note,
+    read_checked,
+    rows_path,
+    state_folder,
+    state_path,
+)
 from lightning_dct.checkpoint.reading import agreed_notes, merge_states
 from lightning_dct.compress.bucket_plan import OwnedPiece
 from lightning_dct.compress.error_feedback import ErrorFeedback
@@ -34,7 +42,8 @@ from lightning_dct.embedding.store_state import check_memory
 from lightning_dct.embedding.table_files import INDEX, load_rows, save_rows
 from reliability.mutations import mutate
 
-TABLES, DIM = (50, 7), 4
+TABLES = (50, 7)
+DIM = 4
 SIZES = {"a.weight": 120, "b.bias": 9}
 NOTE = make_note(world_size=4, synchronisations=12, save="5f0c93ab", stages=2)
 PIECES = {"a.weight[0:60]": OwnedPiece("a.weight[0:60]", "a.weight", 0, 60, 0)}
@@ -110,9 +119,13 @@ class CheckpointCases:
 
     def _another_file(self, chance: random.Random) -> Case:
         """A whole file of the same shape that was written for somebody else."""
-        whose, state = identity(NOTE, 1), {**self._state}
+        whose = identity(NOTE, 1)
+        state = {**self._state}
         field = chance.choice(sorted(whose))
-        other = {**whose, field: "00000000" if field == "save" else whose[field] + chance.choice((-1, 1))}
+        other = {
+            **whose,
+            field: "00000000" if field == "save" else whose[field] + chance.choice((-1, 1)),
+        }
         state["synchronisations"] = other.pop("synchronisations")
         torch.save({**state, "identity": other} if chance.random() < 0.9 else state, self._file)
 
@@ -179,7 +192,8 @@ def example_state() -> dict[str, Any]:
     """A rank's state as the strategy saves it, with sharded tables and a split point."""
     wanted = np.array([0, 3, 20], dtype=np.int64)
     placement = place_tables(TABLES, 2)
-    held, mirror = _remembered(placement.owned_rows[1], True), _remembered(placement.owned_rows[0], False)
+    held = _remembered(placement.owned_rows[1], True)
+    mirror = _remembered(placement.owned_rows[0], False)
     for rows in (held, mirror):
         for places in (wanted, wanted[:2]):
             rows.admit({1: places})
@@ -202,7 +216,12 @@ def example_state() -> dict[str, Any]:
         "modules": {"tables": tables},
         "accumulated": {"a.weight": torch.tensor([math.nan])},
         "weights": {"a.weight": torch.full((3, 2), math.nan), "b.bias": torch.tensor([1j])},
-        "optimizers": [{"state": {0: {"mean": torch.tensor([math.nan])}}, "param_groups": [{"betas": (0.9, 0.99)}]}],
+        "optimizers": [
+            {
+                "state": {0: {"mean": torch.tensor([math.nan])}},
+                "param_groups": [{"betas": (0.9, 0.99)}],
+            }
+        ],
         "exchange_clocks": {"a.weight": 4},
         "in_flight": {"a.weight": torch.ones(6)},
     }
@@ -217,12 +236,17 @@ def take_over(state: dict[str, Any]) -> None:
         for name, residual in feedback.residuals.state_dict().items():
             assert residual.numel() == SIZES.get(name, residual.numel())
             assert residual.isfinite().all()
-        assert all(0 < threshold < math.inf for threshold in feedback.thresholds.by_label().values())
+        assert all(
+            0 < threshold < math.inf for threshold in feedback.thresholds.by_label().values()
+        )
     assert 0 <= merged["synchronisations"] < 10**12
     for tables in (states[0] for states in merged["modules"].values()):
         check_memory(tables, TABLES, DIM)
         placement = place_tables(TABLES, 2)
-        for part, universe in (("held", placement.owned_rows[1]), ("mirrors", placement.owned_rows[0])):
+        for part, universe in (
+            ("held", placement.owned_rows[1]),
+            ("mirrors", placement.owned_rows[0]),
+        ):
             if tables[part]["codes"].keys() != {1}:
                 continue  # it is of other ranks, and refused as such
             rows = _remembered(universe, part == "held")
@@ -236,7 +260,9 @@ def take_over(state: dict[str, Any]) -> None:
 
 
 def change_something(chance: random.Random, state: Any) -> None:
-    """Go down into nested containers at random and remove, rename, exchange or resize what is found there."""
+    """Go down into nested containers at random and remove, rename, exchange or resize what is found
+    there.
+    """
     while True:
         keys = list(state) if isinstance(state, dict) else list(range(len(state)))
         if not keys:
@@ -263,12 +289,30 @@ def _change(chance: random.Random, state: Any, key: Any, value: Any) -> None:
         state[chance.choice(("another", 7, -1, ""))] = state.pop(key)
     elif way == "replace":
         state[key] = chance.choice(
-            (None, -1, 1 << 62, 10**30, 1e30, math.nan, "text", "../x", 0.5, [], {}, torch.zeros(3), torch.zeros(0, 2))
+            (
+                None,
+                -1,
+                1 << 62,
+                10**30,
+                1e30,
+                math.nan,
+                "text",
+                "../x",
+                0.5,
+                [],
+                {},
+                torch.zeros(3),
+                torch.zeros(0, 2),
+            )
         )
     elif way == "resize":
-        state[key] = torch.cat([value, value[:1]]) if value.ndim and chance.random() < 0.5 else value[:-1]
+        state[key] = (
+            torch.cat([value, value[:1]]) if value.ndim and chance.random() < 0.5 else value[:-1]
+        )
     elif way == "retype":
-        state[key] = value.to(chance.choice((torch.int32, torch.float16, torch.bool, torch.complex64)))
+        state[key] = value.to(
+            chance.choice((torch.int32, torch.float16, torch.bool, torch.complex64))
+        )
     else:
         odd = (math.nan, math.inf) if value.is_floating_point() else ()
         state[key] = torch.full_like(value, chance.choice((-1, 0, 1, 10_000, *odd)))
@@ -277,5 +321,11 @@ def _change(chance: random.Random, state: Any, key: Any, value: Any) -> None:
 def _remembered(universe: int, with_residual: bool) -> RowStore:
     empty = torch.empty(0, DIM)
     return RowStore(
-        5, {1: universe}, 2, len(TABLES), lambda _, places: torch.zeros(len(places), DIM), empty, with_residual
+        5,
+        {1: universe},
+        2,
+        len(TABLES),
+        lambda _, places: torch.zeros(len(places), DIM),
+        empty,
+        with_residual,
     )

@@ -1,4 +1,5 @@
-"""Files that were damaged, or changed by somebody who made their checksums fit, are refused on every rank.
+"""Files that were damaged, or changed by somebody who made their checksums fit, are refused on
+every rank.
 
 Only the weights in Lightning's file may be edited. Training then continues from them.
 """
@@ -14,7 +15,15 @@ import torch
 from lightning.pytorch import Trainer
 
 from distributed.resuming import AtStart, SaveAndStop, twice_ten_batches
-from distributed.training import Module, Perceptron, State, rank, trainer_for, warnings_of, weights_of
+from distributed.training import (
+    Module,
+    Perceptron,
+    State,
+    rank,
+    trainer_for,
+    warnings_of,
+    weights_of,
+)
 from lightning_dct import CheckpointError, DCTStrategy
 from lightning_dct.checkpoint.format import state_path
 
@@ -76,7 +85,9 @@ BYTES: dict[str, Callable[[bytearray], Any]] = {
 
 
 def test_damage_to_lightnings_file(ranks: Any, whole: Path, tmp_path: Path) -> None:
-    """Oracle: an error with the file's name on both ranks, whether both read the damaged file or one does."""
+    """Oracle: an error with the file's name on both ranks, whether both read the damaged file or
+    one does.
+    """
     paths = []
     for number, harm in enumerate(BYTES.values()):
         data = bytearray(whole.read_bytes())
@@ -139,7 +150,9 @@ FOUND: dict[str, Callable[[dict[str, Any]], None]] = {
     "no optimizers' states": change("optimizers", to=[{}]),
     "an optimizer without groups": change("optimizers", 0, "param_groups", to=[]),
     "text for a moment": change(*ADAM, to="text"),
-    "a NaN threshold": change("thresholds", "values", to=lambda values: dict.fromkeys(values, math.nan)),
+    "a NaN threshold": change(
+        "thresholds", "values", to=lambda values: dict.fromkeys(values, math.nan)
+    ),
     "no weights": change("weights", to={}),
     "other shapes": change("weights", NAME, to=lambda weights: weights.T),
     "modules that are a list": change("modules", to=[]),
@@ -160,7 +173,9 @@ CHANGED: dict[str, Callable[[dict[str, Any]], None]] = {
     "other betas": change(*GROUP, "betas", to=(2.0, 2.0)),
     "an empty optimizer": change("optimizers", 0, "state", to={}),
     "no optimizer": change("optimizers", to=[]),
-    "a huge threshold": change("thresholds", "values", to=lambda values: dict.fromkeys(values, 1e38)),
+    "a huge threshold": change(
+        "thresholds", "values", to=lambda values: dict.fromkeys(values, 1e38)
+    ),
     "no thresholds": change("thresholds", to={"values": {}, "targets": {}}),
     "other targets": change("thresholds", "targets", to=lambda targets: dict.fromkeys(targets, 1)),
     "own in flight": change("in_flight", f"own of {NAME}", to=a_bit_more),
@@ -169,9 +184,14 @@ CHANGED: dict[str, Callable[[dict[str, Any]], None]] = {
 }
 
 
-@pytest.mark.parametrize(("edits", "known"), [({**FOUND, **CHANGED}, True), (FOUND, False)], ids=["known", "unknown"])
-def test_edited_states(ranks: Any, whole: Path, tmp_path: Path, edits: dict[str, Any], known: bool) -> None:
-    """Oracle: one kind of error on both ranks, for each change of one rank's file; none hangs, none is silent.
+@pytest.mark.parametrize(
+    ("edits", "known"), [({**FOUND, **CHANGED}, True), (FOUND, False)], ids=["known", "unknown"]
+)
+def test_edited_states(
+    ranks: Any, whole: Path, tmp_path: Path, edits: dict[str, Any], known: bool
+) -> None:
+    """Oracle: one kind of error on both ranks, for each change of one rank's file; none hangs, none
+    is silent.
 
     An unknown fingerprint is that of a ``CheckpointIO`` of the user's.
     """
@@ -203,7 +223,9 @@ NOTES: dict[str, Callable[[dict[str, Any]], None]] = {
 
 
 def test_edited_notes(ranks: Any, whole: Path, tmp_path: Path) -> None:
-    """Oracle: an error that names the file, where the changed note would do: of it, files would be found and read."""
+    """Oracle: an error that names the file, where the changed note would do: of it, files would be
+    found and read.
+    """
     paths = []
     for number, edit in enumerate(NOTES.values()):
         path = tmp_path / f"{number}.ckpt"
@@ -216,7 +238,9 @@ def test_edited_notes(ranks: Any, whole: Path, tmp_path: Path) -> None:
 
 
 def test_other_files_of_one_checkpoint(ranks: Any, whole: Path, tmp_path: Path) -> None:
-    """Oracle: an error on both ranks; on one of them, somebody has changed a weight in Lightning's file."""
+    """Oracle: an error on both ranks; on one of them, somebody has changed a weight in Lightning's
+    file.
+    """
     path = tmp_path / "x.ckpt"
     shutil.copytree(f"{whole}.dct", f"{path}.dct")
     checkpoint = torch.load(whole, weights_only=True)
@@ -226,9 +250,11 @@ def test_other_files_of_one_checkpoint(ranks: Any, whole: Path, tmp_path: Path) 
 
 
 def test_whole_files_of_others(ranks: Any, whole: Path, tmp_path: Path) -> None:
-    """Oracle: an error on both ranks, for files of two ranks in each other's place; for one of an older step; and where
-    one rank has an older checkpoint, as on a host with a stale disk."""
-    paths, early = [tmp_path / f"{number}.ckpt" for number in range(2)], whole.with_name("early.ckpt")
+    """Oracle: an error on both ranks, for files of two ranks in each other's place; for one of an
+    older step; and where one rank has an older checkpoint, as on a host with a stale disk.
+    """
+    paths = [tmp_path / f"{number}.ckpt" for number in range(2)]
+    early = whole.with_name("early.ckpt")
     for path in paths:
         shutil.copy(whole, path)
         shutil.copytree(f"{whole}.dct", f"{path}.dct")
@@ -237,9 +263,21 @@ def test_whole_files_of_others(ranks: Any, whole: Path, tmp_path: Path) -> None:
     second.rename(first)
     (tmp_path / "aside").rename(second)
     shutil.copy(files_of(early)[1], file)
-    assert_refused(ranks, ["swapped"], [[paths[0]] * 2], "is another rank's or another save's: its field 'rank' is ")
-    assert_refused(ranks, ["older"], [[paths[1]] * 2], f"The file {str(file)!r} is another rank's or another save's")
-    disagree = "they disagree on its field lightning_dct['synchronisations'] (rank 0: 5, rank 1: 10)"
+    assert_refused(
+        ranks,
+        ["swapped"],
+        [[paths[0]] * 2],
+        "is another rank's or another save's: its field 'rank' is ",
+    )
+    assert_refused(
+        ranks,
+        ["older"],
+        [[paths[1]] * 2],
+        f"The file {str(file)!r} is another rank's or another save's",
+    )
+    disagree = (
+        "they disagree on its field lightning_dct['synchronisations'] (rank 0: 5, rank 1: 10)"
+    )
     assert_refused(ranks, ["stale"], [[early, whole]], disagree)
 
 
@@ -267,7 +305,9 @@ def stand_still(trainer: Trainer) -> None:
 
 def rate_and_moments(trainer: Trainer) -> tuple[float, list[float]]:
     (optimizer,) = trainer.optimizers
-    return optimizer.param_groups[0]["lr"], [float(state["exp_avg"].sum()) for state in optimizer.state.values()]
+    return optimizer.param_groups[0]["lr"], [
+        float(state["exp_avg"].sum()) for state in optimizer.state.values()
+    ]
 
 
 def resume_without_moving(path: Path, kind: type[Module]) -> tuple[State, list[str]]:
@@ -306,8 +346,12 @@ class EditsTheRate(Module):
 
 
 def resume_optimizer(path: Path, kind: type[Module]) -> tuple[float, list[float], list[str]]:
-    trainer = trainer_for(strategy(), callbacks=[resumed := AtStart(rate_and_moments)], max_epochs=3)
-    warned = warnings_of(trainer.fit, kind(None, torch.optim.Adam, lr=0.01), twice_ten_batches(), ckpt_path=path)
+    trainer = trainer_for(
+        strategy(), callbacks=[resumed := AtStart(rate_and_moments)], max_epochs=3
+    )
+    warned = warnings_of(
+        trainer.fit, kind(None, torch.optim.Adam, lr=0.01), twice_ten_batches(), ckpt_path=path
+    )
     return *resumed.seen, [one for one in warned if "hyperparameters" in one]
 
 
@@ -324,11 +368,13 @@ def test_an_edited_learning_rate_stays(ranks: Any, whole: Path) -> None:
 
 @pytest.mark.parametrize("kind", [Module, EditsOnLoading])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_edited_weights_stay(ranks: Any, whole: Path, tmp_path: Path, world_size: int, kind: type[Module]) -> None:
+def test_edited_weights_stay(
+    ranks: Any, whole: Path, tmp_path: Path, world_size: int, kind: type[Module]
+) -> None:
     """A weight is edited in the file, or by a hook; then nothing moves but what the ranks send.
 
-    Oracle: the edited weight and the update in flight, if the ranks are as many as before; of the other weights those
-    of a run without the edit; a warning with the name of the edited one.
+    Oracle: the edited weight and the update in flight, if the ranks are as many as before; of the
+    other weights those of a run without the edit; a warning with the name of the edited one.
     """
     path = tmp_path / "x.ckpt"
     shutil.copytree(f"{whole}.dct", f"{path}.dct")
@@ -346,12 +392,17 @@ def test_edited_weights_stay(ranks: Any, whole: Path, tmp_path: Path, world_size
     assert NAME in warned
     assert "differ from the weights that were saved" in warned
     for name, weight in weights.items():
-        torch.testing.assert_close(weight, expected if name == NAME else without_edit[name], rtol=0, atol=1e-6)
+        torch.testing.assert_close(
+            weight, expected if name == NAME else without_edit[name], rtol=0, atol=1e-6
+        )
 
 
 def test_renamed_parameters_are_told(ranks: Any, whole: Path) -> None:
     """Oracle: the shared weights in the file."""
     saved = torch.load(whole, weights_only=True)["state_dict"]["model.gain"]
     weights, (warned,) = ranks(2).run(resume_without_moving, whole, RenamesOnLoading)[0]
-    assert "states of ['model.gain'], which this model does not train, and none of ['model.scale']" in warned
+    assert (
+        "states of ['model.gain'], which this model does not train, and none of ['model.scale']"
+        in warned
+    )
     torch.testing.assert_close(weights["model.scale"], saved, rtol=0, atol=0)

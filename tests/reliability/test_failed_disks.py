@@ -1,8 +1,11 @@
-"""A disk or a service that fails is named as that, on every rank, and is no damage to a checkpoint."""
+"""A disk or a service that fails is named as that, on every rank, and is no damage to a
+checkpoint.
+"""
 
 import errno
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +33,11 @@ FAILURES: list[OSError] = [
 # A file that is missing is told apart: `test_saving.py`.
 FAILURES_TO_READ = [failure for failure in FAILURES if not isinstance(failure, FileNotFoundError)]
 # Where a rank fails, of the rank and of what it does.
-WRITES = {"its state": (1, saved, "write_state"), "rows": (1, table_files, "_write_pieces"), "lock": (0, files, "lock")}
+WRITES = {
+    "its state": (1, saved, "write_state"),
+    "rows": (1, table_files, "_write_pieces"),
+    "lock": (0, files, "lock"),
+}
 READS = {"a state": (1, saved, "read_checked"), "rows": (1, table_files, "_load_values")}
 Seen = tuple[type[Exception], int | None, str]
 
@@ -73,14 +80,18 @@ def read_where_one_rank_fails(path: Path) -> list[Seen]:
             with pytest.MonkeyPatch.context() as patch:
                 if rank() == who:
                     patch.setattr(module, name, fails(failure))
-                fit = lambda: trainer_of_tables(2).fit(Hybrid({"density": 0.2}), batches(2), ckpt_path=str(path))  # noqa: E731
+                trainer = trainer_of_tables(2)
+                model = Hybrid({"density": 0.2})
+                fit = partial(trainer.fit, model, batches(2), ckpt_path=str(path))
                 answers.append(seen(fit))
     trainer_of_tables(2).fit(Hybrid({"density": 0.2}), batches(2), ckpt_path=str(path))
     return answers
 
 
 def test_a_failed_disk_is_no_damage(ranks: Any, tmp_path: Path) -> None:
-    """Oracle: the kind of error that one rank has met, on both ranks; the checkpoint of before is whole after all."""
+    """Oracle: the kind of error that one rank has met, on both ranks; the checkpoint of before is
+    whole after all.
+    """
     path = tmp_path / "a.ckpt"
     for answers in ranks(2).run(save_where_one_rank_fails, path):
         expectations = [(who, failure) for who, _, _ in WRITES.values() for failure in FAILURES]
@@ -91,7 +102,9 @@ def test_a_failed_disk_is_no_damage(ranks: Any, tmp_path: Path) -> None:
             assert expected.args[-1] in message
             assert "damaged" not in message
     for answers in ranks(2).run(read_where_one_rank_fails, path):
-        for (kind, number, message), expected in zip(answers, FAILURES_TO_READ * len(READS), strict=True):
+        for (kind, number, message), expected in zip(
+            answers, FAILURES_TO_READ * len(READS), strict=True
+        ):
             assert (kind, number) == (type(expected), expected.errno)
             assert expected.args[-1] in message
             assert "damaged" not in message
@@ -124,7 +137,8 @@ def locks_after_a_failed_save(folder: Path, in_fabric: bool) -> list[str]:
         fabric: Any = launched(lightning_dct.fabric.DCTStrategy(density=0.5))
         module = torch.nn.Linear(40, 8)
         module, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), 0.1))
-        state, strategy = {"module": module, "optimizer": optimizer}, fabric.strategy
+        state = {"module": module, "optimizer": optimizer}
+        strategy = fabric.strategy
         save = lambda: fabric.save(folder / "a.ckpt", state)  # noqa: E731
     else:
         trainer = trainer_of_tables()

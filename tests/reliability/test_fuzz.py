@@ -1,4 +1,6 @@
-"""Harmed payloads and checkpoints end in an error that says what is wrong, or in a right answer; see fuzz.py."""
+"""Harmed payloads and checkpoints end in an error that says what is wrong, or in a right answer;
+see fuzz.py.
+"""
 
 from collections import Counter
 from pathlib import Path
@@ -7,7 +9,9 @@ from reliability.fuzz import fuzz_checkpoints, fuzz_payloads
 
 
 def test_payloads() -> None:
-    """Oracle: the checks in wires.py; some of each verdict, so that neither the harm nor the checks are idle."""
+    """Oracle: the checks in wires.py; some of each verdict, so that neither the harm nor the checks
+    are idle.
+    """
     verdicts = Counter(outcome.verdict for outcome in fuzz_payloads(2_500, seed=1))
     assert verdicts.keys() == {"error", "right"}, verdicts
     assert min(verdicts.values()) > 100

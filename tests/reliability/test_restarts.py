@@ -1,4 +1,6 @@
-"""torchrun starts a job again after one of its ranks was killed, and it goes on from the last checkpoint."""
+"""torchrun starts a job again after one of its ranks was killed, and it goes on from the last
+checkpoint.
+"""
 
 import json
 import os
@@ -9,16 +11,28 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).with_name("soak_training.py")
-STEPS, KILL_AT = 9, 5
+STEPS = 9
+KILL_AT = 5
 
 
 @pytest.mark.usefixtures("quick_python")
 def test_killed_rank_under_torchrun(tmp_path: Path) -> None:
-    """Oracle: all steps are made, resumed from the checkpoint before the kill; no gradient is lost, by plain sums."""
+    """Oracle: all steps are made, resumed from the checkpoint before the kill; no gradient is lost,
+    by plain sums.
+    """
     rendezvous = ["--standalone", "--max-restarts", "1"]
     arguments = [str(tmp_path), str(STEPS), str(KILL_AT)]
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *rendezvous, str(SCRIPT), *arguments],
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            "2",
+            *rendezvous,
+            str(SCRIPT),
+            *arguments,
+        ],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

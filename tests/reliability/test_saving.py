@@ -38,7 +38,8 @@ SETTINGS: dict[str, Any] = {"density": 0.05, "refresh_every": 4}
 
 
 class Observing(AtomicCheckpointIO):
-    """Looks, whenever one of Lightning's files is about to be written or removed, what those that are there point at.
+    """Looks, whenever one of Lightning's files is about to be written or removed, what those that
+    are there point at.
 
     ``missing`` are files of ranks that some of the checkpoints that were ``seen`` pointed at.
     """
@@ -47,7 +48,9 @@ class Observing(AtomicCheckpointIO):
         self.missing: list[str] = []
         self.seen = 0
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None
+    ) -> None:
         if str(path).endswith(".ckpt"):
             self.look(Path(path).parent)
             self.check(path, checkpoint["lightning_dct"])
@@ -91,7 +94,9 @@ def save_in_background(folder: Path, settings: dict[str, Any]) -> tuple[list[str
 def test_what_a_checkpoint_points_at_is_there_first_and_goes_last(
     ranks: Any, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
-    """Oracle: the files of both ranks, looked for before each write and after each removal of a background thread."""
+    """Oracle: the files of both ranks, looked for before each write and after each removal of a
+    background thread.
+    """
     (missing, seen), _ = ranks(2).run(save_in_background, tmp_path, settings)
     assert missing == []
     assert seen >= 24
@@ -105,7 +110,9 @@ class FullDisk(AtomicCheckpointIO):
 
     saved = 0
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None
+    ) -> None:
         if "identity" in checkpoint:  # a rank's own file
             self.saved += 1
             if self.saved > 1:
@@ -115,7 +122,11 @@ class FullDisk(AtomicCheckpointIO):
 
 def fail_to_save(folder: Path) -> None:
     saver = ModelCheckpoint(folder, every_n_train_steps=4, save_top_k=0, save_last=True)
-    settings: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [saver], "plugins": [FullDisk()]}
+    settings: dict[str, Any] = {
+        "enable_checkpointing": True,
+        "callbacks": [saver],
+        "plugins": [FullDisk()],
+    }
     with pytest.raises(OSError, match="No space left"):
         fit(DCTStrategy(**SETTINGS), Module(), 12, **settings)
 
@@ -124,8 +135,12 @@ def resume_after_failure(path: Path) -> int:
     return fit(DCTStrategy(**SETTINGS), Module(), 12, ckpt_path=path).synchronisations
 
 
-def test_a_save_that_fails_leaves_the_checkpoint_before_it_whole(ranks: Any, tmp_path: Path) -> None:
-    """As when a rank dies during a save: what the others then tidy up must not be files of the old checkpoint."""
+def test_a_save_that_fails_leaves_the_checkpoint_before_it_whole(
+    ranks: Any, tmp_path: Path
+) -> None:
+    """As when a rank dies during a save: what the others then tidy up must not be files of the old
+    checkpoint.
+    """
     ranks(2).run(fail_to_save, tmp_path)
     assert [path.name for path in tmp_path.iterdir() if path.suffix == ".ckpt"] == ["last.ckpt"]
     for steps in ranks(2).run(resume_after_failure, tmp_path / "last.ckpt"):
@@ -139,7 +154,9 @@ def save_under_two_names(folder: Path) -> None:
 
 
 def test_rank_zero_names_the_checkpoint(ranks: Any, tmp_path: Path) -> None:
-    """Oracle: one checkpoint with the files of both ranks, as under SLURM, where ranks choose names."""
+    """Oracle: one checkpoint with the files of both ranks, as under SLURM, where ranks choose
+    names.
+    """
     ranks(2).run(save_under_two_names, tmp_path)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["0.ckpt", "0.ckpt.dct"]
     assert len(list((tmp_path / "0.ckpt.dct").iterdir())) == 2
@@ -159,9 +176,14 @@ def choose_the_best(folder: Path) -> str:
 
 
 def test_ranks_that_choose_checkpoints_of_different_names(ranks: Any, tmp_path: Path) -> None:
-    """Oracle: both names, which came from a metric that each rank has logged for itself, and what to do."""
+    """Oracle: both names, which came from a metric that each rank has logged for itself, and what
+    to do.
+    """
     for message in ranks(2).run(choose_the_best, tmp_path):
-        assert f"rank 0 {str(tmp_path / 'own=1.ckpt')!r}, rank 1 {str(tmp_path / 'own=2.ckpt')!r}" in message
+        assert (
+            f"rank 0 {str(tmp_path / 'own=1.ckpt')!r}, rank 1 {str(tmp_path / 'own=2.ckpt')!r}"
+            in message
+        )
         assert "`sync_dist=True`" in message
         assert "all machines" not in message
 
@@ -169,7 +191,9 @@ def test_ranks_that_choose_checkpoints_of_different_names(ranks: Any, tmp_path: 
 def save_over_a_link(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Save rows, train on, and save where a link to the first checkpoint lies."""
     module = Hybrid({"density": 0.2})
-    trainer = trainer_for(DCTStrategy(compress="gradients", density=0.5, min_tensor_size=1), max_epochs=1)
+    trainer = trainer_for(
+        DCTStrategy(compress="gradients", density=0.5, min_tensor_size=1), max_epochs=1
+    )
     trainer.fit(module, batches(3))
     trainer.save_checkpoint(folder / "first.ckpt")
     before = whole(module)
@@ -197,7 +221,9 @@ class Fails(Callback):
     def __init__(self, after: int) -> None:
         self.after = after
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if batch_idx + 1 == self.after:
             raise KeyError("a bug of the user's")
 
@@ -230,20 +256,29 @@ def on_exception(folder: Path) -> Callback:
 
 
 def with_link(folder: Path) -> Callback:
-    return ModelCheckpoint(folder, "{step}", save_last="link", save_on_exception=True, every_n_train_steps=100)
+    return ModelCheckpoint(
+        folder, "{step}", save_last="link", save_on_exception=True, every_n_train_steps=100
+    )
 
 
 def fail_and_go_on(folder: Path, make: str, accumulate: int, fail_after: int) -> tuple[Run, Run]:
-    whole_run = train(folder, None, ModelCheckpoint(folder / "unused", every_n_train_steps=100), accumulate)
+    whole_run = train(
+        folder, None, ModelCheckpoint(folder / "unused", every_n_train_steps=100), accumulate
+    )
     train(folder, fail_after, globals()[make](folder / make), accumulate)
     return whole_run, train(folder, None, globals()[make](folder / make), accumulate)
 
 
 @pytest.mark.parametrize(
-    ("make", "accumulate", "fail_after"), [("on_exception", 3, 7), ("on_exception", 0, 7), ("with_link", 1, 5)]
+    ("make", "accumulate", "fail_after"),
+    [("on_exception", 3, 7), ("on_exception", 0, 7), ("with_link", 1, 5)],
 )
-def test_saved_on_an_exception(ranks: Any, tmp_path: Path, make: str, accumulate: int, fail_after: int) -> None:
-    """Oracle: the run without an exception, to the last bit, also in the middle of accumulated gradients."""
+def test_saved_on_an_exception(
+    ranks: Any, tmp_path: Path, make: str, accumulate: int, fail_after: int
+) -> None:
+    """Oracle: the run without an exception, to the last bit, also in the middle of accumulated
+    gradients.
+    """
     for whole_run, resumed in ranks(2).run(fail_and_go_on, tmp_path, make, accumulate, fail_after):
         assert resumed.hashes == whole_run.hashes[fail_after:]
         assert_weights_equal(resumed.residuals, whole_run.residuals)
@@ -259,12 +294,16 @@ def save(folder: Path) -> None:
 def resume(path: Path, settings: dict[str, Any]) -> tuple[Run, dict[str, Any]]:
     start = AtStart(state_of)
     strategy = DCTStrategy(compress="gradients", **SETTINGS, **settings)
-    return fit(strategy, Module(), 10, ckpt_path=str(path), max_epochs=2, callbacks=[start]), start.seen
+    return fit(
+        strategy, Module(), 10, ckpt_path=str(path), max_epochs=2, callbacks=[start]
+    ), start.seen
 
 
 @pytest.mark.parametrize("world_size", [3])
 def test_a_missing_file_of_one_rank(ranks: Any, tmp_path: Path, world_size: int) -> None:
-    """Oracle: an error with the file's name on every rank, or with ``reset`` a run that goes on from zero residuals."""
+    """Oracle: an error with the file's name on every rank, or with ``reset`` a run that goes on
+    from zero residuals.
+    """
     ranks(2).run(save, tmp_path)
     (gone,) = tmp_path.glob("a.ckpt.dct/*-rank-1-of-2.pt")
     gone.unlink()
@@ -289,12 +328,16 @@ def save_tables(folder: Path) -> None:
 
 def resume_tables(path: Path) -> dict[str, Any]:
     module = Hybrid({"density": 0.1})
-    strategy = DCTStrategy(compress="gradients", density=0.5, min_tensor_size=1, missing_state="reset")
+    strategy = DCTStrategy(
+        compress="gradients", density=0.5, min_tensor_size=1, missing_state="reset"
+    )
     trainer_for(strategy, max_epochs=2).fit(module, batches(5), ckpt_path=str(path))
     return {name: value for name, value in whole(module).items() if not name[0].isdigit()}
 
 
-def test_tables_go_on_without_what_was_held_back_but_not_without_rows(ranks: Any, tmp_path: Path) -> None:
+def test_tables_go_on_without_what_was_held_back_but_not_without_rows(
+    ranks: Any, tmp_path: Path
+) -> None:
     """Oracle: both ends of every pair start alike, or decoding fails; missing rows are an error."""
     ranks(2).run(save_tables, tmp_path)
     for file in tmp_path.glob("a.ckpt.dct/*.pt"):
@@ -319,7 +362,9 @@ class OnNodesOfTheirOwn(DCTStrategy):
 class SavesOften(Callback):
     """Saves one checkpoint again and again, and another once, which it removes."""
 
-    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         trainer.save_checkpoint("last.ckpt")
         if batch_idx == 2:
             trainer.save_checkpoint("old.ckpt")
@@ -328,7 +373,9 @@ class SavesOften(Callback):
 
 
 class LooksForTheNewest(AtomicCheckpointIO):
-    """As a script would that resumes: what has changed last, before Lightning's file is written and after the save."""
+    """As a script would that resumes: what has changed last, before Lightning's file is written and
+    after the save.
+    """
 
     def __init__(self) -> None:
         self.newest: list[str] = []
@@ -337,7 +384,9 @@ class LooksForTheNewest(AtomicCheckpointIO):
         times = {path.name: path.stat().st_mtime for path in folder.glob("*ckpt*")}
         self.newest.append(max(times, key=lambda name: times[name]))
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None
+    ) -> None:
         folder = Path(path).parent
         if "identity" not in checkpoint and list(folder.glob("*.ckpt")):
             self.look(folder)
@@ -348,7 +397,9 @@ class SavesTwo(Callback):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         for name in ("last.ckpt", f"{batch_idx}.ckpt"):
             trainer.save_checkpoint(self.folder / name)
             if trainer.is_global_zero:
@@ -357,7 +408,9 @@ class SavesTwo(Callback):
 
 def newest_of_all_times(folder: Path) -> list[str]:
     io = LooksForTheNewest()
-    trainer_for(DCTStrategy(**SETTINGS), callbacks=[SavesTwo(folder)], plugins=[io]).fit(Module(), loader(3, 40, 8))
+    trainer_for(DCTStrategy(**SETTINGS), callbacks=[SavesTwo(folder)], plugins=[io]).fit(
+        Module(), loader(3, 40, 8)
+    )
     return io.newest
 
 
@@ -371,7 +424,8 @@ def test_what_has_changed_last_is_a_checkpoint(ranks: Any, tmp_path: Path) -> No
 
 
 def save_often(folder: Path, has_own_disk: bool) -> list[str]:
-    disk, before = folder / str(rank() if has_own_disk else 0), os.getcwd()
+    disk = folder / str(rank() if has_own_disk else 0)
+    before = os.getcwd()
     disk.mkdir(exist_ok=True)
     os.chdir(disk)
     try:
@@ -384,7 +438,9 @@ def save_often(folder: Path, has_own_disk: bool) -> list[str]:
 
 @pytest.mark.parametrize("has_own_disk", [True, False])
 def test_no_node_keeps_what_is_outdated(ranks: Any, tmp_path: Path, has_own_disk: bool) -> None:
-    """The file of a rank of another node goes one save later, because there is no other moment that it knows of."""
+    """The file of a rank of another node goes one save later, because there is no other moment that
+    it knows of.
+    """
     first, second = ranks(2).run(save_often, tmp_path, has_own_disk)
     saved = [Path(file).name for file in second if "rank-1-of-2" in file]
     assert "last.ckpt" in first
@@ -396,7 +452,9 @@ def test_no_node_keeps_what_is_outdated(ranks: Any, tmp_path: Path, has_own_disk
 
 
 def save_with_spread_optimizer(path: Path) -> list[str]:
-    module: Any = Module(None, lambda parameters, lr: ZeroRedundancyOptimizer(parameters, torch.optim.Adam, lr=lr))
+    module: Any = Module(
+        None, lambda parameters, lr: ZeroRedundancyOptimizer(parameters, torch.optim.Adam, lr=lr)
+    )
     module._ddp_params_and_buffers_to_ignore = ["model.gain"]
     # Where each rank trains weights of its own, such an optimizer is refused.
     trainer = trainer_for(DCTStrategy(**SETTINGS, compress="gradients"))
@@ -406,7 +464,9 @@ def save_with_spread_optimizer(path: Path) -> list[str]:
 
 
 def test_an_optimizer_that_only_rank_0_hands_over(ranks: Any, tmp_path: Path) -> None:
-    """Oracle: Adam's state of every parameter; and what the user keeps from DistributedDataParallel stays kept."""
+    """Oracle: Adam's state of every parameter; and what the user keeps from DistributedDataParallel
+    stays kept.
+    """
     ignored = ranks(2).run(save_with_spread_optimizer, tmp_path / "a.ckpt")
     (optimizer,) = torch.load(tmp_path / "a.ckpt", weights_only=True)["optimizer_states"]
     assert len(optimizer["state"]) == 5

@@ -1,4 +1,7 @@
-"""Two hosts that cannot start together: each says why, and the remedy works. Skipped without network namespaces."""
+"""Two hosts that cannot start together: each says why, and the remedy works.
+
+Skipped without network namespaces.
+"""
 
 import shutil
 from collections.abc import Iterator
@@ -48,7 +51,9 @@ def both_say(rooms: list[Room], words: str) -> None:
         room.end()
 
 
-needs_firewall = pytest.mark.skipif(shutil.which("nft") is None, reason="needs nft (Debian: apt-get install nftables)")
+needs_firewall = pytest.mark.skipif(
+    shutil.which("nft") is None, reason="needs nft (Debian: apt-get install nftables)"
+)
 
 
 @needs_firewall
@@ -62,7 +67,11 @@ def test_check_finds_the_firewall(rooms: list[Room]) -> None:
         ada.has_said("On the other host run")
         bob.start(check, ada.address)
         for room in rooms:
-            room.has_said("can start." if status == 0 else "bob → ada at 10.213.7.1, ports that the system chooses: no")
+            room.has_said(
+                "can start."
+                if status == 0
+                else "bob → ada at 10.213.7.1, ports that the system chooses: no"
+            )
             room.ends(status)
             room.end()
             room.open_firewall()
@@ -87,7 +96,9 @@ def test_ports_that_a_firewall_closes_are_named_on_both_hosts(rooms: list[Room])
 
 def test_an_interface_that_is_not_there_is_named_on_both_hosts(rooms: list[Room]) -> None:
     start_both(rooms, GLOO_SOCKET_IFNAME="eth9")
-    both_say(rooms, f"on host 'bob'; name one of its interfaces: lo 127.0.0.1, eth0 {rooms[1].address}")
+    both_say(
+        rooms, f"on host 'bob'; name one of its interfaces: lo 127.0.0.1, eth0 {rooms[1].address}"
+    )
     start_both(rooms, GLOO_SOCKET_IFNAME="eth0")
     both_train(rooms)
 
@@ -105,7 +116,10 @@ def test_hosts_whose_names_lead_back_to_them_train(rooms: list[Room]) -> None:
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_host_that_is_alone_says_for_whom_it_waits(rooms: list[Room], first: int) -> None:
     """Rank 0 waits for the other, and the other one for rank 0; then that is started."""
-    whom = (f"for rank 1 of 2 at {rooms[0].address}", f"for rank 0 at {rooms[0].address}, port {PORT}")[first]
+    whom = (
+        f"for rank 1 of 2 at {rooms[0].address}",
+        f"for rank 0 at {rooms[0].address}, port {PORT}",
+    )[first]
     for rank in (first, 1 - first):
         rooms[rank].train(train, rooms[rank].disk, rank=rank, master=rooms[0].address)
         rooms[first].has_said(whom)
@@ -132,8 +146,12 @@ def result(room: Room) -> str:
     return room.text.partition("ends with")[2].partition("].")[0]
 
 
-def run_both(rooms: list[Room], folder: str, kind: str, dies: bool = False, checkpoint: str | None = None) -> list[str]:
-    """Train with each host's ``default_root_dir`` in a folder of its own; rank 0 is on the first host."""
+def run_both(
+    rooms: list[Room], folder: str, kind: str, dies: bool = False, checkpoint: str | None = None
+) -> list[str]:
+    """Train with each host's ``default_root_dir`` in a folder of its own; rank 0 is on the first
+    host.
+    """
     for rank, room in enumerate(rooms):
         place = room.disk / room.name / folder
         room.train(train_and_die, place, kind, dies, checkpoint, rank=rank, master=rooms[0].address)
@@ -148,15 +166,23 @@ def run_both(rooms: list[Room], folder: str, kind: str, dies: bool = False, chec
 
 @pytest.mark.parametrize("kind", ["plain", "tables"])
 def test_hosts_without_a_shared_disk_resume_bit_for_bit(rooms: list[Room], kind: str) -> None:
-    """Oracle: a run that was never killed. Nobody copies anything, also if the hosts have swapped their ranks."""
+    """Oracle: a run that was never killed.
+
+    Nobody copies anything, also if the hosts have swapped their ranks.
+    """
     never_killed = run_both(rooms, f"{kind} whole", kind)
     run_both(rooms, kind, kind, dies=True)
-    files = [{path.name for path in (room.folder / room.name / kind).rglob("*.ckpt")} for room in rooms]
+    files = [
+        {path.name for path in (room.folder / room.name / kind).rglob("*.ckpt")} for room in rooms
+    ]
     assert files == [{"last.ckpt", "epoch=0-step=8.ckpt", "hpc_ckpt_1.ckpt"}, {"hpc_ckpt_1.ckpt"}]
     kept = [room.folder / room.name / "kept" for room in rooms]
     for room, copy in zip(rooms, kept, strict=True):
         shutil.copytree(room.folder / room.name / kind, copy)
-    assert run_both(rooms, kind, kind, checkpoint={"plain": "last", "tables": "hpc"}[kind]) == never_killed
+    assert (
+        run_both(rooms, kind, kind, checkpoint={"plain": "last", "tables": "hpc"}[kind])
+        == never_killed
+    )
     for room, copy in zip(rooms, kept, strict=True):
         shutil.rmtree(room.folder / room.name / kind)
         shutil.move(copy, room.folder / room.name / kind)
@@ -166,7 +192,15 @@ def test_hosts_without_a_shared_disk_resume_bit_for_bit(rooms: list[Room], kind:
         return
     shutil.rmtree(rooms[1].folder / "bob" / kind)  # its disk is broken
     for rank, room in enumerate(rooms):
-        room.train(train_and_die, room.disk / room.name / kind, kind, False, "last", rank=rank, master=rooms[0].address)
+        room.train(
+            train_and_die,
+            room.disk / room.name / kind,
+            kind,
+            False,
+            "last",
+            rank=rank,
+            master=rooms[0].address,
+        )
     both_say(rooms, f"Rank 1 wrote it on 'bob' as '{rooms[1].disk}/bob/{kind}")
 
 
@@ -174,7 +208,13 @@ def test_a_link_that_drops_ends_both_hosts_and_they_continue(rooms: list[Room]) 
     """Oracle: whom each host names; and the step of the last save, from which both go on."""
     for steps in (100_000, 24):
         for rank, room in enumerate(rooms):
-            room.train(train_for_long, room.disk / room.name / "long", steps, rank=rank, master=rooms[0].address)
+            room.train(
+                train_for_long,
+                room.disk / room.name / "long",
+                steps,
+                rank=rank,
+                master=rooms[0].address,
+            )
         if steps == 24:
             break
         for room in rooms:

@@ -1,4 +1,6 @@
-"""Two runs that save one checkpoint: each replaces that of the other, and it is whole whoever comes last."""
+"""Two runs that save one checkpoint: each replaces that of the other, and it is whole whoever comes
+last.
+"""
 
 import os
 import time
@@ -32,8 +34,12 @@ def save_often(number: int, port: int, folder: Path) -> None:
 
 
 def test_both_save_at_once(tmp_path: Path) -> None:
-    """Oracle: both end well, and the checkpoint points at a file that is there and whole; at no other."""
-    processes = [started(save_often, number, free_port(), tmp_path, daemon=True) for number in range(2)]
+    """Oracle: both end well, and the checkpoint points at a file that is there and whole; at no
+    other.
+    """
+    processes = [
+        started(save_often, number, free_port(), tmp_path, daemon=True) for number in range(2)
+    ]
     for process in processes:
         process.join(120)
     assert [process.exitcode for process in processes] == [0, 0]
@@ -41,19 +47,33 @@ def test_both_save_at_once(tmp_path: Path) -> None:
     note = torch.load(path, weights_only=True)["lightning_dct"]
     assert read_state(TorchCheckpointIO(), path, note, 0, 1)["synchronisations"] == 2
     assert files_beside(path) == [state_path(path, note, 0)]
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["last.ckpt", "last.ckpt.dct", "ready-0", "ready-1"]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [
+        "last.ckpt",
+        "last.ckpt.dct",
+        "ready-0",
+        "ready-1",
+    ]
 
 
 def save_after_another(folder: Path) -> list[int]:
-    """How often a save warns: the first one, over the files of an earlier run; the next; and one after another run."""
-    path, seen = folder / "last.ckpt", []
+    """How often a save warns: the first one, over the files of an earlier run; the next; and one
+    after another run.
+    """
+    path = folder / "last.ckpt"
+    seen = []
     trainer = trainer_for(DCTStrategy(), default_root_dir=folder)
     trainer.fit(Module(), loader(2, 40, 8))
-    for name in ("000000000009-5f0c93ab-rank-0-of-2.pt", None, "000000000009-5f0c93ac-rank-0-of-2.pt"):
+    for name in (
+        "000000000009-5f0c93ab-rank-0-of-2.pt",
+        None,
+        "000000000009-5f0c93ac-rank-0-of-2.pt",
+    ):
         if name is not None and rank() == 0:
             (folder / "last.ckpt.dct").mkdir(exist_ok=True)
             (folder / "last.ckpt.dct" / name).touch()
-        seen.append(sum("Another run saves" in one for one in warnings_of(trainer.save_checkpoint, path)))
+        seen.append(
+            sum("Another run saves" in one for one in warnings_of(trainer.save_checkpoint, path))
+        )
     return seen
 
 

@@ -51,7 +51,9 @@ class Recommender(Model):
 
 
 class DiesInSecondEpoch(pl.Callback):
-    """Ends this rank without a word, as its host does when it loses power; before, it saves as on a signal."""
+    """Ends this rank without a word, as its host does when it loses power; before, it saves as on a
+    signal.
+    """
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         trainer.save_checkpoint(f"{trainer.default_root_dir}/hpc_ckpt_1.ckpt", weights_only=False)
@@ -65,7 +67,9 @@ class DiesInSecondEpoch(pl.Callback):
 
 def train_and_die(folder: Path, kind: str, dies: bool, checkpoint: str | None) -> None:
     """Two epochs, or one of them; print a checksum of all weights."""
-    callbacks: list[pl.Callback] = [ModelCheckpoint(save_last=True, save_top_k=-1, every_n_epochs=1)]
+    callbacks: list[pl.Callback] = [
+        ModelCheckpoint(save_last=True, save_top_k=-1, every_n_epochs=1)
+    ]
     trainer = pl.Trainer(
         strategy="dct",
         accelerator="cpu",

@@ -1,8 +1,9 @@
 """Every kind of bytes that ranks send each other, with a decoder that checks what it has decoded.
 
-A decoder either raises :class:`~lightning_dct.wire.positions.PayloadError` with a message or returns; then what it has
-read lies within what the layout promises, or it raises :class:`AssertionError`. A value whose bits have been flipped is
-another valid value: it is a right answer in this sense.
+A decoder either raises :class:`~lightning_dct.wire.positions.PayloadError` with a message or
+returns; then what it has read lies within what the layout promises, or it raises
+:class:`AssertionError`. A value whose bits have been flipped is another valid value: it is a right
+answer in this sense.
 """
 
 from collections.abc import Callable
@@ -55,7 +56,11 @@ def messages(seed: int) -> list[Message]:
 
 def as_tensor(data: bytes) -> Tensor:
     """The bytes as they lie in a buffer that was received."""
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if data
+        else torch.empty(0, dtype=torch.uint8)
+    )
 
 
 def _bytes(*parts: Tensor) -> bytes:
@@ -78,11 +83,17 @@ def _check_positions(positions: Tensor, universe: int, most: int) -> None:
 def _gradients() -> list[Message]:
     found = []
     for value_format in BITS_PER_VALUE:
-        for sizes, targets in (((40, 3, 30), (4, 0, 6)), ((1000,), (10,)), ((300, 5, 700, 2), (3, 0, 350, 0))):
+        for sizes, targets in (
+            ((40, 3, 30), (4, 0, 6)),
+            ((1000,), (10,)),
+            ((300, 5, 700, 2), (3, 0, 350, 0)),
+        ):
             names = tuple(f"tensor {index}" for index in range(len(sizes)))
             plan = BucketPlan(names, sizes, targets, torch.float32, value_format)
             whole = torch.randint(0, 256, (plan.layout.dense_bytes,), dtype=torch.uint8)
-            positions = _some(plan.layout.capacity, sum(plan.sizes[index] for index in plan.compressed))
+            positions = _some(
+                plan.layout.capacity, sum(plan.sizes[index] for index in plan.compressed)
+            )
             # Each tensor's flags begin at a word.
             ends = torch.tensor([plan.sizes[index] for index in plan.compressed]).cumsum(0)
             tensor = torch.searchsorted(ends, positions, right=True)
@@ -93,7 +104,9 @@ def _gradients() -> list[Message]:
             def decode(data: Tensor, plan: BucketPlan = plan) -> None:
                 around = torch.full((2 * GUARD + sum(plan.sizes),), UNTOUCHED)
                 decompress(
-                    ErrorFeedback({}, False, False), Received(data[None], plan, 0.5, own=0), around[GUARD:-GUARD]
+                    ErrorFeedback({}, False, False),
+                    Received(data[None], plan, 0.5, own=0),
+                    around[GUARD:-GUARD],
                 )
                 assert bool((around[:GUARD] == UNTOUCHED).all())
                 assert bool((around[-GUARD:] == UNTOUCHED).all())
@@ -105,9 +118,17 @@ def _gradients() -> list[Message]:
 def _positions() -> list[Message]:
     found = []
     for universe, count in ((1000, 10), (1000, 1), (64, 30), (5, 5), (100_000, 50)):
-        for name, code in (("sparse", PositionCode(universe, count)), ("bitmap", PositionCode(universe, universe))):
+        for name, code in (
+            ("sparse", PositionCode(universe, count)),
+            ("bitmap", PositionCode(universe, universe)),
+        ):
 
-            def decode(data: Tensor, code: PositionCode = code, universe: int = universe, count: int = count) -> None:
+            def decode(
+                data: Tensor,
+                code: PositionCode = code,
+                universe: int = universe,
+                count: int = count,
+            ) -> None:
                 positions = code.decode(data, count)
                 _check_positions(positions, universe, count)
                 assert positions.numel() == count
@@ -115,7 +136,9 @@ def _positions() -> list[Message]:
                 code.decode_flags(data, count, flags, [universe], "auto")
                 assert unpack_bits(flags, universe).nonzero().squeeze(1).equal(positions)
 
-            found.append(Message(f"positions, {name}", _bytes(code.encode(_some(count, universe))), decode))
+            found.append(
+                Message(f"positions, {name}", _bytes(code.encode(_some(count, universe))), decode)
+            )
     return found
 
 
@@ -126,12 +149,16 @@ def _changes() -> list[Message]:
         message = message_about(tables, 8, 0.1, value_format)
         positions = _some(message.layout.capacity, sum(message.layout.tensor_sizes))
         payload, _ = pack_entries(
-            message.layout, positions, torch.randn(len(positions)), torch.empty(0, dtype=torch.uint8)
+            message.layout,
+            positions,
+            torch.randn(len(positions)),
+            torch.empty(0, dtype=torch.uint8),
         )
 
         def decode(data: Tensor, message: Changes = message) -> None:
             found = unpack(message.layout, data)
-            read, values = found.positions, found.values
+            read = found.positions
+            values = found.values
             _check_positions(read, sum(message.layout.tensor_sizes), message.layout.capacity)
             assert values.numel() == read.numel()
 
@@ -141,13 +168,24 @@ def _changes() -> list[Message]:
 
 def _requests() -> list[Message]:
     found = []
-    for universe, known, asked in ((300, 60, 40), (1000, 0, 30), (50, 50, 50), (1_000_000_000, 500, 100)):
+    for universe, known, asked in (
+        (300, 60, 40),
+        (1000, 0, 30),
+        (50, 50, 50),
+        (1_000_000_000, 500, 100),
+    ):
         code = RequestCode(universe)
-        rows = np.sort(np.random.default_rng(known).choice(min(universe, 5000), known, replace=False)).astype(np.int64)
+        rows = np.sort(
+            np.random.default_rng(known).choice(min(universe, 5000), known, replace=False)
+        ).astype(np.int64)
         code.learn(rows, np.random.default_rng(asked).integers(1, 90, known))
-        wanted = np.sort(np.random.default_rng(1).choice(min(universe, 5000), asked, replace=False)).astype(np.int64)
+        wanted = np.sort(
+            np.random.default_rng(1).choice(min(universe, 5000), asked, replace=False)
+        ).astype(np.int64)
 
-        def decode(data: Tensor, code: RequestCode = code, universe: int = universe, asked: int = asked) -> None:
+        def decode(
+            data: Tensor, code: RequestCode = code, universe: int = universe, asked: int = asked
+        ) -> None:
             _check_positions(torch.from_numpy(code.decode(data, asked)), universe, asked)
 
         found.append(Message("rows of tables, ids", _bytes(code.encode(wanted)), decode))
@@ -162,7 +200,9 @@ def _announcements() -> list[Message]:
         check_announced(heard, 0)
         assert (heard >= 0).all()
 
-    return [Message("announced sizes", np.array([3, 9, 0, 7, 7, 7], dtype=np.int32).tobytes(), decode)]
+    return [
+        Message("announced sizes", np.array([3, 9, 0, 7, 7, 7], dtype=np.int32).tobytes(), decode)
+    ]
 
 
 def _activations() -> list[Message]:
@@ -181,12 +221,18 @@ def _activations() -> list[Message]:
                 # As the pipeline has it: a part crosses as numbers of four bytes.
                 cut = min(4 * layout.on_the_wire[0], data.numel())
                 words = as_floats(data[:cut], -(-cut // 4))
-                activations, read = decode_forward(layout, torch.cat([as_bytes(words)[:cut], data[cut:]]))
+                activations, read = decode_forward(
+                    layout, torch.cat([as_bytes(words)[:cut], data[cut:]])
+                )
                 assert activations.shape == layout.shape
                 if read is not None:
                     _check_positions(read, layout.numel, layout.capacity)
 
-            def backward(data: Tensor, layout: ActivationLayout = layout, positions: Tensor | None = positions) -> None:
+            def backward(
+                data: Tensor,
+                layout: ActivationLayout = layout,
+                positions: Tensor | None = positions,
+            ) -> None:
                 gradient = decode_backward(layout, data, positions)
                 assert gradient.shape == layout.shape
 

@@ -69,24 +69,33 @@ class Averages(Sign):
     def step(self, closure: Any = None) -> Any:
         loss = super().step(closure)
         for parameter in parameters_of(self):
-            dist.all_reduce(parameter.data, op=dist.ReduceOp.AVG if dist.get_backend() == "nccl" else dist.ReduceOp.SUM)
+            dist.all_reduce(
+                parameter.data,
+                op=dist.ReduceOp.AVG if dist.get_backend() == "nccl" else dist.ReduceOp.SUM,
+            )
         return loss
 
 
 class Lookahead(Optimizer):
-    """Wraps an optimizer, and pulls weights back to a slow copy every five steps (Zhang et al., 2019)."""
+    """Wraps an optimizer, and pulls weights back to a slow copy every five steps (Zhang et al.,
+    2019).
+    """
 
     def __init__(self, base: Optimizer) -> None:
-        self.base, self.steps = base, 0
+        self.base = base
+        self.steps = 0
         super().__init__(base.param_groups, {})
-        self.param_groups, self.state = base.param_groups, base.state
+        self.param_groups = base.param_groups
+        self.state = base.state
         self.slow = [parameter.detach().clone() for parameter in parameters_of(base)]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         loss = self.base.step(closure)
         self.steps += 1
-        for slow, parameter in zip(self.slow, parameters_of(self.base), strict=True) if self.steps % 5 == 0 else ():
+        for slow, parameter in (
+            zip(self.slow, parameters_of(self.base), strict=True) if self.steps % 5 == 0 else ()
+        ):
             slow.lerp_(parameter, 0.5)
             parameter.copy_(slow)
         return loss

@@ -67,10 +67,15 @@ SCHEDULE_FREE = {
 def train_apart(way: str, folder: Path) -> str:
     """What is said of a run on whose ranks something differs."""
     hooks = SCHEDULE_FREE.get(way, ())
-    module, data = Validated(*hooks), loader(12, 40, 8)
-    callbacks = [Saves(folder)] if way == "save" else [] if hooks else [LambdaCallback(**{way: write})]
+    module = Validated(*hooks)
+    data = loader(12, 40, 8)
+    callbacks = (
+        [Saves(folder)] if way == "save" else [] if hooks else [LambdaCallback(**{way: write})]
+    )
     is_validated = way not in ("save", "on_train_end", "schedule-free, at the end")
-    settings: dict[str, Any] = {"val_check_interval": 4} if is_validated else {"limit_val_batches": 0}
+    settings: dict[str, Any] = (
+        {"val_check_interval": 4} if is_validated else {"limit_val_batches": 0}
+    )
     trainer = trainer_for(DCTStrategy(local_steps=2, density=0.3), callbacks=callbacks, **settings)
     with pytest.raises(RuntimeError, match="shared weights of") as caught:
         trainer.fit(module, data, loader(2, 40, 8))
@@ -81,7 +86,9 @@ class Saves(Callback):
     def __init__(self, folder: Path) -> None:
         self.path = folder / "saved.ckpt"
 
-    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *arguments: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, module: LightningModule, *arguments: Any
+    ) -> None:
         if arguments[-1] == 3:
             write(trainer, module)
         if arguments[-1] == 5:
@@ -110,7 +117,9 @@ def test_an_error_names_shared_weights_that_differ(
     said = ranks(world_size).run(train_apart, way, tmp_path)
     name = "'model.gain'" if "schedule" in way else "'model.second.bias'"
     assert len(set(said)) == 1
-    assert said[0].startswith(f"{steps} steps: The shared weights of {name} on ranks 0 and 1 differ")
+    assert said[0].startswith(
+        f"{steps} steps: The shared weights of {name} on ranks 0 and 1 differ"
+    )
     assert not (tmp_path / "saved.ckpt").exists()
 
 
@@ -123,7 +132,9 @@ def train_frozen() -> tuple[list[str], bool]:
             module.model.second.weight[0, 0] = 5.0
 
     before = module.model.gain.detach().clone()
-    said = warnings_of(fit, DCTStrategy(), module, 6, callbacks=[LambdaCallback(on_fit_start=write_frozen)])
+    said = warnings_of(
+        fit, DCTStrategy(), module, 6, callbacks=[LambdaCallback(on_fit_start=write_frozen)]
+    )
     trained = not torch.equal(before, module.model.gain)
     return [one for one in said if "which no optimizer trains" in one], trained
 
@@ -137,7 +148,8 @@ def test_a_warning_names_a_frozen_parameter_that_differs(ranks: Any) -> None:
 
 def apart_in_fabric(path: Path) -> list[str]:
     strategy = lightning_dct.fabric.DCTStrategy(density=0.3)
-    fabric, model = launched(strategy), perceptron()
+    fabric = launched(strategy)
+    model = perceptron()
     module, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
     train_in_fabric(fabric, module, optimizer, 3)
     with strategy.shared_weights(), torch.no_grad():
@@ -149,7 +161,10 @@ def apart_in_fabric(path: Path) -> list[str]:
 def test_fabric_names_shared_weights_that_differ(ranks: Any, tmp_path: Path) -> None:
     one, other = ranks(2).run(apart_in_fabric, tmp_path / "saved.ckpt")
     assert one == other
-    assert all(said.startswith("The shared weights of 'second.bias' on ranks 0 and 1 differ") for said in one)
+    assert all(
+        said.startswith("The shared weights of 'second.bias' on ranks 0 and 1 differ")
+        for said in one
+    )
 
 
 def tensors(size: int) -> Iterable[torch.Tensor]:
@@ -162,7 +177,9 @@ def tensors(size: int) -> Iterable[torch.Tensor]:
 
 @pytest.mark.parametrize("size", [2, 1000, 100_000])
 def test_checksums_tell_what_differs(size: int) -> None:
-    """Oracle: other bits and another order give another checksum, a copy elsewhere in memory gives the same."""
+    """Oracle: other bits and another order give another checksum, a copy elsewhere in memory gives
+    the same.
+    """
     for one in tensors(size):
         (known,) = checksums_of({"": one}).values()
         elsewhere = torch.empty(3 + one.numel(), dtype=one.dtype)[3:].copy_(one.reshape(-1))

@@ -1,4 +1,6 @@
-"""Buffers are as under DDP, but running statistics are averaged, and what all ranks have alike is not sent."""
+"""Buffers are as under DDP, but running statistics are averaged, and what all ranks have alike is
+not sent.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,9 @@ SETTINGS: dict[str, Any] = {"density": 0.3, "local_steps": 1}
 
 
 class Counting(nn.Module):
-    """Buffers of all kinds, which each rank's forward changes in its own way, beside some that stay."""
+    """Buffers of all kinds, which each rank's forward changes in its own way, beside some that
+    stay.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +55,9 @@ def train_counting(name: str, batches: int) -> tuple[dict[str, Tensor], Any]:
 
 
 def test_buffers_are_those_of_the_first_rank(ranks: Any) -> None:
-    """Oracle: DDP, which gives all ranks those of the first before each forward; after the last each has its own."""
+    """Oracle: DDP, which gives all ranks those of the first before each forward; after the last
+    each has its own.
+    """
     expected, _ = ranks(2).run(train_counting, "ddp", 12)
     for found, _ in ranks(2).run(train_counting, "dct", 12):
         assert_same(found, expected[0])
@@ -76,14 +82,19 @@ def exchange_statistics() -> dict[str, Tensor]:
 
 
 def test_running_statistics_are_averaged(ranks: Any) -> None:
-    """Oracle: models in one process whose statistics are averaged after five forwards and after ten."""
+    """Oracle: models in one process whose statistics are averaged after five forwards and after
+    ten.
+    """
     models = [normalised() for _ in range(2)]
     for some in (range(5), range(5, 10)):
         for place, model in enumerate(models):
             for batch in some:
                 model(Noise(10, 40, 8, rank=place)[batch][0])
         states = [model.state_dict() for model in models]
-        mean = {name: torch.stack([state[name].double() for state in states]).mean(0) for name in states[0]}
+        mean = {
+            name: torch.stack([state[name].double() for state in states]).mean(0)
+            for name in states[0]
+        }
         for model in models:
             model.load_state_dict(mean)
     for found in ranks(2).run(exchange_statistics):
@@ -103,7 +114,11 @@ class Tables(nn.Module):
 
 
 def train_with_tables(tables: int) -> Run:
-    return fit(DCTStrategy(density=0.1, local_steps=1), Module(Tables(tables), torch.optim.AdamW, lr=1e-3), 6)
+    return fit(
+        DCTStrategy(density=0.1, local_steps=1),
+        Module(Tables(tables), torch.optim.AdamW, lr=1e-3),
+        6,
+    )
 
 
 def test_constant_tables_cost_nothing(ranks: Any) -> None:
@@ -120,7 +135,8 @@ class Growing(Counting):
 
     def __init__(self, way: str) -> None:
         super().__init__()
-        self.way, self.steps = way, 0
+        self.way = way
+        self.steps = 0
         self.register_buffer("bank", torch.zeros(4 + rank() if way == "at once" else 4))
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -136,7 +152,9 @@ class Growing(Counting):
 
 def train_growing(way: str, settings: dict[str, Any]) -> str:
     try:
-        run = fit(DCTStrategy(**SETTINGS, **settings), Module(Growing(way), torch.optim.SGD, lr=0.0), 8)
+        run = fit(
+            DCTStrategy(**SETTINGS, **settings), Module(Growing(way), torch.optim.SGD, lr=0.0), 8
+        )
     except ValueError as error:
         return str(error)
     return str(run.weights["model.bank"].tolist())
@@ -145,14 +163,28 @@ def train_growing(way: str, settings: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("way", "settings", "said"),
     [
-        ("at once", {}, "'model.bank' is [4] torch.float32 on the first rank and [5] torch.float32 on rank 1"),
-        ("later", {}, "'model.bank' is [4] torch.float32 on the first rank and [5] torch.float32 on rank 1"),
+        (
+            "at once",
+            {},
+            "'model.bank' is [4] torch.float32 on the first rank and [5] torch.float32 on rank 1",
+        ),
+        (
+            "later",
+            {},
+            "'model.bank' is [4] torch.float32 on the first rank and [5] torch.float32 on rank 1",
+        ),
         ("later", {"lifelines": False}, "'model.bank' is [4] torch.float32 on the first rank"),
-        ("more", {"lifelines": False}, "'model.another' is missing on the first rank and [3] torch.float32 on rank 1"),
+        (
+            "more",
+            {"lifelines": False},
+            "'model.another' is missing on the first rank and [3] torch.float32 on rank 1",
+        ),
         ("on all", {}, str([1.0] * 9)),
     ],
 )
-def test_buffers_of_different_sizes_are_named(ranks: Any, way: str, settings: dict[str, Any], said: str) -> None:
+def test_buffers_of_different_sizes_are_named(
+    ranks: Any, way: str, settings: dict[str, Any], said: str
+) -> None:
     for found in ranks(2).run(train_growing, way, settings):
         assert said in found
 
@@ -165,7 +197,9 @@ def test_every_rank_keeps_its_own_without_broadcast_buffers(ranks: Any) -> None:
 def train_with_buffers(save: Path | None, load: Path | None) -> Any:
     """Saved between two exchanges."""
     module = Module(Counting(), torch.optim.SGD, lr=0.1)
-    shown, state = fit_half(save, load, DCTStrategy(density=0.3, local_steps=3, warmup_steps=0), module)
+    shown, state = fit_half(
+        save, load, DCTStrategy(density=0.3, local_steps=3, warmup_steps=0), module
+    )
     return shown, {**state, "buffers": dict(module.named_buffers())}
 
 
@@ -192,13 +226,19 @@ def write_in_evaluation(taken_back: bool) -> dict[str, Tensor]:
 
 
 def test_buffers_that_a_validation_writes_and_takes_back_change_nothing(ranks: Any) -> None:
-    for one, other in zip(*(ranks(2).run(write_in_evaluation, taken) for taken in (True, False)), strict=True):
+    for one, other in zip(
+        *(ranks(2).run(write_in_evaluation, taken) for taken in (True, False)), strict=True
+    ):
         assert_same(one, other)
 
 
 def test_present_ranks_send_what_has_changed_on_one_of_them() -> None:
-    """Oracles: the mean of statistics and the first sender's others, of 70 buffers, which share bits."""
-    models = [{str(number): torch.full((3,), float(number)) for number in range(70)} for _ in range(2)]
+    """Oracles: the mean of statistics and the first sender's others, of 70 buffers, which share
+    bits.
+    """
+    models = [
+        {str(number): torch.full((3,), float(number)) for number in range(70)} for _ in range(2)
+    ]
     buffers = [PresentBuffers(lambda own=own: own, lambda: {"1"}) for own in models]
     everything = buffers[0].changed() | buffers[1].changed()
     for one in buffers:

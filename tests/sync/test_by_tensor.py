@@ -23,7 +23,13 @@ def look(trainer: Trainer) -> list[TensorFigures]:
 
 def train(exchange: str) -> Any:
     return fit(
-        DCTStrategy(compress="gradients", density=0.1, value_format="bf16", exchange=exchange, min_tensor_size=128),
+        DCTStrategy(
+            compress="gradients",
+            density=0.1,
+            value_format="bf16",
+            exchange=exchange,
+            min_tensor_size=128,
+        ),
         Module(),
         4,
         watch=Watch(look=look),
@@ -39,7 +45,11 @@ def test_figures_are_those_of_the_state(ranks: Any, exchange: str) -> None:
         thresholds = run.state["thresholds"]["values"]
         for name, size in SIZES.items():
             assert figures[name].density == SENT.get(name, size) / size
-            own = [value for label, value in thresholds.items() if label == name or label.startswith(f"{name}[")]
+            own = [
+                value
+                for label, value in thresholds.items()
+                if label == name or label.startswith(f"{name}[")
+            ]
             cut |= len(own) > 1
             assert figures[name].threshold == (statistics.median(own) if name in SENT else None)
             held = [run.residuals[name]] if name in run.residuals else []

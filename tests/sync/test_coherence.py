@@ -1,4 +1,6 @@
-"""How far gradients agree, and the gain on their mean: beside known coherence, and Adam on the mean gradient."""
+"""How far gradients agree, and the gain on their mean: beside known coherence, and Adam on the mean
+gradient.
+"""
 
 import math
 from typing import Any
@@ -45,8 +47,12 @@ def gradients(step: int, ranks: int, shape: tuple[int, int], cosine: Tensor) -> 
 
 
 def compared(ranks_: int, cosines: list[float], steps: int) -> tuple[list[float], float, int]:
-    """The gains of rows after some steps, and of a tensor of one dimension that is alike on all ranks."""
-    known, awaited, everyone = Coherence(), Awaited(), link()
+    """The gains of rows after some steps, and of a tensor of one dimension that is alike on all
+    ranks.
+    """
+    known = Coherence()
+    awaited = Awaited()
+    everyone = link()
     cosine = torch.tensor(cosines).repeat_interleave(4).unsqueeze(1)
     for step in filter(is_measured, range(1, steps + 1)):
         known.begin(step, {})
@@ -54,7 +60,10 @@ def compared(ranks_: int, cosines: list[float], steps: int) -> tuple[list[float]
         alike = torch.full((5,), 0.5 + step)
         samples = {"matrix": own, "scalars": alike}
         known.measure(
-            {name: Sample(sample_of(one, step), shape_of(one), BETA) for name, one in samples.items()},
+            {
+                name: Sample(sample_of(one, step), shape_of(one), BETA)
+                for name, one in samples.items()
+            },
             everyone,
             awaited,
         )
@@ -67,7 +76,9 @@ def compared(ranks_: int, cosines: list[float], steps: int) -> tuple[list[float]
 
 @pytest.mark.parametrize(("ranks_", "cosines"), [(2, [0.0, 1.0]), (4, [0.0, 0.3, 1.0])])
 def test_ranks_find_the_gain_of_each_row(ranks: Any, ranks_: int, cosines: list[float]) -> None:
-    """Oracle: the cosines that gradients were made with; what all ranks have alike is not lengthened."""
+    """Oracle: the cosines that gradients were made with; what all ranks have alike is not
+    lengthened.
+    """
     found = ranks(ranks_).run(compared, ranks_, cosines, 2000)
     assert found == [found[0]] * ranks_
     expected = [math.sqrt(ranks_ / (1 + (ranks_ - 1) * cosine)) for cosine in cosines]
@@ -76,9 +87,14 @@ def test_ranks_find_the_gain_of_each_row(ranks: Any, ranks_: int, cosines: list[
 
 
 def test_the_gain_is_that_of_adam_on_the_mean_gradient() -> None:
-    """Oracle: second moments of the ranks' gradients and of their mean, in the plainest way; coherence that falls."""
-    ranks, shape = 4, (3, 400)
-    of_ranks, of_mean, known = torch.zeros(shape), torch.zeros(shape), Coherence()
+    """Oracle: second moments of the ranks' gradients and of their mean, in the plainest way;
+    coherence that falls.
+    """
+    ranks = 4
+    shape = (3, 400)
+    of_ranks = torch.zeros(shape)
+    of_mean = torch.zeros(shape)
+    known = Coherence()
     for step in range(1, 401):
         cosine = torch.full((3, 1), max(0.0, 1 - step / 50))
         every = [one * (2.0 if step < 50 else 1.0) for one in gradients(step, ranks, shape, cosine)]
@@ -89,7 +105,9 @@ def test_the_gain_is_that_of_adam_on_the_mean_gradient() -> None:
             samples = [sample_of(one, step) for one in every]
             results = squares_over_ranks([one.bfloat16() for one in samples])
             with patch("lightning_dct.sync.coherence.measure_all", return_value=results):
-                known.measure({"w": Sample(samples[0], shape, BETA)}, Ranks(ranks), (awaited := Awaited()))  # type: ignore[arg-type]
+                known.measure(
+                    {"w": Sample(samples[0], shape, BETA)}, Ranks(ranks), (awaited := Awaited())
+                )  # type: ignore[arg-type]
                 awaited.synchronize()
     expected = (of_ranks.sum() / of_mean.sum()).sqrt()
     assert expected < 1.7  # the ranks' noise alone would be 2
@@ -115,7 +133,8 @@ def test_opposed_gradients_have_a_longer_mean_within_a_bound() -> None:
 @given(rows=st.integers(1, 300), width=st.integers(1, 300))
 @examples(60)
 def test_samples_are_small_and_take_all_rows_and_columns(rows: int, width: int) -> None:
-    shape, seen = (rows, width), set()
+    shape = (rows, width)
+    seen = set()
     for step in range(1, 1200):
         start, stride = places_of(shape, step)
         places = range(start, rows * width, stride)
@@ -126,23 +145,34 @@ def test_samples_are_small_and_take_all_rows_and_columns(rows: int, width: int) 
 
 @given(data=st.data(), rows=st.integers(1, 40), width=st.integers(1, 9), step=st.integers(1, 99))
 @examples(60)
-def test_a_sparse_gradient_is_sampled_as_a_dense_one(data: st.DataObject, rows: int, width: int, step: int) -> None:
+def test_a_sparse_gradient_is_sampled_as_a_dense_one(
+    data: st.DataObject, rows: int, width: int, step: int
+) -> None:
     """Oracle: the dense gradient."""
     chosen = data.draw(st.lists(st.integers(0, rows - 1), max_size=12))
     values = torch.randn(len(chosen), width)
-    sparse = torch.sparse_coo_tensor(torch.tensor([chosen], dtype=torch.int64), values, (rows, width))
+    sparse = torch.sparse_coo_tensor(
+        torch.tensor([chosen], dtype=torch.int64), values, (rows, width)
+    )
     assert torch.equal(sample_of_gradient(sparse, step), sample_of(sparse.to_dense(), step))
 
 
 def test_when_it_is_measured_and_what_a_measurement_weighs() -> None:
-    assert [step for step in range(1, 100) if is_measured(step)] == [*range(1, 17), *range(20, 65, 4), 80, 96]
+    assert [step for step in range(1, 100) if is_measured(step)] == [
+        *range(1, 17),
+        *range(20, 65, 4),
+        80,
+        96,
+    ]
     assert [weight_of(step, None) for step in (1, 2, 96)] == [1.0, 0.25, 0.25]
     assert weight_of(10, 1.0) == 0.1
     assert weight_of(4, 0.5) == 0.25  # one measurement is noise
     assert weight_of(96, BETA) == pytest.approx((1 - BETA**16) / (1 - BETA**96))
 
 
-def rounds_of_a_run(settings: dict[str, Any], optimizer: str = "Adam") -> tuple[list[str], bool, list[float]]:
+def rounds_of_a_run(
+    settings: dict[str, Any], optimizer: str = "Adam"
+) -> tuple[list[str], bool, list[float]]:
     strategy = DCTStrategy(**{"density": 0.2, "min_tensor_size": 8, **settings})
     fit(strategy, Module(None, getattr(torch.optim, optimizer), lr=0.01), 40)
     (rounds,) = strategy.updates._rounds.values()
@@ -152,7 +182,9 @@ def rounds_of_a_run(settings: dict[str, Any], optimizer: str = "Adam") -> tuple[
 
 
 def test_steps_apart_are_averaged_without_it(ranks: Any) -> None:
-    """Oracle: no measurement with several steps apart, a delay or SGD; else gains, alike on all ranks, dense too."""
+    """Oracle: no measurement with several steps apart, a delay or SGD; else gains, alike on all
+    ranks, dense too.
+    """
     for settings in ({"local_steps": 4}, {"local_steps": 1, "overlap_steps": 1}):
         assert ranks(2).run(rounds_of_a_run, settings) == [([], True, [])] * 2
     assert ranks(2).run(rounds_of_a_run, {"local_steps": 1}, "SGD") == [([], False, [])] * 2
@@ -165,7 +197,11 @@ def test_steps_apart_are_averaged_without_it(ranks: Any) -> None:
 
 def measured_in_a_long_run() -> list[int]:
     with patch.object(law, "LONG", 50), patch.object(Coherence, "begin", autospec=True) as begin:
-        fit(DCTStrategy(density=0.2, min_tensor_size=8, local_steps=1), Module(None, torch.optim.Adam, lr=0.01), 50)
+        fit(
+            DCTStrategy(density=0.2, min_tensor_size=8, local_steps=1),
+            Module(None, torch.optim.Adam, lr=0.01),
+            50,
+        )
     return [step for (_, step, _), _ in begin.call_args_list]
 
 
@@ -187,7 +223,9 @@ class Late(Awaited):
 
 
 def late() -> list[float]:
-    known, awaited, gains = Coherence(), Late(), []
+    known = Coherence()
+    awaited = Late()
+    gains = []
     for step in range(1, 5):
         known.begin(step, {"w": torch.zeros(64)})
         moved = known.moved("w", torch.ones(64) * (1 if rank() else -1))

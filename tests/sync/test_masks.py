@@ -1,4 +1,6 @@
-"""Masks that each rank makes from its own gradients are told soon after the first steps, and what to do instead."""
+"""Masks that each rank makes from its own gradients are told soon after the first steps, and what
+to do instead.
+"""
 
 from typing import Any
 
@@ -20,15 +22,20 @@ def by_size(gradient: Tensor) -> Tensor:
 
 
 class DynamicSparsity(Callback):
-    """After each batch, keeps the weights with the largest gradients of the first one (as RigL does)."""
+    """After each batch, keeps the weights with the largest gradients of the first one (as RigL
+    does).
+    """
 
     def __init__(self, is_alike: bool) -> None:
-        self.is_alike, self.mask = is_alike, None
+        self.is_alike = is_alike
+        self.mask = None
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
         weight: Any = module.model.second.weight
         if self.mask is None:
-            gradient = trainer.strategy.reduce(weight.grad.clone()) if self.is_alike else weight.grad
+            gradient = (
+                trainer.strategy.reduce(weight.grad.clone()) if self.is_alike else weight.grad
+            )
             self.mask = by_size(gradient)
         weight.data.mul_(self.mask)
 
@@ -49,7 +56,9 @@ class Ticket(Module):
     def on_before_optimizer_step(self, *_: Any) -> None:
         if self.mask is None:
             gradient = self.model.second.weight.grad
-            self.mask = by_size(self.trainer.strategy.reduce(gradient.clone()) if self.is_alike else gradient).float()
+            self.mask = by_size(
+                self.trainer.strategy.reduce(gradient.clone()) if self.is_alike else gradient
+            ).float()
 
 
 def train(case: str, is_alike: bool) -> tuple[int, list[str]]:
@@ -69,13 +78,17 @@ def train(case: str, is_alike: bool) -> tuple[int, list[str]]:
         except RuntimeError as error:
             said.append(str(error))
 
-    said += [one for one in warnings_of(fit) if "rank" in one and ("mask" in one or "stay zero" in one)]
+    said += [
+        one for one in warnings_of(fit) if "rank" in one and ("mask" in one or "stay zero" in one)
+    ]
     return trainer.global_step, said
 
 
 @pytest.mark.parametrize("case", ["written into the shared weights", "an attribute"])
 def test_a_mask_of_a_ranks_own_gradients_is_told_soon(ranks: Any, case: str) -> None:
-    """Oracle: what is said after which step, and that the code that does as advised is told nothing."""
+    """Oracle: what is said after which step, and that the code that does as advised is told
+    nothing.
+    """
     found = ranks(2).run(train, case, False)
     for steps, said in found:
         if case == "an attribute":
@@ -91,12 +104,20 @@ def test_a_mask_of_a_ranks_own_gradients_is_told_soon(ranks: Any, case: str) -> 
 
 
 def mask_in_a_loop(way: str, clamps: bool) -> list[tuple[int, str]]:
-    """Mask weights after each step of a plain loop; the warnings, with the step before which each was given."""
+    """Mask weights after each step of a plain loop; the warnings, with the step before which each
+    was given.
+    """
     model = perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    project = (lambda module: [one.data.clamp_(min=0.0) for one in module.parameters()]) if clamps else None
+    project = (
+        (lambda module: [one.data.clamp_(min=0.0) for one in module.parameters()])
+        if clamps
+        else None
+    )
     updates = Updates(model, optimizer, project=project, **SETTINGS)
-    kept = torch.arange(model.second.weight.numel()).view_as(model.second.weight) % 3 != (rank() if way == "own" else 0)
+    kept = torch.arange(model.second.weight.numel()).view_as(model.second.weight) % 3 != (
+        rank() if way == "own" else 0
+    )
     said: list[tuple[int, str]] = []
     for step in range(STEPS):
         inputs = torch.randn(4, 40, generator=torch.Generator().manual_seed(2 * step + rank()))
@@ -114,7 +135,9 @@ def mask_in_a_loop(way: str, clamps: bool) -> list[tuple[int, str]]:
 
 
 def test_weights_that_stay_zero_on_one_rank_are_told(ranks: Any) -> None:
-    """Oracle: the parameter, within 10 steps; nothing where all ranks have one mask, none, or bounds."""
+    """Oracle: the parameter, within 10 steps; nothing where all ranks have one mask, none, or
+    bounds.
+    """
     found = ranks(2).run(mask_in_a_loop, "own", False)
     step, said = found[0][0]
     assert step <= 10

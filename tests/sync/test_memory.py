@@ -1,4 +1,6 @@
-"""Weights that share their memory with views, arrays and other processes stay one memory, whichever set is shown."""
+"""Weights that share their memory with views, arrays and other processes stay one memory, whichever
+set is shown.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -38,8 +40,11 @@ def of_other_processes(parameter: nn.Parameter) -> Tensor:
 
 
 @pytest.mark.parametrize("share", [kept, part_of_a_flat_buffer, array, of_other_processes])
-def test_a_view_sees_whichever_weights_the_model_has(share: Callable[[nn.Parameter], Tensor]) -> None:
-    parameter, weights = nn.Parameter(torch.randn(4, 6)), SharedWeights()
+def test_a_view_sees_whichever_weights_the_model_has(
+    share: Callable[[nn.Parameter], Tensor],
+) -> None:
+    parameter = nn.Parameter(torch.randn(4, 6))
+    weights = SharedWeights()
     weights.adopt("w", parameter)
     shared = parameter.detach().clone()
     view = share(parameter)
@@ -68,8 +73,12 @@ def test_a_view_sees_whichever_weights_the_model_has(share: Callable[[nn.Paramet
 
 
 def test_what_is_kept_of_a_view_of_the_shared_weights_are_the_shared_weights() -> None:
-    """As of a `state_dict()` that is saved after the evaluation. Nobody else sees the memory of this rank's own."""
-    parameter, weights = nn.Parameter(torch.randn(4, 6)), SharedWeights()
+    """As of a `state_dict()` that is saved after the evaluation.
+
+    Nobody else sees the memory of this rank's own.
+    """
+    parameter = nn.Parameter(torch.randn(4, 6))
+    weights = SharedWeights()
     weights.adopt("w", parameter)
     shared = parameter.detach().clone()
     with torch.no_grad():
@@ -81,11 +90,14 @@ def test_what_is_kept_of_a_view_of_the_shared_weights_are_the_shared_weights() -
 
 
 def train_with_views() -> list[bool]:
-    """Whether a view, and one that is made in the middle, is that of the model after each step and at the end."""
+    """Whether a view, and one that is made in the middle, is that of the model after each step and
+    at the end.
+    """
     module = Module(perceptron(), optim.Adam, lr=0.01)
     weight = module.model.first.weight
     module.model.second.weight.data.share_memory_()
-    views, place = [weight.detach()], weight.data_ptr()
+    views = [weight.detach()]
+    place = weight.data_ptr()
 
     def look(_: Any) -> bool:
         if len(views) == 1:
@@ -113,12 +125,16 @@ def tie(by_data: bool) -> None:
 
 def test_parameters_that_are_tied_through_their_data_are_named(ranks: Any) -> None:
     for said in ranks(2).run(message_of, tie, True):
-        assert said.startswith("The parameters '0.weight' and '1.weight' are two objects over the same memory")
+        assert said.startswith(
+            "The parameters '0.weight' and '1.weight' are two objects over the same memory"
+        )
     ranks(2).run(tie, False)
 
 
 def exchange_contents(compiles: bool) -> tuple[int, int]:
-    """Of how many parameters a fit has shown the shared weights, and of how many by their contents."""
+    """Of how many parameters a fit has shown the shared weights, and of how many by their
+    contents.
+    """
     shown: list[bool] = []
     is_seen = SharedWeights._is_seen_by_others
 

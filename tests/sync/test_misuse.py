@@ -1,4 +1,6 @@
-"""What cannot work is refused by the name of its setting; what strangers bring trains all the same."""
+"""What cannot work is refused by the name of its setting; what strangers bring trains all the
+same.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,9 @@ def refused(folder: Path) -> list[str]:
         path = folder / f"{theirs}.ckpt"
         trainer = trainer_for(DCTStrategy(compress=theirs), callbacks=[SaveAndStop(path, 6)])
         trainer.fit(Module(), loader(12, 40, 8))
-        messages.append(message_of(fit, DCTStrategy(compress=ours), Module(), 12, ckpt_path=str(path)))
+        messages.append(
+            message_of(fit, DCTStrategy(compress=ours), Module(), 12, ckpt_path=str(path))
+        )
         fit(DCTStrategy(compress=ours, missing_state="reset"), Module(), 12, ckpt_path=str(path))
     return messages
 
@@ -70,7 +74,9 @@ def reach_for_the_module(settings: dict[str, Any]) -> str:
 
 def test_a_model_that_is_not_wrapped_is_told(ranks: Any) -> None:
     for told in ranks(2).run(reach_for_the_module, {}):
-        assert told.startswith("'Unwrapping' object has no attribute 'module'. `DCTStrategy` wraps no model")
+        assert told.startswith(
+            "'Unwrapping' object has no attribute 'module'. `DCTStrategy` wraps no model"
+        )
         assert "Write `trainer.lightning_module`" in told
     assert ranks(2).run(reach_for_the_module, {"compress": "gradients"}) == ["", ""]
 
@@ -89,13 +95,21 @@ class Unwritable(Module):
             if case == "advised for updates":
                 self.model.register_buffer("adjacency", small.to_sparse())
             self.model.plain = small.to_sparse()
-            self.model.register_buffer("shift", torch.ones(1).expand(3) if "expanded" in case else torch.ones(3))
+            self.model.register_buffer(
+                "shift", torch.ones(1).expand(3) if "expanded" in case else torch.ones(3)
+            )
 
 
 UNWRITABLE = {
     "sparse parameter": ["The parameter 'model.adjacency' is a sparse tensor", "`register_buffer`"],
-    "expanded parameter": ["Several entries of the parameter 'model.shift' are one number in memory", "`clone()`"],
-    "expanded buffer": ["Several entries of the buffer 'model.shift' are one number in memory", "`clone()`"],
+    "expanded parameter": [
+        "Several entries of the parameter 'model.shift' are one number in memory",
+        "`clone()`",
+    ],
+    "expanded buffer": [
+        "Several entries of the buffer 'model.shift' are one number in memory",
+        "`clone()`",
+    ],
 }
 
 
@@ -134,7 +148,9 @@ def add_late() -> str:
 
 def test_a_parameter_that_comes_late_is_named_by_its_shape(ranks: Any) -> None:
     for message in ranks(2).run(add_late):
-        assert "A parameter of shape [7, 30] was made after synchronisation had been set up" in message
+        assert (
+            "A parameter of shape [7, 30] was made after synchronisation had been set up" in message
+        )
 
 
 def test_what_does_not_go_with_updates_is_refused(ranks: Any, tmp_path: Path) -> None:
@@ -158,7 +174,9 @@ def test_updates_continue_where_nothing_has_been_held_back(ranks: Any, tmp_path:
 
 
 class Strange(nn.Module):
-    """Complex weights, a tensor without entries, one that is never used, and one with another layout in memory."""
+    """Complex weights, a tensor without entries, one that is never used, and one with another
+    layout in memory.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +194,9 @@ class Strange(nn.Module):
 
 
 def train_strange(compress: str) -> tuple[Run, torch.Tensor]:
-    more: dict[str, Any] = {"find_unused_parameters": True} if compress == "gradients" else {"warmup_steps": 0}
+    more: dict[str, Any] = (
+        {"find_unused_parameters": True} if compress == "gradients" else {"warmup_steps": 0}
+    )
     settings: dict[str, Any] = {"compress": compress, "density": 0.3, **more}
     module = Module(Strange(), torch.optim.SGD, lr=0.05)
     before = module.model.spectrum.detach().clone()
@@ -193,10 +213,17 @@ def test_strange_parameters_train(ranks: Any, compress: str) -> None:
 
 
 def train_shortly(steps: int) -> tuple[bool, list[str]]:
-    strategy, module = DCTStrategy(local_steps=4, warmup_steps=0), Module()
+    strategy = DCTStrategy(local_steps=4, warmup_steps=0)
+    module = Module()
     begun = weights_of(module)
-    said = [one for one in warnings_of(fit, strategy, module, steps) if "before its first exchange" in one]
-    return all(torch.equal(weights, begun[name]) for name, weights in weights_of(module).items()), said
+    said = [
+        one
+        for one in warnings_of(fit, strategy, module, steps)
+        if "before its first exchange" in one
+    ]
+    return all(
+        torch.equal(weights, begun[name]) for name, weights in weights_of(module).items()
+    ), said
 
 
 def test_a_run_that_ends_before_its_first_exchange_says_so(ranks: Any) -> None:
@@ -216,7 +243,8 @@ def break_one_rank(compress: str) -> list[str]:
             return loss * float("nan") if self.global_rank == 1 and batch_idx == 5 else loss
 
     name_broken_sender.cache_clear()
-    strategy, module = DCTStrategy(compress=compress, density=0.2), Broken(perceptron(), torch.optim.SGD, lr=0.01)
+    strategy = DCTStrategy(compress=compress, density=0.2)
+    module = Broken(perceptron(), torch.optim.SGD, lr=0.01)
     return [one for one in warnings_of(fit, strategy, module, 20) if "infinite or NaN" in one]
 
 

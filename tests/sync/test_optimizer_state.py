@@ -1,4 +1,6 @@
-"""Second moments are averaged over ranks: beside the plain mean, on real ranks, and in trainings whose data differ."""
+"""Second moments are averaged over ranks: beside the plain mean, on real ranks, and in trainings
+whose data differ.
+"""
 
 import math
 from typing import Any
@@ -17,11 +19,15 @@ RANKS = 3
 
 
 def values_of(number: int) -> torch.Tensor:
-    """Over twenty octaves; the first rank has seen no gradient in one row, in one column, and in an entry besides."""
+    """Over twenty octaves; the first rank has seen no gradient in one row, in one column, and in an
+    entry besides.
+    """
     made = torch.Generator().manual_seed(number)
     values = (torch.randn(20, 25, generator=made) * 3).exp2()
     if number == 0:
-        values[3], values[:, 4], values[7, 9] = 0.0, 0.0, 0.0
+        values[3] = 0.0
+        values[:, 4] = 0.0
+        values[7, 9] = 0.0
     values[11] = 0.0  # on no rank
     return values
 
@@ -37,12 +43,17 @@ def averaged() -> dict[str, list[float]]:
         "vector": Squares(torch.tensor([1.0, 0.0, 2.0 * rank()]), 1.0),
         "broken": Squares(torch.full((2, 2), math.inf if rank() == 1 else 1.0), 1.0),
         "alike": Squares(values_of(1), 1.0),
-        "image": Squares(torch.rand(4, 3, 5, 5).add_(rank()).to(memory_format=torch.channels_last), 1.0),
+        "image": Squares(
+            torch.rand(4, 3, 5, 5).add_(rank()).to(memory_format=torch.channels_last), 1.0
+        ),
     }
     SharedSquares().average(given, everyone, torch.device("cpu"))
     assert given["image"].values.is_contiguous(memory_format=torch.channels_last)
     given["late"].values.div_(bias)
-    return {name: [] if one.values is None else one.values.flatten().tolist() for name, one in given.items()}
+    return {
+        name: [] if one.values is None else one.values.flatten().tolist()
+        for name, one in given.items()
+    }
 
 
 def expected_matrix(own: torch.Tensor, of_all: list[torch.Tensor]) -> torch.Tensor:
@@ -74,11 +85,30 @@ def test_rows_and_columns_get_the_means_of_all_ranks(ranks: Any) -> None:
 
 
 def test_how_often_follows_the_bytes() -> None:
-    """Oracle: by hand. Four percent of a step's bytes: 16 steps of 1,000 bytes have 640 to spare."""
+    """Oracle: by hand.
+
+    Four percent of a step's bytes: 16 steps of 1,000 bytes have 640 to spare.
+    """
     first = [1, 2, 4, 8, 16, 32]
-    assert [step for step in range(1, 150) if is_averaged(step, 1, 630, 1_000)] == [*first, *range(48, 150, 16)]
-    assert [step for step in range(1, 400) if is_averaged(step, 1, 2_600, 1_000)] == [*first, 64, 128, 256, 384]
-    assert [step for step in range(5, 70, 5) if is_averaged(step, 5, 630, 1_000)] == [5, 10, 20, 35, 50, 65]
+    assert [step for step in range(1, 150) if is_averaged(step, 1, 630, 1_000)] == [
+        *first,
+        *range(48, 150, 16),
+    ]
+    assert [step for step in range(1, 400) if is_averaged(step, 1, 2_600, 1_000)] == [
+        *first,
+        64,
+        128,
+        256,
+        384,
+    ]
+    assert [step for step in range(5, 70, 5) if is_averaged(step, 5, 630, 1_000)] == [
+        5,
+        10,
+        20,
+        35,
+        50,
+        65,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +121,9 @@ def test_how_often_follows_the_bytes() -> None:
         ("SGD", None),
     ],
 )
-def test_a_trial_finds_squares_of_gradients_and_their_memory(kind: str, expected: dict[str, float] | None) -> None:
+def test_a_trial_finds_squares_of_gradients_and_their_memory(
+    kind: str, expected: dict[str, float] | None
+) -> None:
     """Oracle: torch's documentation of each."""
     weights = [nn.Parameter(torch.ones(6, 5)), nn.Parameter(torch.ones(3))]
     optimizer = getattr(torch.optim, kind)(weights, lr=0.01)
@@ -108,7 +140,9 @@ def test_a_trial_finds_squares_of_gradients_and_their_memory(kind: str, expected
 
 
 def test_a_variance_around_another_mean_is_no_square_that_may_be_replaced() -> None:
-    """Centred RMSprop subtracts the square of its own mean gradient: another ``square_avg`` would give NaN."""
+    """Centred RMSprop subtracts the square of its own mean gradient: another ``square_avg`` would
+    give NaN.
+    """
     optimizer = torch.optim.RMSprop([nn.Parameter(torch.ones(6, 5))], centered=True)
     assert try_out(optimizer).squares == ({},)
 

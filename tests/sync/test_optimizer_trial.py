@@ -1,4 +1,6 @@
-"""What a trial of an optimizer shows, and that it leaves the optimizer and its weights as they were."""
+"""What a trial of an optimizer shows, and that it leaves the optimizer and its weights as they
+were.
+"""
 
 import copy
 import warnings
@@ -11,7 +13,14 @@ import torch
 from torch import nn, optim
 
 from lightning_dct.sync.optimizer_trial import try_out
-from sync.optimizers import Lookahead, MastersBeside, MastersInState, NeedsClosure, Sign, parameters_of
+from sync.optimizers import (
+    Lookahead,
+    MastersBeside,
+    MastersInState,
+    NeedsClosure,
+    Sign,
+    parameters_of,
+)
 
 
 def matrices() -> list[nn.Parameter]:
@@ -48,7 +57,14 @@ CHOOSING: dict[str, Callable[..., optim.Optimizer]] = {
     "Sign": Sign,
     "Lookahead of AdamW": lambda params: Lookahead(optim.AdamW(params)),
 }
-DECAYING = {"AdamW", "AdamW, a rate of 0 at first", "AdamW, fused", "AdamW, a tensor for a rate", "NAdam", "Adafactor"}
+DECAYING = {
+    "AdamW",
+    "AdamW, a rate of 0 at first",
+    "AdamW, fused",
+    "AdamW, a tensor for a rate",
+    "NAdam",
+    "Adafactor",
+}
 DECAYING |= {"Sign", "Lookahead of AdamW"}
 
 
@@ -67,11 +83,12 @@ def test_muon_which_takes_only_matrices() -> None:
 
 
 def test_each_group_decays_by_itself() -> None:
-    groups = [{"params": matrices(), "weight_decay": 0.0}, {"params": mixed(), "decoupled_weight_decay": False}]
-    assert try_out(optim.Adam(groups, decoupled_weight_decay=True)).decays == (
-        True,
-        False,
-    )  # the setting may come later
+    groups = [
+        {"params": matrices(), "weight_decay": 0.0},
+        {"params": mixed(), "decoupled_weight_decay": False},
+    ]
+    # The setting may come later.
+    assert try_out(optim.Adam(groups, decoupled_weight_decay=True)).decays == (True, False)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -94,14 +111,19 @@ def test_complex_weights_are_tried_without_a_warning() -> None:
 
 
 def everything_of(optimizer: optim.Optimizer) -> Any:
-    held = {name: value for name, value in vars(optimizer).items() if "hook" not in name and name != "step"}
+    held = {
+        name: value
+        for name, value in vars(optimizer).items()
+        if "hook" not in name and name != "step"
+    }
     return copy.deepcopy([held, parameters_of(optimizer), torch.get_rng_state()])
 
 
 def assert_same(one: Any, other: Any) -> None:
     if isinstance(one, dict):
         assert one.keys() == other.keys() or all(isinstance(key, torch.Tensor) for key in one)
-        one, other = list(one.values()), list(other.values())
+        one = list(one.values())
+        other = list(other.values())
     if isinstance(one, (list, tuple)):
         assert len(one) == len(other)
         for part, other_part in zip(one, other, strict=True):
@@ -116,7 +138,9 @@ def assert_same(one: Any, other: Any) -> None:
 
 @pytest.mark.parametrize("make", [*LINEAR.values(), *CHOOSING.values(), NeedsClosure])
 def test_nothing_of_the_optimizer_changes(make: Callable[..., optim.Optimizer]) -> None:
-    """Oracle: copies of all that it holds, of its weights and of torch's random numbers, before and after."""
+    """Oracle: copies of all that it holds, of its weights and of torch's random numbers, before and
+    after.
+    """
     weights = mixed()
     optimizer = make(weights)
     steps: list[optim.Optimizer] = []

@@ -1,4 +1,6 @@
-"""`Updates` and `Gradients` in a loop without a Trainer: the bits of `DCTStrategy`, resume, misuse; on real ranks."""
+"""`Updates` and `Gradients` in a loop without a Trainer: the bits of `DCTStrategy`, resume, misuse;
+on real ranks.
+"""
 
 import copy
 import gc
@@ -39,7 +41,9 @@ class Loop:
     def __init__(self, settings: dict[str, Any], optimizers: int = 1) -> None:
         self.model = perceptron()
         parameters = list(self.model.parameters())
-        self.optimizers = [optim.AdamW(parameters[number::optimizers], lr=0.01) for number in range(optimizers)]
+        self.optimizers = [
+            optim.AdamW(parameters[number::optimizers], lr=0.01) for number in range(optimizers)
+        ]
         self.updates = Updates(self.model, self.optimizers, **settings)
         self.losses: list[float] = []
 
@@ -58,7 +62,9 @@ def in_a_loop(settings: dict[str, Any]) -> tuple[dict[str, Tensor], list[float],
     loop = Loop(settings)
     loop.train(0, STEPS)
     loop.updates.close()
-    weights, losses, sent = sums(loop.model.state_dict()), loop.losses[:], loop.updates.traffic.totals.bytes_sent
+    weights = sums(loop.model.state_dict())
+    losses = loop.losses[:]
+    sent = loop.updates.traffic.totals.bytes_sent
     if rank() == 0:  # it exchanges no more
         loop.train(0, 1)
     return weights, losses, sent
@@ -82,12 +88,20 @@ def step_within_a_step() -> list[Any]:
             optimizer.step()
             optimizer.zero_grad()
         updates.close()
-        found.append((updates.traffic.totals.steps, updates.traffic.totals.bytes_sent, sums(model.state_dict())))
+        found.append(
+            (
+                updates.traffic.totals.steps,
+                updates.traffic.totals.bytes_sent,
+                sums(model.state_dict()),
+            )
+        )
     return found
 
 
 def test_a_step_that_calls_that_of_its_base_is_one(ranks: Any) -> None:
-    for (steps, sent, weights), (their_steps, their_sent, theirs) in ranks(2).run(step_within_a_step):
+    for (steps, sent, weights), (their_steps, their_sent, theirs) in ranks(2).run(
+        step_within_a_step
+    ):
         assert (steps, sent) == (their_steps, their_sent) == (6, sent)
         assert all(torch.equal(weights[name], one) for name, one in theirs.items())
 
@@ -96,8 +110,11 @@ def test_a_step_that_calls_that_of_its_base_is_one(ranks: Any) -> None:
 def test_the_same_bits_as_under_the_trainer(ranks: Any, settings: dict[str, Any]) -> None:
     """Oracle: DCTStrategy with the same model, data, optimizer and settings."""
     settings = {"min_tensor_size": 8, **settings}
-    loops, trainers = ranks(2).run(in_a_loop, settings), ranks(2).run(under_the_trainer, settings)
-    for (weights, losses, sent), (their_weights, their_losses, their_sent) in zip(loops, trainers, strict=True):
+    loops = ranks(2).run(in_a_loop, settings)
+    trainers = ranks(2).run(under_the_trainer, settings)
+    for (weights, losses, sent), (their_weights, their_losses, their_sent) in zip(
+        loops, trainers, strict=True
+    ):
         assert losses == their_losses
         assert sent == their_sent > 0
         assert all(torch.equal(weights[name], theirs) for name, theirs in their_weights.items())
@@ -105,7 +122,9 @@ def test_the_same_bits_as_under_the_trainer(ranks: Any, settings: dict[str, Any]
 
 def gradients_in_a_loop(settings: dict[str, Any], stops_after: int = STEPS) -> Any:
     """In one piece, or stopped and resumed."""
-    states, losses, sent = None, [], 0
+    states = None
+    losses = []
+    sent = 0
     for first, last in ((0, stops_after), (stops_after, STEPS)):
         model = perceptron()
         wrapped = DistributedDataParallel(model)
@@ -129,16 +148,21 @@ def test_gradients_have_the_same_bits_as_under_the_trainer(ranks: Any) -> None:
     settings = {"min_tensor_size": 8, "density": 0.2}
     theirs = ranks(2).run(under_the_trainer, {"compress": "gradients", **settings})
     for stops_after in (STEPS, 10):
-        for loop, trainer in zip(ranks(2).run(gradients_in_a_loop, settings, stops_after), theirs, strict=True):
+        for loop, trainer in zip(
+            ranks(2).run(gradients_in_a_loop, settings, stops_after), theirs, strict=True
+        ):
             assert loop[1:] == trainer[1:]
             assert all(torch.equal(loop[0][name], weights) for name, weights in trainer[0].items())
 
 
 def evaluate_everywhere() -> list[dict[str, Tensor]]:
-    """The weights within evaluations that must all see the shared ones, and then this rank's own, twice."""
+    """The weights within evaluations that must all see the shared ones, and then this rank's own,
+    twice.
+    """
     loop = Loop(SETTINGS[0])
     loop.train(0, 10)
-    own, seen = sums(loop.model.state_dict()), []
+    own = sums(loop.model.state_dict())
+    seen = []
     with loop.updates.shared_weights():
         with loop.updates.shared_weights():
             pass
@@ -161,7 +185,9 @@ def test_evaluations_within_another_and_after_the_end_see_the_shared_weights(ran
 
 
 def evaluate_before_training() -> tuple[list[bool], list[str]]:
-    """Whether an evaluation within another leaves its buffers; and what is said of a run too short to exchange."""
+    """Whether an evaluation within another leaves its buffers; and what is said of a run too short
+    to exchange.
+    """
     model = nn.Sequential(nn.Linear(40, 8), nn.BatchNorm1d(8))
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     updates = Updates(model, optimizer, local_steps=4, warmup_steps=0)
@@ -179,7 +205,9 @@ def evaluate_before_training() -> tuple[list[bool], list[str]]:
     return [*kept, torch.equal(own, mean)], warnings_of(updates.close)
 
 
-def test_an_evaluation_before_the_first_step_and_an_end_before_the_first_exchange(ranks: Any) -> None:
+def test_an_evaluation_before_the_first_step_and_an_end_before_the_first_exchange(
+    ranks: Any,
+) -> None:
     (kept, said), (theirs, _) = ranks(2).run(evaluate_before_training)
     assert kept == theirs == [True, True, False]
     assert any("before its first exchange" in one for one in said)
@@ -202,18 +230,22 @@ def test_an_error_names_shared_weights_that_differ(ranks: Any, ends: bool) -> No
 
 def load_within_an_evaluation() -> list[dict[str, Tensor]]:
     """Own weights and shared ones: those that are saved, and those that another loop has loaded."""
-    loop, found = Loop(SETTINGS[0]), []
+    loop = Loop(SETTINGS[0])
+    found = []
     loop.train(0, 10)
     for _ in range(2):
         found.append(sums(loop.model.state_dict()))
         with loop.updates.shared_weights():
             found.append(sums(loop.model.state_dict()))
-        state, loop = copy.deepcopy(loop.updates.state_dict()), Loop(SETTINGS[0])
+        state = copy.deepcopy(loop.updates.state_dict())
+        loop = Loop(SETTINGS[0])
         loop.train(10, 15)
         with loop.updates.shared_weights():
             loop.model.load_state_dict(found[1])
             loop.updates.load_state_dict(state)
-            assert all(torch.equal(one, found[1][name]) for name, one in loop.model.state_dict().items())
+            assert all(
+                torch.equal(one, found[1][name]) for name, one in loop.model.state_dict().items()
+            )
     return found
 
 
@@ -226,7 +258,9 @@ def test_a_state_may_be_loaded_within_an_evaluation(ranks: Any) -> None:
 
 
 def load_a_counter() -> int:
-    """A buffer that one rank has counted on by itself when a state from before is loaded within an evaluation."""
+    """A buffer that one rank has counted on by itself when a state from before is loaded within an
+    evaluation.
+    """
     model = perceptron()
     model.register_buffer("skipped", torch.zeros((), dtype=torch.long))
     optimizer = optim.SGD(model.parameters(), lr=0.1)
@@ -274,7 +308,9 @@ def test_a_compiled_step_is_compiled_without_the_exchange(ranks: Any) -> None:
 
 
 def load_weights_late() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The weights that all ranks load after `Updates` is made, and the shared ones after steps that move nothing."""
+    """The weights that all ranks load after `Updates` is made, and the shared ones after steps that
+    move nothing.
+    """
     model = perceptron()
     optimizer = optim.SGD(model.parameters(), lr=0.0)
     updates = Updates(model, optimizer, density=0.1)
@@ -292,7 +328,9 @@ def test_weights_that_all_ranks_load_before_the_first_step_are_shared(ranks: Any
         assert all(torch.equal(weights, shared[name]) for name, weights in loaded.items())
 
 
-def train_a_loop(save: Path | None, load: Path | None, settings: dict[str, Any], optimizers: int = 1) -> Any:
+def train_a_loop(
+    save: Path | None, load: Path | None, settings: dict[str, Any], optimizers: int = 1
+) -> Any:
     """Saved after eleven steps, each rank its own file."""
     loop = Loop(settings, optimizers)
     if load is not None:
@@ -320,10 +358,14 @@ def two_optimizers() -> list[Tensor]:
     torch.manual_seed(rank())  # other weights on each rank, until `Updates` is made
     for layer in model:
         nn.init.normal_(layer.weight)
-    optimizers = [optim.Adam(model[0].parameters(), lr=0.01), optim.SGD(model[1].parameters(), lr=0.01)]
+    optimizers = [
+        optim.Adam(model[0].parameters(), lr=0.01),
+        optim.SGD(model[1].parameters(), lr=0.01),
+    ]
     updates = Updates(model, optimizers, local_steps=1)
     for step in range(12):
-        optimizer, layer = optimizers[step % 2], model[step % 2]
+        optimizer = optimizers[step % 2]
+        layer = model[step % 2]
         layer(torch.randn(4, 20)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -357,10 +399,15 @@ def test_a_rank_that_trains_more_parameters_is_told(ranks: Any) -> None:
 
 
 def train_in_phases(given: int) -> tuple[dict[str, Tensor], int, list[str]]:
-    """Two phases: a head by one optimizer, then everything by a new one, which `Updates` is given too, or is not."""
+    """Two phases: a head by one optimizer, then everything by a new one, which `Updates` is given
+    too, or is not.
+    """
     model = perceptron()
     model.first.requires_grad_(False)
-    optimizers = [optim.AdamW(model.second.parameters(), lr=0.01), optim.Adam(model.parameters(), lr=0.02)]
+    optimizers = [
+        optim.AdamW(model.second.parameters(), lr=0.01),
+        optim.Adam(model.parameters(), lr=0.02),
+    ]
     updates = Updates(model, optimizers[:given], density=0.2, warmup_steps=0)
 
     def train() -> None:
@@ -379,7 +426,9 @@ def train_in_phases(given: int) -> tuple[dict[str, Tensor], int, list[str]]:
 def test_an_optimizer_that_is_made_later_is_exchanged_too(ranks: Any) -> None:
     """Oracle: the bits of `Updates` that is given both optimizers from the start."""
     both = ranks(2).run(train_in_phases, 2)
-    for (weights, steps, said), (theirs, _, _) in zip(ranks(2).run(train_in_phases, 1), both, strict=True):
+    for (weights, steps, said), (theirs, _, _) in zip(
+        ranks(2).run(train_in_phases, 1), both, strict=True
+    ):
         assert steps == STEPS
         assert not said
         assert all(torch.equal(weights[name], one) for name, one in theirs.items())
@@ -387,7 +436,9 @@ def test_an_optimizer_that_is_made_later_is_exchanged_too(ranks: Any) -> None:
 
 
 def train_with_an_optimizer_for_each_phase() -> tuple[int, dict[str, int]]:
-    """The loop keeps one optimizer at a time; its successors take its number, as they do in a run that resumes."""
+    """The loop keeps one optimizer at a time; its successors take its number, as they do in a run
+    that resumes.
+    """
     model = perceptron()
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     updates = Updates(model, optimizer, density=0.2)
@@ -401,7 +452,9 @@ def train_with_an_optimizer_for_each_phase() -> tuple[int, dict[str, int]]:
             optimizer = optim.SGD(model.parameters(), lr=0.1)
             gc.collect()
     updates.close()
-    return updates.traffic.totals.steps, {key: one for key, one in clocks.items() if key.startswith("steps of")}
+    return updates.traffic.totals.steps, {
+        key: one for key, one in clocks.items() if key.startswith("steps of")
+    }
 
 
 def test_a_new_optimizer_takes_the_place_of_one_that_is_gone(ranks: Any) -> None:
@@ -475,8 +528,11 @@ def test_a_rank_that_alone_steps_a_new_optimizer_is_told(ranks: Any) -> None:
 
 
 def train_others_and_nothing() -> list[str]:
-    """An optimizer of another model is none of its business, and one that nobody steps is said at the end."""
-    model, other = perceptron(), perceptron()
+    """An optimizer of another model is none of its business, and one that nobody steps is said at
+    the end.
+    """
+    model = perceptron()
+    other = perceptron()
     updates = Updates(model, optim.SGD(model.parameters(), lr=0.1), local_steps=1)
     optimizer = optim.Adam(other.parameters(), lr=0.1)
     other(torch.randn(4, 40)).square().mean().backward()
@@ -544,14 +600,26 @@ def not_wrapped() -> Any:
         (partial(misuse, {"compress": "gradients"}), "Use `Gradients`"),
         (partial(misuse_of_gradients, {"compress": "updates"}), "Use `Updates`"),
         (partial(misuse_of_gradients, {"local_steps": 3}), "`compress='gradients'`"),
-        (partial(misuse, {"project": 3}), "`project` must be a function of the module, or None; got 3."),
+        (
+            partial(misuse, {"project": 3}),
+            "`project` must be a function of the module, or None; got 3.",
+        ),
         (partial(misuse, {"steps": -3}), "`steps`"),
         (partial(misuse, {"steps": "300"}), "`steps`"),
         (partial(misuse, {}, optim.LBFGS), "`LBFGS`"),
         (partial(optimizers_that_are_none, iter), "`Updates` needs an optimizer after the model"),
-        (partial(optimizers_that_are_none, nothing), "`Updates` needs an optimizer after the model"),
-        (partial(load, {"state": {}, "param_groups": []}), "This is not a state that `Updates.state_dict()` has made."),
-        (partial(load, {"residuals": {}}), "This is not a state that `Updates.state_dict()` has made."),
+        (
+            partial(optimizers_that_are_none, nothing),
+            "`Updates` needs an optimizer after the model",
+        ),
+        (
+            partial(load, {"state": {}, "param_groups": []}),
+            "This is not a state that `Updates.state_dict()` has made.",
+        ),
+        (
+            partial(load, {"residuals": {}}),
+            "This is not a state that `Updates.state_dict()` has made.",
+        ),
         (
             partial(load_gradients, {"residuals": {}, "weights": {}}),
             "This is not a state that `Gradients.state_dict()` has made.",

@@ -1,4 +1,6 @@
-"""`project=` must be a projection; optimizers that set exact zeros, and gradients that come late, are warned of."""
+"""`project=` must be a projection; optimizers that set exact zeros, and gradients that come late,
+are warned of.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -47,13 +49,22 @@ def hard_threshold(module: nn.Module) -> None:
 
 @pytest.mark.parametrize(
     ("function", "warns"),
-    [(soft_threshold, True), (shrink, True), (clamp, False), (to_unit_norm, False), (hard_threshold, False)],
+    [
+        (soft_threshold, True),
+        (shrink, True),
+        (clamp, False),
+        (to_unit_norm, False),
+        (hard_threshold, False),
+    ],
 )
 def test_a_function_that_moves_weights_each_time_is_warned_of(
     function: Callable[[nn.Module], None], warns: bool
 ) -> None:
-    """Oracle: weights as after one call in each call; and nothing is said before anything has moved."""
-    module, other = nn.Linear(30, 20), nn.Linear(30, 20)
+    """Oracle: weights as after one call in each call; and nothing is said before anything has
+    moved.
+    """
+    module = nn.Linear(30, 20)
+    other = nn.Linear(30, 20)
     for weights in module.parameters():
         weights.data.zero_()
     project = Projection(function, module)
@@ -64,7 +75,9 @@ def test_a_function_that_moves_weights_each_time_is_warned_of(
     for _ in range(7):
         said += warnings_of(project)
         function(other)
-        assert all(torch.equal(a, b) for a, b in zip(module.parameters(), other.parameters(), strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(module.parameters(), other.parameters(), strict=True)
+        )
     assert ["`project` is no projection" in one for one in said] == [True] * warns
 
 
@@ -80,7 +93,9 @@ class Proximal(optim.SGD):
         return loss
 
 
-@pytest.mark.parametrize("kind", [optim.SGD, optim.AdamW, optim.Adagrad, optim.RMSprop, optim.Adadelta, optim.RAdam])
+@pytest.mark.parametrize(
+    "kind", [optim.SGD, optim.AdamW, optim.Adagrad, optim.RMSprop, optim.Adadelta, optim.RAdam]
+)
 def test_optimizers_that_set_zeros_are_found(kind: Any) -> None:
     assert not try_out(kind(perceptron().parameters(), lr=0.1)).sets_zeros
     assert try_out(Proximal(perceptron().parameters(), lr=0.1)).sets_zeros
@@ -107,7 +122,10 @@ def test_which_optimizers_lose_with_late_gradients() -> None:
 
     assert not any(loses(kind) for kind in (optim.SGD, optim.Adagrad, optim.ASGD))
     assert loses(optim.SGD, momentum=0.9)
-    assert all(loses(kind) for kind in (optim.Adam, optim.AdamW, optim.RMSprop, optim.Adadelta, optim.Rprop))
+    assert all(
+        loses(kind)
+        for kind in (optim.Adam, optim.AdamW, optim.RMSprop, optim.Adadelta, optim.Rprop)
+    )
 
 
 def train_with_gradients(kind: Any, density: float) -> list[list[str]]:
@@ -121,14 +139,18 @@ def train_with_gradients(kind: Any, density: float) -> list[list[str]]:
 
     def in_a_plain_loop() -> None:
         wrapped = DistributedDataParallel(perceptron())
-        gradients, optimizer = Gradients(wrapped, density=density), kind(wrapped.parameters(), lr=0.01)
+        gradients = Gradients(wrapped, density=density)
+        optimizer = kind(wrapped.parameters(), lr=0.01)
         for _ in range(2):
             wrapped(torch.randn(4, 40)).square().mean().backward()
             optimizer.step()
         assert gradients.traffic.totals.steps == 2
 
     said += [warnings_of(with_fabric), warnings_of(in_a_plain_loop)]
-    return [[one for one in those if "`compress='gradients'` loses quality under `Adam`" in one] for those in said]
+    return [
+        [one for one in those if "`compress='gradients'` loses quality under `Adam`" in one]
+        for those in said
+    ]
 
 
 def test_late_gradients_under_adam_are_warned_of(ranks: Any) -> None:

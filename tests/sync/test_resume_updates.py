@@ -49,12 +49,15 @@ def train_normalised(save: Path | None, load: Path | None) -> Any:
     model = Normalised(torch.nn.Sequential(*layers), torch.optim.Adam, lr=0.01)
     strategy = DCTStrategy(**{**SETTINGS, "local_steps": 8})
     hashes, state = fit_half(save, load, strategy, model, val_check_interval=10)
-    return hashes, state["weights"]  # and not the bytes, because what a validation sends is not sent again
+    # And not the bytes, because what a validation sends is not sent again.
+    return hashes, state["weights"]
 
 
 def own_and_shared(trainer: Trainer) -> tuple[dict[str, Any], State]:
     state = state_of(trainer)
-    return state, {name: trainer.strategy.updates.weights.shared(name).clone() for name in state["weights"]}
+    return state, {
+        name: trainer.strategy.updates.weights.shared(name).clone() for name in state["weights"]
+    }
 
 
 def weights_in(trainer: Trainer) -> State:
@@ -62,8 +65,14 @@ def weights_in(trainer: Trainer) -> State:
 
 
 def held_back(state: dict[str, Any], shared: State, name: str) -> torch.Tensor:
-    """What a rank adds to the mean that the ranks are on their way to: of its own, and of sums that it owns."""
-    held = (state["weights"][name] - shared[name]).double().flatten() if name in state["weights"] else 0.0
+    """What a rank adds to the mean that the ranks are on their way to: of its own, and of sums that
+    it owns.
+    """
+    held = (
+        (state["weights"][name] - shared[name]).double().flatten()
+        if name in state["weights"]
+        else 0.0
+    )
     held = torch.zeros(shared[name].numel(), dtype=torch.float64) + held
     for start, piece in state["owned"].get(name, {}).items():
         held[start : start + piece.numel()] += piece
@@ -76,7 +85,9 @@ def save_after_ten(path: Path, settings: dict[str, Any]) -> tuple[dict[str, Any]
     def look(trainer: Trainer) -> tuple[dict[str, Any], State]:
         # Not the final weights, which have what is still in flight in the checkpoint.
         updates = trainer.strategy.updates
-        return updates.state_dict(), {name: updates.weights.shared(name).clone() for name in updates.weights.parameters}
+        return updates.state_dict(), {
+            name: updates.weights.shared(name).clone() for name in updates.weights.parameters
+        }
 
     watch = Watch(look=look)
     trainer = trainer_for(strategy, callbacks=[watch, SaveAndStop(path, 10)])
@@ -87,12 +98,19 @@ def save_after_ten(path: Path, settings: dict[str, Any]) -> tuple[dict[str, Any]
 def resume(path: Path, look: Any) -> Any:
     """What ``look`` sees when a run begins from a checkpoint."""
     start = AtStart(look)
-    fit(DCTStrategy(**SETTINGS), module(), twice_ten_batches(), ckpt_path=str(path), callbacks=[start])
+    fit(
+        DCTStrategy(**SETTINGS),
+        module(),
+        twice_ten_batches(),
+        ckpt_path=str(path),
+        callbacks=[start],
+    )
     return start.seen
 
 
 @pytest.mark.parametrize(
-    ("saved", "resumed", "settings"), [(2, 4, {"overlap_steps": 3}), (3, 2, {"exchange": "two_phase"})]
+    ("saved", "resumed", "settings"),
+    [(2, 4, {"overlap_steps": 3}), (3, 2, {"exchange": "two_phase"})],
 )
 def test_another_number_of_ranks_keeps_the_mean(
     ranks: Any, tmp_path: Path, saved: int, resumed: int, settings: dict[str, Any]
@@ -120,7 +138,9 @@ def test_ddp_goes_on_from_the_shared_weights(ranks: Any, tmp_path: Path) -> None
     for weights in ranks(2).run(load_under_ddp, tmp_path / "x.ckpt"):
         assert_weights_equal(saved[0][1], weights)
     with pytest.raises(AssertionError):
-        assert_weights_close(saved[0][1], {name: saved[0][0]["weights"][name] for name in saved[0][1]}, 1e-6, 1e-7)
+        assert_weights_close(
+            saved[0][1], {name: saved[0][0]["weights"][name] for name in saved[0][1]}, 1e-6, 1e-7
+        )
 
 
 def test_one_rank_goes_on_from_the_mean(ranks: Any, tmp_path: Path) -> None:
@@ -129,7 +149,9 @@ def test_one_rank_goes_on_from_the_mean(ranks: Any, tmp_path: Path) -> None:
     (alone,) = ranks(1).run(resume, tmp_path / "x.ckpt", weights_in)
     for name, shared in before[0][1].items():
         held = sum(held_back(state, weights, name) for state, weights in before) / 3
-        torch.testing.assert_close(alone[name].double(), shared + held.view(shared.shape), rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(
+            alone[name].double(), shared + held.view(shared.shape), rtol=1e-4, atol=1e-7
+        )
 
 
 class Freezes(Callback):
@@ -141,7 +163,9 @@ class Freezes(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         pl_module.model.first.requires_grad_(not self.is_frozen)
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         if trainer.fit_loop.epoch_loop.batch_progress.current.ready > 5:
             pl_module.model.first.requires_grad_(False)
 
@@ -155,4 +179,6 @@ class OfAll(Module):
 
 def train_freezing(save: Path | None, load: Path | None) -> Any:
     """What a rank has not sent of a layer that is frozen by then goes out all the same."""
-    return fit_half(save, load, DCTStrategy(**SETTINGS), OfAll(), callbacks=(Freezes(load is not None),))
+    return fit_half(
+        save, load, DCTStrategy(**SETTINGS), OfAll(), callbacks=(Freezes(load is not None),)
+    )

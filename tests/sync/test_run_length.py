@@ -44,14 +44,17 @@ def settings_in(trainer: Trainer) -> tuple[int, float]:
 
 
 def settings_of(batches: int, settings: dict[str, Any]) -> list[tuple[int, float]]:
-    seen, strategy = Watch(look=settings_in), DCTStrategy(**settings)
+    seen = Watch(look=settings_in)
+    strategy = DCTStrategy(**settings)
     fit(strategy, Module(), loader(batches, 40, 8), callbacks=[seen])
     assert (strategy.config.local_steps, strategy.config.density) == seen.seen[-1]
     return seen.seen
 
 
 def test_a_run_takes_the_settings_of_its_length(ranks: Any) -> None:
-    """Eight batches are too few for more than the first settings, whatever the ranks; what is given is kept."""
+    """Eight batches are too few for more than the first settings, whatever the ranks; what is given
+    is kept.
+    """
     assert ranks(2).run(settings_of, 8, {}) == [[(1, 0.3)] * 8] * 2
     assert ranks(3).run(settings_of, 8, {"local_steps": 4}) == [[(4, 0.3)] * 8] * 3
 
@@ -67,7 +70,10 @@ def needed_by_ranks(config: DCTConfig, ranks: int) -> int:
 
 def density_in_a_group() -> list[float]:
     """Of the Trainer, with what it says at its start, and of Fabric."""
-    with patch.object(law, "steps_needed", needed_by_ranks), patch.object(run_advice, "rank_zero_info") as said:
+    with (
+        patch.object(law, "steps_needed", needed_by_ranks),
+        patch.object(run_advice, "rank_zero_info") as said,
+    ):
         strategy = DCTStrategy(process_group=two_of_three)
         fit(strategy, Module(), 100, callbacks=[Stops(3)])
         told = " ".join(call.args[0] for call in said.call_args_list)
@@ -87,7 +93,10 @@ class Stops(Callback):
 
 
 def test_the_ranks_of_a_process_group_are_counted(ranks: Any) -> None:
-    """Oracle: the settings for two ranks and a hundred steps. Three would take 0.3; the one by itself sends nothing."""
+    """Oracle: the settings for two ranks and a hundred steps.
+
+    Three would take 0.3; the one by itself sends nothing.
+    """
     two, also_two, _ = ranks(3).run(density_in_a_group)
     assert two == also_two == [0.2, 0.2]
 
@@ -111,8 +120,11 @@ def train_on_a_stream(epochs: int) -> tuple[list[tuple[int, float]], list[str], 
         patch.object(run_advice, "rank_zero_info") as at_start,
         patch.object(base_strategy, "rank_zero_info") as later,
     ):
-        seen, data = Watch(look=settings_in), DataLoader(Stream(10), batch_size=None)
-        warned = warnings_of(fit, DCTStrategy(), Module(), data, callbacks=[seen], max_epochs=epochs)
+        seen = Watch(look=settings_in)
+        data = DataLoader(Stream(10), batch_size=None)
+        warned = warnings_of(
+            fit, DCTStrategy(), Module(), data, callbacks=[seen], max_epochs=epochs
+        )
     told = [call.args[0] for call in (*at_start.call_args_list, *later.call_args_list)]
     return seen.seen, told, [one for one in warned if "This run has ended" in one]
 
@@ -122,11 +134,19 @@ def needed_by_steps(config: DCTConfig, ranks: int) -> int:
 
 
 def test_data_without_a_length_is_told_and_counted_when_an_epoch_ends(ranks: Any) -> None:
-    """By hand: 1,000 steps would allow 1.5%; thirty steps allow 20%, and ten are too few for anything."""
+    """By hand: 1,000 steps would allow 1.5%; thirty steps allow 20%, and ten are too few for
+    anything.
+    """
     seen, told, warned = ranks(2).run(train_on_a_stream, 3)[0]
     assert seen == [(1, 0.015)] * 10 + [(1, 0.2)] * 20
-    assert any("as for a run of 1,000 optimizer steps" in one and "Trainer(max_steps=...)" in one for one in told)
-    assert any(one.startswith("30 optimizer steps on 2 ranks: DCT takes local_steps=1, density=0.2") for one in told)
+    assert any(
+        "as for a run of 1,000 optimizer steps" in one and "Trainer(max_steps=...)" in one
+        for one in told
+    )
+    assert any(
+        one.startswith("30 optimizer steps on 2 ranks: DCT takes local_steps=1, density=0.2")
+        for one in told
+    )
     assert not warned
     seen, _, warned = ranks(2).run(train_on_a_stream, 1)[0]
     assert seen == [(1, 0.015)] * 10
@@ -139,7 +159,9 @@ def needed(config: DCTConfig, ranks: int) -> int:
 
 
 def test_ranks_with_more_batches_take_the_same_settings(ranks: Any) -> None:
-    """The first rank's eight batches decide, because ranks with settings of their own would wait for ever."""
+    """The first rank's eight batches decide, because ranks with settings of their own would wait
+    for ever.
+    """
     (first, other) = ranks(2).run(uneven_settings)
     assert first == other[: len(first)] == [(2, 0.3)] * 8
 
@@ -147,7 +169,13 @@ def test_ranks_with_more_batches_take_the_same_settings(ranks: Any) -> None:
 def uneven_settings() -> list[tuple[int, float]]:
     with patch.object(law, "steps_needed", needed):
         seen = Watch(look=settings_in)
-        fit(DCTStrategy(), Module(), loader((8, 16)[rank()], 40, 8), callbacks=[seen], limit_train_batches=8)
+        fit(
+            DCTStrategy(),
+            Module(),
+            loader((8, 16)[rank()], 40, 8),
+            callbacks=[seen],
+            limit_train_batches=8,
+        )
         return seen.seen
 
 
@@ -165,7 +193,13 @@ def unknown_length() -> Iterator[None]:
 def logged_settings(folder: Path) -> tuple[int, float]:
     logger = CSVLogger(folder, name="", version="")
     seen = Watch(look=settings_in)
-    fit(DCTStrategy(), Module(), loader(16, 40, 8), callbacks=[CompressionMonitor(), seen], logger=logger)
+    fit(
+        DCTStrategy(),
+        Module(),
+        loader(16, 40, 8),
+        callbacks=[CompressionMonitor(), seen],
+        logger=logger,
+    )
     return seen.seen[-1]
 
 
@@ -186,7 +220,9 @@ def train_unknown(function: Any, *arguments: Any) -> Any:
 
 
 def test_a_run_of_unknown_length_sends_less_as_it_goes_on(ranks: Any) -> None:
-    """By hand: 4, 8, 16, 24 and 32 steps are expected; 1.2 / density, times the local steps, are needed."""
+    """By hand: 4, 8, 16, 24 and 32 steps are expected; 1.2 / density, times the local steps, are
+    needed.
+    """
     (seen, other) = ranks(2).run(train_unknown, settings_of, 20, {})
     expected = [(1, 0.3)] * 4 + [(2, 0.3)] * 4 + [(1, 0.1)] * 4 + [(1, 0.05)] * 8
     assert seen == other == expected
@@ -217,13 +253,22 @@ class TwoNets(Module):
         return loss
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        return [torch.optim.Adam(one.parameters(), 0.01) for one in (self.model.first, self.model.second)]
+        return [
+            torch.optim.Adam(one.parameters(), 0.01)
+            for one in (self.model.first, self.model.second)
+        ]
 
 
 def counted_settings(module: LightningModule, settings: dict[str, Any]) -> list[tuple[int, float]]:
     with patch.object(law, "steps_needed", needed):
         seen = Watch(look=settings_in)
-        fit(DCTStrategy(), module, loader(64, 40, 8), callbacks=[seen, *settings.pop("callbacks", [])], **settings)
+        fit(
+            DCTStrategy(),
+            module,
+            loader(64, 40, 8),
+            callbacks=[seen, *settings.pop("callbacks", [])],
+            **settings,
+        )
         return seen.seen
 
 
@@ -241,7 +286,9 @@ def chosen_for(steps: float) -> tuple[int, float]:
 def test_steps_by_hand_are_counted(
     ranks: Any, steps: tuple[int, int], trainer: dict[str, Any], makes: int, counted_after: int
 ) -> None:
-    """Oracle: the settings of a run of as many steps as the optimizer makes that makes the fewest; 64 batches."""
+    """Oracle: the settings of a run of as many steps as the optimizer makes that makes the fewest;
+    64 batches.
+    """
     assert chosen_for(makes) != chosen_for(64)
     for seen in ranks(2).run(counted_settings, TwoNets(*steps), trainer):
         assert seen[0] == chosen_for(64 if not trainer else makes)  # at most
@@ -256,7 +303,9 @@ class Skips(Module):
 
 
 def test_epochs_that_the_module_ends_early_are_counted(ranks: Any) -> None:
-    """Lightning expects 16 epochs of 64 steps, and there are 16 of 4; the first count comes in the fourth of them."""
+    """Lightning expects 16 epochs of 64 steps, and there are 16 of 4; the first count comes in the
+    fourth of them.
+    """
     assert chosen_for(64) == chosen_for(70) != chosen_for(16 * 64)
     for seen in ranks(2).run(counted_settings, Skips(), {"max_epochs": 16}):
         assert seen[0] == chosen_for(16 * 64)
@@ -274,7 +323,8 @@ def test_an_accumulation_that_changes_is_known(ranks: Any) -> None:
 
 def settings_of_the_second_fit() -> list[tuple[int, float]]:
     with patch.object(law, "steps_needed", needed):
-        module, seen = Module(), Watch(look=settings_in)
+        module = Module()
+        seen = Watch(look=settings_in)
         trainer = trainer_for(DCTStrategy(), callbacks=[seen])
         trainer.fit(module, loader(24, 40, 8))
         trainer.fit_loop.max_epochs = 4
@@ -290,9 +340,12 @@ def test_a_second_fit_is_as_long_as_what_is_left_of_the_run(ranks: Any) -> None:
 
 
 def search_in_mid_run(folder: Path, searches: bool) -> tuple[list[tuple[int, float]], list[str]]:
-    finder = SearchLater(num_training_steps=20, max_lr=0.1, early_stop_threshold=None, update_attr=False)
+    finder = SearchLater(
+        num_training_steps=20, max_lr=0.1, early_stop_threshold=None, update_attr=False
+    )
     with patch.object(law, "steps_needed", needed):
-        watch, callbacks = Watch(look=settings_in), [finder] * searches
+        watch = Watch(look=settings_in)
+        callbacks = [finder] * searches
         settings = {"callbacks": callbacks, "max_epochs": 3, "default_root_dir": folder}
         fit(DCTStrategy(), Module(), loader(24, 40, 8), watch=watch, **settings)
         return watch.seen, watch.hashes
@@ -324,14 +377,22 @@ class Stop(Callback):
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"max_epochs": 900, "callbacks": [Stop(), EarlyStopping("x", strict=False)]}, " (`EarlyStopping` may end it"),
-        ({"max_epochs": 900, "max_time": {"hours": 1}, "callbacks": [Stop()]}, " (`Timer` may end it"),
+        (
+            {"max_epochs": 900, "callbacks": [Stop(), EarlyStopping("x", strict=False)]},
+            " (`EarlyStopping` may end it",
+        ),
+        (
+            {"max_epochs": 900, "max_time": {"hours": 1}, "callbacks": [Stop()]},
+            " (`Timer` may end it",
+        ),
         ({"max_epochs": None, "callbacks": [Stop()]}, " (max_epochs=1000 is what Lightning takes"),
         # It goes on where steps are counted, of which no share is done.
         ({"max_epochs": -1, "callbacks": [Stop(run_advice.FIRST_COUNTED + 1)]}, ": DCT takes"),
     ],
 )
-def test_a_run_that_may_end_early_is_of_unknown_length(ranks: Any, settings: dict[str, Any], why: str) -> None:
+def test_a_run_that_may_end_early_is_of_unknown_length(
+    ranks: Any, settings: dict[str, Any], why: str
+) -> None:
     told, _ = ranks(2).run(lines_at_start, settings)
     assert f"The length of this run is not known{why}" in told
 
@@ -350,16 +411,36 @@ def two_nets(save: Path | None, load: Path | None) -> Any:
 
 
 def expected_after_a_reset(path: Path, saved_with: dict[str, Any]) -> tuple[float, float, float]:
-    """Steps that a run of 64 expects at its start and end, from a checkpoint after 24 without clocks of optimizers."""
-    trainer_for(DCTStrategy(**saved_with), callbacks=[SaveAndStop(path, 24)]).fit(Module(), loader(64, 40, 8))
+    """Steps that a run of 64 expects at its start and end, from a checkpoint after 24 without
+    clocks of optimizers.
+    """
+    trainer_for(DCTStrategy(**saved_with), callbacks=[SaveAndStop(path, 24)]).fit(
+        Module(), loader(64, 40, 8)
+    )
     resumed = DCTStrategy(missing_state="reset")
     seen = Watch(look=lambda trainer: trainer.strategy.updates.run_settings.steps)
-    run = fit(resumed, Module(), loader(40, 40, 8), ckpt_path=str(path), max_steps=64, max_epochs=-1, watch=seen)
+    run = fit(
+        resumed,
+        Module(),
+        loader(40, 40, 8),
+        ckpt_path=str(path),
+        max_steps=64,
+        max_epochs=-1,
+        watch=seen,
+    )
     return run.seen[0], run.seen[-1], run.synchronisations
 
 
-@pytest.mark.parametrize("density", [0.5, 1.0])  # which is refused without a reset, and which has held nothing back
-def test_a_run_without_clocks_expects_what_is_left_of_it(ranks: Any, tmp_path: Path, density: float) -> None:
-    """By hand: 40 of 64 steps, which the optimizers' clocks count from 0 on; and so when steps are counted after 32."""
+@pytest.mark.parametrize(
+    "density", [0.5, 1.0]
+)  # which is refused without a reset, and which has held nothing back
+def test_a_run_without_clocks_expects_what_is_left_of_it(
+    ranks: Any, tmp_path: Path, density: float
+) -> None:
+    """By hand: 40 of 64 steps, which the optimizers' clocks count from 0 on; and so when steps are
+    counted after 32.
+    """
     saved_with = {"compress": "gradients", "density": density}
-    assert ranks(2).run(expected_after_a_reset, tmp_path / "x.ckpt", saved_with) == [(40, 40, 64)] * 2
+    assert (
+        ranks(2).run(expected_after_a_reset, tmp_path / "x.ckpt", saved_with) == [(40, 40, 64)] * 2
+    )

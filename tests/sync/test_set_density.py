@@ -1,4 +1,6 @@
-"""A density that is set in mid-run: sent from the next exchange on, kept by checkpoints, and the same on all ranks."""
+"""A density that is set in mid-run: sent from the next exchange on, kept by checkpoints, and the
+same on all ranks.
+"""
 
 import copy
 from itertools import pairwise
@@ -47,8 +49,11 @@ class Sets(Callback):
             trainer.strategy.set_density(density)
 
 
-def train(kind: str, at: dict[int, float], load: Path | None = None, save: Path | None = None) -> Run:
-    strategy, module = DCTStrategy(**SETTINGS[kind]), Module(None, torch.optim.Adam, lr=0.01)
+def train(
+    kind: str, at: dict[int, float], load: Path | None = None, save: Path | None = None
+) -> Run:
+    strategy = DCTStrategy(**SETTINGS[kind])
+    module = Module(None, torch.optim.Adam, lr=0.01)
 
     def look(trainer: Trainer) -> tuple[float, float, float]:
         totals = trainer.strategy.traffic.totals
@@ -56,23 +61,36 @@ def train(kind: str, at: dict[int, float], load: Path | None = None, save: Path 
 
     callbacks = [Sets(at), *([] if save is None else [SaveAndStop(save, 10)])]
     path = None if load is None else str(load)
-    return fit(strategy, module, twice_ten_batches(), ckpt_path=path, callbacks=callbacks, watch=Watch(look=look))
+    return fit(
+        strategy,
+        module,
+        twice_ten_batches(),
+        ckpt_path=path,
+        callbacks=callbacks,
+        watch=Watch(look=look),
+    )
 
 
 @pytest.mark.parametrize("kind", SETTINGS)
-def test_from_the_next_exchange_on_and_after_a_resume(ranks: Any, tmp_path: Path, kind: str) -> None:
-    """Oracles: what a run sends that has had that density throughout; the run without a break, to the last bit.
+def test_from_the_next_exchange_on_and_after_a_resume(
+    ranks: Any, tmp_path: Path, kind: str
+) -> None:
+    """Oracles: what a run sends that has had that density throughout; the run without a break, to
+    the last bit.
 
     After the resume nobody sets it again, and the length of the run does not choose it, either.
     """
     path = tmp_path / "x.ckpt"
-    whole, begun = ranks(2).run(train, kind, {6: LATER}), ranks(2).run(train, kind, {6: LATER}, None, path)
-    resumed, always = ranks(2).run(train, kind, {}, path), ranks(2).run(train, kind, {1: LATER})
+    whole = ranks(2).run(train, kind, {6: LATER})
+    begun = ranks(2).run(train, kind, {6: LATER}, None, path)
+    resumed = ranks(2).run(train, kind, {}, path)
+    always = ranks(2).run(train, kind, {1: LATER})
     for expected, first, run, steady in zip(whole, begun, resumed, always, strict=True):
         assert {density for density, *_ in expected.seen[5:]} == {LATER}
         assert all(density > LATER for density, *_ in expected.seen[:5])
         sent, as_always = (
-            [after - before for (_, before, _), (_, after, _) in pairwise(one.seen)] for one in (expected, steady)
+            [after - before for (_, before, _), (_, after, _) in pairwise(one.seen)]
+            for one in (expected, steady)
         )
         assert sent[5:] == as_always[5:]
         entries = [after - before for (*_, before), (*_, after) in pairwise(expected.seen)]
@@ -92,14 +110,18 @@ def test_ranks_that_differ_are_named(ranks: Any) -> None:
         assert "`set_density(density)` (rank 0: 0.1, rank 1: 0.2)" in said
 
 
-@pytest.mark.parametrize(("density", "error"), [(0.0, ValueError), (1.5, ValueError), ("0.1", TypeError)])
+@pytest.mark.parametrize(
+    ("density", "error"), [(0.0, ValueError), (1.5, ValueError), ("0.1", TypeError)]
+)
 def test_shares_are_checked(density: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match=r"`set_density\(density\)`"):
         DCTStrategy().set_density(density)
 
 
 def test_it_belongs_to_a_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RuntimeError, match=r"call it from `on_train_start` on.*give `density=0.1` to the strategy"):
+    with pytest.raises(
+        RuntimeError, match=r"call it from `on_train_start` on.*give `density=0.1` to the strategy"
+    ):
         DCTStrategy().set_density(0.1)
     monkeypatch.setattr("lightning_dct.elastic.elastic_strategy.import_torchft", lambda: None)
     with pytest.raises(ValueError, match=r"`strategy='dct_elastic'` cannot set density=0.1"):
@@ -107,9 +129,12 @@ def test_it_belongs_to_a_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fit_twice() -> list[float]:
-    strategy, module, sets = DCTStrategy(density=0.4), Module(), Sets({2: LATER})
+    strategy = DCTStrategy(density=0.4)
+    module = Module()
+    sets = Sets({2: LATER})
     watch = Watch(look=lambda trainer: trainer.strategy.config.density)
-    trainer, found = trainer_for(strategy, callbacks=[sets, watch]), []
+    trainer = trainer_for(strategy, callbacks=[sets, watch])
+    found = []
     for epochs in (1, 2):
         trainer.fit_loop.max_epochs = epochs
         trainer.fit(module, twice_ten_batches())
@@ -139,7 +164,9 @@ def with_fabric() -> list[float]:
 
 
 def go_back(path: Path, settings: dict[str, Any]) -> tuple[float, bool]:
-    """Save at a step, set a density later, load, and go on: the density then, and whether the weights are the same."""
+    """Save at a step, set a density later, load, and go on: the density then, and whether the
+    weights are the same.
+    """
     strategy = FabricStrategy(refresh_every=10, **settings)
     fabric = launched(strategy)
     model = perceptron()
@@ -159,7 +186,9 @@ def go_back(path: Path, settings: dict[str, Any]) -> tuple[float, bool]:
     strategy.set_density(LATER)
     fabric.load(path, {"model": model, "optimizer": optimizer})
     weights = steps(5, 24)
-    return strategy.synchronizers[0].config.density, all(torch.equal(weights[name], expected[name]) for name in weights)
+    return strategy.synchronizers[0].config.density, all(
+        torch.equal(weights[name], expected[name]) for name in weights
+    )
 
 
 BEFORE: list[dict[str, Any]] = [
@@ -170,15 +199,22 @@ BEFORE: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("settings", BEFORE)
-def test_a_checkpoint_from_before_brings_its_density_back(ranks: Any, tmp_path: Path, settings: dict[str, Any]) -> None:
-    """At step 24 a refresh of thresholds is requested for an exchange that the loaded state does not make."""
+def test_a_checkpoint_from_before_brings_its_density_back(
+    ranks: Any, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    """At step 24 a refresh of thresholds is requested for an exchange that the loaded state does
+    not make.
+    """
     assert ranks(2).run(go_back, tmp_path / "x.ckpt", settings) == [(0.3, True)] * 2
 
 
 def go_back_with_gradients() -> list[float]:
-    """The density of a plain loop: after one was set, and after states of before and of after that are loaded."""
+    """The density of a plain loop: after one was set, and after states of before and of after that
+    are loaded.
+    """
     wrapped = DistributedDataParallel(perceptron())
-    gradients, found = Gradients(wrapped, density=0.3), []
+    gradients = Gradients(wrapped, density=0.3)
+    found = []
     wrapped(torch.randn(4, 40)).square().mean().backward()
     before = copy.deepcopy(gradients.state_dict())
     gradients.synchronizer.set_density(LATER)

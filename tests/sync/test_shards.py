@@ -1,4 +1,6 @@
-"""Parameters of which each rank holds a part are refused by name, wherever ranks would exchange them as replicas."""
+"""Parameters of which each rank holds a part are refused by name, wherever ranks would exchange
+them as replicas.
+"""
 
 from typing import Any
 

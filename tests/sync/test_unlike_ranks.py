@@ -1,4 +1,6 @@
-"""Ranks whose data differ: they train on the shared weights where they pull apart, and are told; others are not."""
+"""Ranks whose data differ: they train on the shared weights where they pull apart, and are told;
+others are not.
+"""
 
 import warnings
 from typing import Any
@@ -11,13 +13,16 @@ from distributed.training import rank
 from lightning_dct import Updates
 
 STEPS = 130
-CLASSES, INPUTS = 6, 12
+CLASSES = 6
+INPUTS = 12
 RANKS = 2
 NOISE = 4.0
 
 
 def train(has_own_classes: bool, density: float) -> tuple[list[str], int, float, float]:
-    """Classify noisy points; the warnings, the residuals held back, and both losses, of own and of dense training."""
+    """Classify noisy points; the warnings, the residuals held back, and both losses, of own and of
+    dense training.
+    """
     losses = []
     for is_dense in (False, True):
         torch.manual_seed(0)
@@ -27,7 +32,9 @@ def train(has_own_classes: bool, density: float) -> tuple[list[str], int, float,
         made = torch.Generator().manual_seed(rank())
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            updates = None if is_dense else Updates(model, optimizer, local_steps=1, density=density)
+            updates = (
+                None if is_dense else Updates(model, optimizer, local_steps=1, density=density)
+            )
             for _ in range(STEPS):
                 labels = torch.randint(CLASSES, (16,), generator=made)
                 if has_own_classes:
@@ -44,7 +51,9 @@ def train(has_own_classes: bool, density: float) -> tuple[list[str], int, float,
             held = len(updates.synchronizer.weights.held)
             updates.close()
         labels = torch.arange(CLASSES).repeat(200)
-        points = centres[labels] + NOISE * torch.randn(len(labels), INPUTS, generator=torch.Generator().manual_seed(9))
+        points = centres[labels] + NOISE * torch.randn(
+            len(labels), INPUTS, generator=torch.Generator().manual_seed(9)
+        )
         losses.append(float(nn.functional.cross_entropy(model(points), labels)))
     return told, held, *losses
 

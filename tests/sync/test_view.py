@@ -1,4 +1,6 @@
-"""Users see the shared weights: in validation, in callbacks, after fit; and buffers of all ranks as one."""
+"""Users see the shared weights: in validation, in callbacks, after fit; and buffers of all ranks as
+one.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -39,11 +41,15 @@ SETTINGS: dict[str, Any] = {"density": 0.2, "local_steps": 4, "warmup_steps": 3}
 
 
 def normalised() -> nn.Module:
-    return nn.Sequential(perceptron(out_features=16), nn.BatchNorm1d(16), perceptron(in_features=16))
+    return nn.Sequential(
+        perceptron(out_features=16), nn.BatchNorm1d(16), perceptron(in_features=16)
+    )
 
 
 class Validated(Module):
-    """Keeps hashes of the weights: in training steps, when a validation begins, in it, and when it ends."""
+    """Keeps hashes of the weights: in training steps, when a validation begins, in it, and when it
+    ends.
+    """
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
@@ -100,17 +106,25 @@ def train_averaging(name: str, model: str) -> Run:
     ("name", "model"), [("WeightAveraging", "normalised"), ("EMA", "plain"), ("SWA", "normalised")]
 )
 def test_averages_are_of_the_shared_weights(ranks: Any, name: str, model: str) -> None:
-    """Oracle: each rank averages by itself, and all arrive at the same, which is not the weights of the last step."""
+    """Oracle: each rank averages by itself, and all arrive at the same, which is not the weights of
+    the last step.
+    """
     if (name, model, DEVICE.type) == ("WeightAveraging", "normalised", "cuda"):
-        pytest.skip("torch's average of weights refuses whole numbers on a GPU, such as those of a BatchNorm")
+        pytest.skip(
+            "torch's average of weights refuses whole numbers on a GPU, such as those of a"
+            " BatchNorm"
+        )
     runs = ranks(2).run(train_averaging, name, model)
     for parameter, weights in runs[0].weights.items():
-        if "running" not in parameter or name != "SWA":  # SWA makes those anew, each rank of its own batches
+        # SWA makes those anew, each rank of its own batches.
+        if "running" not in parameter or name != "SWA":
             assert torch.equal(weights, runs[1].weights[parameter]), parameter
 
 
 def overwrite(hook: str, epoch: int) -> Any:
-    """Set a tensor in a hook, as whoever loads weights in the middle of training does; what training goes on with."""
+    """Set a tensor in a hook, as whoever loads weights in the middle of training does; what
+    training goes on with.
+    """
     found: list[State] = []
 
     def write(trainer: Trainer, module: Any, *arguments: Any) -> None:
@@ -122,14 +136,23 @@ def overwrite(hook: str, epoch: int) -> Any:
             found.append(weights_of(module))
 
     callbacks = [LambdaCallback(**{hook: write}), LambdaCallback(on_train_batch_start=look)]
-    run = fit(DCTStrategy(**SETTINGS), Module(None, torch.optim.SGD, lr=0.01), 6, callbacks=callbacks, max_epochs=2)
+    run = fit(
+        DCTStrategy(**SETTINGS),
+        Module(None, torch.optim.SGD, lr=0.01),
+        6,
+        callbacks=callbacks,
+        max_epochs=2,
+    )
     return found[0]["model.first.weight"], run
 
 
 @pytest.mark.parametrize(
-    ("hook", "epoch"), [("on_train_batch_end", 0), ("on_train_epoch_end", 0), ("on_train_epoch_start", 1)]
+    ("hook", "epoch"),
+    [("on_train_batch_end", 0), ("on_train_epoch_end", 0), ("on_train_epoch_start", 1)],
 )
-def test_what_is_written_into_the_shared_weights_is_trained_on(ranks: Any, hook: str, epoch: int) -> None:
+def test_what_is_written_into_the_shared_weights_is_trained_on(
+    ranks: Any, hook: str, epoch: int
+) -> None:
     """In every way of writing: test_every_way_of_writing_is_seen."""
     results = ranks(2).run(overwrite, hook, epoch)
     for found, _ in results:
@@ -138,11 +161,14 @@ def test_what_is_written_into_the_shared_weights_is_trained_on(ranks: Any, hook:
 
 
 class Hooked(Module):
-    """Its own hook averages its weights, sets a tensor once, or clips all of them after each step, as a WGAN does."""
+    """Its own hook averages its weights, sets a tensor once, or clips all of them after each step,
+    as a WGAN does.
+    """
 
     def __init__(self, clip: float | None, until_the_end: bool = False) -> None:
         super().__init__(None, torch.optim.SGD, lr=0.05)
-        self.clip, self.until_the_end = clip, until_the_end
+        self.clip = clip
+        self.until_the_end = until_the_end
         self.seen: list[torch.Tensor] = []
         self.average: torch.Tensor | None = None
 
@@ -152,7 +178,11 @@ class Hooked(Module):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         weight = self.model.first.weight
-        self.average = weight.detach().clone() if self.average is None else self.average.lerp(weight.detach(), 0.1)
+        self.average = (
+            weight.detach().clone()
+            if self.average is None
+            else self.average.lerp(weight.detach(), 0.1)
+        )
         if self.clip is not None:
             self.clip_all()
         elif batch_idx == 9:
@@ -192,12 +222,18 @@ def test_what_the_module_writes_in_its_own_hook_is_trained_on(ranks: Any) -> Non
 
 
 def clip_in_own_hook(overlap_steps: int) -> Hooked:
-    return train_hooked(DCTStrategy(**SETTINGS, overlap_steps=overlap_steps), 0.05, overlap_steps > 0)
+    return train_hooked(
+        DCTStrategy(**SETTINGS, overlap_steps=overlap_steps), 0.05, overlap_steps > 0
+    )
 
 
 @pytest.mark.parametrize("overlap_steps", [0, 2])
-def test_a_module_that_clips_its_weights_ends_with_clipped_weights(ranks: Any, overlap_steps: int) -> None:
-    """With updates in flight, which arrive after the last batch, it has to clip in `on_train_end` as well."""
+def test_a_module_that_clips_its_weights_ends_with_clipped_weights(
+    ranks: Any, overlap_steps: int
+) -> None:
+    """With updates in flight, which arrive after the last batch, it has to clip in `on_train_end`
+    as well.
+    """
     one, other = ranks(2).run(clip_in_own_hook, overlap_steps)
     for name, weights in weights_of(one).items():
         assert torch.equal(weights, weights_of(other)[name]), name
@@ -209,7 +245,8 @@ def test_a_module_that_clips_its_weights_ends_with_clipped_weights(ranks: Any, o
 
 @pytest.mark.parametrize("way", ["data", "in place"])
 def test_what_is_written_moves_own_weights_by_as_much(way: str) -> None:
-    weights, parameter = SharedWeights(), nn.Parameter(torch.tensor([0.5, -2.0, 0.25]))
+    weights = SharedWeights()
+    parameter = nn.Parameter(torch.tensor([0.5, -2.0, 0.25]))
     weights.adopt("one", parameter)
     weights.own("one").copy_(torch.tensor([0.75, -1.5, 0.5]))
     for _ in range(2):  # the second time it changes nothing
@@ -220,7 +257,8 @@ def test_what_is_written_moves_own_weights_by_as_much(way: str) -> None:
 
 
 def test_own_weights_that_are_no_numbers_are_mended_by_what_is_written() -> None:
-    weights, parameter = SharedWeights(), nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
+    weights = SharedWeights()
+    parameter = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
     weights.adopt("one", parameter)
     weights.own("one").copy_(torch.tensor([float("nan"), float("inf"), 3.5]))
     with weights.in_model():
@@ -230,11 +268,16 @@ def test_own_weights_that_are_no_numbers_are_mended_by_what_is_written() -> None
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
 def test_what_is_written_and_taken_back_leaves_every_bit(dtype: torch.dtype) -> None:
-    """Oracle: the own weights before. They are taken back in a later view, in part, and once training has gone on."""
-    weights, parameter = SharedWeights(), nn.Parameter(torch.randn(1000, dtype=dtype))
+    """Oracle: the own weights before.
+
+    They are taken back in a later view, in part, and once training has gone on.
+    """
+    weights = SharedWeights()
+    parameter = nn.Parameter(torch.randn(1000, dtype=dtype))
     weights.adopt("one", parameter)
     own = weights.own("one").add_(torch.randn(1000, dtype=dtype) * 0.01).clone()
-    kept, other = weights.shared("one").clone(), torch.randn(1000, dtype=dtype) * 100
+    kept = weights.shared("one").clone()
+    other = torch.randn(1000, dtype=dtype) * 100
     for some in (slice(0, 1000), slice(300, 700)):
         for written in (other, other / 3, kept):
             with weights.in_model():
@@ -247,12 +290,17 @@ def test_what_is_written_and_taken_back_leaves_every_bit(dtype: torch.dtype) -> 
     with weights.in_model():
         parameter.data.copy_(kept)
     assert not torch.equal(parameter.data, own)
-    torch.testing.assert_close(parameter.data, own, rtol=0, atol=2.0 if dtype == torch.bfloat16 else 1e-4)
+    torch.testing.assert_close(
+        parameter.data, own, rtol=0, atol=2.0 if dtype == torch.bfloat16 else 1e-4
+    )
 
 
-@pytest.mark.parametrize("way", ["data", "in place", "other memory", "negative zero", "not a number"])
+@pytest.mark.parametrize(
+    "way", ["data", "in place", "other memory", "negative zero", "not a number"]
+)
 def test_every_way_of_writing_is_seen(way: str) -> None:
-    weights, parameter = SharedWeights(), nn.Parameter(torch.tensor([[0.5, -2.0], [0.0, 0.1]]).t())
+    weights = SharedWeights()
+    parameter = nn.Parameter(torch.tensor([[0.5, -2.0], [0.0, 0.1]]).t())
     weights.adopt("one", parameter)
     weights.own("one").add_(1.0)
     entry = -0.0 if way == "negative zero" else float("nan") if way == "not a number" else 7.0
@@ -266,16 +314,18 @@ def test_every_way_of_writing_is_seen(way: str) -> None:
 
 
 class SwapsInMode(Validated):
-    """Has other weights in the model in eval mode, which it makes of the trained ones where Lightning changes the mode.
+    """Has other weights in the model in eval mode, which it makes of the trained ones where
+    Lightning changes the mode.
 
     Args:
-        way: In Lightning's ``hooks``, or in ``train``; both keep what was there. Or ``merge`` in ``train``, as LoRA: to
-            add and subtract may cost the last bits.
+        way: In Lightning's ``hooks``, or in ``train``; both keep what was there. Or ``merge`` in
+            ``train``, as LoRA: to add and subtract may cost the last bits.
     """
 
     def __init__(self, way: str) -> None:
         super().__init__(None, torch.optim.AdamW, lr=0.01)
-        self.way, self.kept = way, None
+        self.way = way
+        self.kept = None
 
     def on_validation_model_eval(self) -> None:
         self.swap(False, "hooks")
@@ -323,13 +373,16 @@ def swap_in_mode(way: str) -> Any:
     for run in (trainer.test, trainer.validate):
         run(module, loader(2, 40, 8), verbose=False)
     weights = weights_of(module)
-    trainer.predict(module, loader(2, 40, 8))  # Lightning has no hook that takes back what this one puts in
+    # Lightning has no hook that takes back what this one puts in.
+    trainer.predict(module, loader(2, 40, 8))
     return module.seen, module.swapped, weights, norm
 
 
 @pytest.mark.parametrize("way", ["hooks", "train", "merge"])
 def test_weights_that_eval_mode_puts_in_are_validated(ranks: Any, way: str) -> None:
-    """Oracles: the same run without, bit for bit; and what each validation sees, on all ranks alike."""
+    """Oracles: the same run without, bit for bit; and what each validation sees, on all ranks
+    alike.
+    """
     results = ranks(2).run(swap_in_mode, way)
     for (seen, swapped, weights, norm), (plain, _, expected, its) in zip(
         results, ranks(2).run(swap_in_mode, "none"), strict=True
@@ -342,7 +395,8 @@ def test_weights_that_eval_mode_puts_in_are_validated(ranks: Any, way: str) -> N
 
 
 class SwappedIn(Callback):
-    """Has an average in the model from each validation to the next epoch's start, unless it only makes it.
+    """Has an average in the model from each validation to the next epoch's start, unless it only
+    makes it.
 
     Args:
         hooks: Where it comes in and goes.
@@ -357,7 +411,9 @@ class SwappedIn(Callback):
     def swap_in(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         self.kept = weights_of(pl_module)
         before = self.average or self.kept
-        self.average = {name: before[name].lerp(weights, 0.1) for name, weights in self.kept.items()}
+        self.average = {
+            name: before[name].lerp(weights, 0.1) for name, weights in self.kept.items()
+        }
         pl_module.load_state_dict({name: weights * 0.9 for name, weights in self.average.items()})
 
     def take_back(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
@@ -368,7 +424,8 @@ class SwappedIn(Callback):
 
 def swap(hooks: tuple[str, str] | None) -> Run:
     module = Validated(None, torch.optim.AdamW, lr=0.01)
-    strategy, callback = DCTStrategy(**SETTINGS), SwappedIn(hooks)
+    strategy = DCTStrategy(**SETTINGS)
+    callback = SwappedIn(hooks)
     watch = Watch(look=lambda trainer: trainer.strategy.updates.norm())
     trainer = trainer_for(strategy, callbacks=[watch, callback], max_epochs=5)
     trainer.fit(module, loader(6, 40, 8), loader(2, 40, 8))
@@ -383,7 +440,9 @@ def swap(hooks: tuple[str, str] | None) -> Run:
         ("on_train_epoch_end", "on_train_batch_start"),
     ],
 )
-def test_an_average_that_is_swapped_in_and_taken_back_is_nothing(ranks: Any, hooks: tuple[str, str]) -> None:
+def test_an_average_that_is_swapped_in_and_taken_back_is_nothing(
+    ranks: Any, hooks: tuple[str, str]
+) -> None:
     """Oracle: the same run without the average, bit for bit."""
     for run, expected in zip(ranks(2).run(swap, hooks), ranks(2).run(swap, None), strict=True):
         assert run.losses == expected.losses
@@ -393,7 +452,9 @@ def test_an_average_that_is_swapped_in_and_taken_back_is_nothing(ranks: Any, hoo
 
 
 class Lent(Module):
-    """May have zeros for weights while it is validated, as averages are lent to a model; then it takes its own back."""
+    """May have zeros for weights while it is validated, as averages are lent to a model; then it
+    takes its own back.
+    """
 
     def __init__(self, lends: bool) -> None:
         super().__init__()
@@ -413,14 +474,18 @@ class Lent(Module):
 def lend(lends: bool, folder: Path) -> tuple[dict[str, torch.Tensor], float]:
     # Callbacks come before the module's own hook, so this one saves what is lent.
     saver = ModelCheckpoint(folder, "{step}", save_top_k=-1, save_on_train_epoch_end=False)
-    trainer = trainer_for(DCTStrategy(**SETTINGS), callbacks=[saver], enable_checkpointing=True, val_check_interval=5)
+    trainer = trainer_for(
+        DCTStrategy(**SETTINGS), callbacks=[saver], enable_checkpointing=True, val_check_interval=5
+    )
     module = Lent(lends)
     trainer.fit(module, loader(20, 40, 8), loader(1, 40, 8))
     saved = torch.load(saver.best_model_path, weights_only=True)["state_dict"]
     return weights_of(module), sum(float(tensor.abs().sum()) for tensor in saved.values())
 
 
-def test_weights_that_a_validation_and_its_checkpoint_are_lent_change_nothing(ranks: Any, tmp_path: Path) -> None:
+def test_weights_that_a_validation_and_its_checkpoint_are_lent_change_nothing(
+    ranks: Any, tmp_path: Path
+) -> None:
     lent, kept = (ranks(2).run(lend, lends, tmp_path / str(lends)) for lends in (True, False))
     for (weights, saved), (expected, saved_own) in zip(lent, kept, strict=True):
         assert_weights_equal(weights, expected)
@@ -460,7 +525,8 @@ def cut_short() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
                 }
                 raise KeyboardInterrupt
 
-    module, stop = Module(None, torch.optim.Adam, lr=0.01), Stop()
+    module = Module(None, torch.optim.Adam, lr=0.01)
+    stop = Stop()
     with pytest.raises(BaseException):
         fit(DCTStrategy(**SETTINGS), module, 20, callbacks=[stop])
     return stop.shared, weights_of(module)
@@ -476,7 +542,8 @@ class Unsaved(Validated):
 
     def __init__(self, fails: bool) -> None:
         super().__init__()
-        self.fails, self.is_failing = fails, False
+        self.fails = fails
+        self.is_failing = False
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self.is_failing:
@@ -493,12 +560,22 @@ class Unsaved(Validated):
 
 def fail_to_save(fails: bool, folder: Path) -> tuple[dict[str, list[str]], str]:
     saver = ModelCheckpoint(folder, save_on_train_epoch_end=False)
-    settings = {"callbacks": [saver], "enable_checkpointing": True, "val_check_interval": 8, "num_sanity_val_steps": 0}
-    module, trainer = Unsaved(fails), trainer_for(DCTStrategy(**SETTINGS), **settings)
+    settings = {
+        "callbacks": [saver],
+        "enable_checkpointing": True,
+        "val_check_interval": 8,
+        "num_sanity_val_steps": 0,
+    }
+    module = Unsaved(fails)
+    trainer = trainer_for(DCTStrategy(**SETTINGS), **settings)
     trainer.fit(module, loader(20, 40, 8), loader(1, 40, 8))
     return module.seen, hash_of(module)
 
 
 def test_a_save_that_fails_in_a_hook_changes_nothing(ranks: Any, tmp_path: Path) -> None:
-    """Oracle: the same fit without it, bitwise, also what later validations see after they have saved."""
-    assert ranks(2).run(fail_to_save, True, tmp_path / "1") == ranks(2).run(fail_to_save, False, tmp_path / "2")
+    """Oracle: the same fit without it, bitwise, also what later validations see after they have
+    saved.
+    """
+    assert ranks(2).run(fail_to_save, True, tmp_path / "1") == ranks(2).run(
+        fail_to_save, False, tmp_path / "2"
+    )

@@ -15,12 +15,16 @@ from lightning_dct.wire.values import decode_values, encode_values
 from strategies_for_hypothesis import examples, filled_layouts, pack_entries
 
 Filled = tuple[PayloadLayout, Tensor, Tensor, Tensor]
-LAYOUT = PayloadLayout(tensor_sizes=(20, 3, 30), capacities=(4, 0, 6), value_format="bf16", dense_bytes=12)
+LAYOUT = PayloadLayout(
+    tensor_sizes=(20, 3, 30), capacities=(4, 0, 6), value_format="bf16", dense_bytes=12
+)
 
 
 def example_payload(layout: PayloadLayout = LAYOUT) -> Tensor:
     whole = torch.arange(layout.dense_bytes, dtype=torch.uint8)
-    return pack_entries(layout, torch.tensor([0, 7, 23, 52]), torch.tensor([1.0, -2.0, 3.0, -4.0]), whole)[0]
+    return pack_entries(
+        layout, torch.tensor([0, 7, 23, 52]), torch.tensor([1.0, -2.0, 3.0, -4.0]), whole
+    )[0]
 
 
 def tensor_of(layout: PayloadLayout, position: int) -> int:
@@ -53,7 +57,12 @@ def test_size_follows_from_the_layout_alone(filled: Filled) -> None:
     layout, positions, values, whole = filled
     payload = pack_entries(layout, positions, values, whole)[0]
     entries = sum(layout.capacities)
-    value_bytes = {"fp32": 4 * entries, "bf16": 2 * entries, "2bit": -(-entries // 4), "1bit": -(-entries // 8)}
+    value_bytes = {
+        "fp32": 4 * entries,
+        "bf16": 2 * entries,
+        "2bit": -(-entries // 4),
+        "1bit": -(-entries // 8),
+    }
     scale_bytes = 4 * len(layout.tensor_sizes) if layout.value_format in ("2bit", "1bit") else 0
     position_bytes = layout.position_code.num_bytes
     exact = 12, scale_bytes, position_bytes, value_bytes[layout.value_format], whole.numel()
@@ -66,7 +75,9 @@ def test_size_follows_from_the_layout_alone(filled: Filled) -> None:
     assert payload.numel() == layout.num_bytes == sum(sizes)
 
 
-@pytest.mark.parametrize(("value_format", "code"), [("fp32", 0), ("bf16", 1), ("1bit", 3), ("2bit", 5)])
+@pytest.mark.parametrize(
+    ("value_format", "code"), [("fp32", 0), ("bf16", 1), ("1bit", 3), ("2bit", 5)]
+)
 def test_header_byte_by_byte(value_format: str, code: int) -> None:
     layout = replace(LAYOUT, value_format=value_format)
     header = example_payload(layout)[:12].tolist()
@@ -85,7 +96,11 @@ def test_header_byte_by_byte(value_format: str, code: int) -> None:
         (3, 1, "fourth byte is 0x1"),
         (4, 11, "claims 11 entries, its layout holds at most 10"),
         (4, 3, "positions are corrupt: 4 positions are marked, but the header says 3"),
-        (8, 0, "other tensor sizes or densities, or in another step: use the same model and settings"),
+        (
+            8,
+            0,
+            "other tensor sizes or densities, or in another step: use the same model and settings",
+        ),
     ],
 )
 def test_what_the_errors_say(offset: int, value: int, message: str) -> None:
@@ -102,8 +117,12 @@ def test_cut_or_lengthened_payloads_are_refused(filled: Filled, data: st.DataObj
     layout, positions, values, whole = filled
     payload = pack_entries(layout, positions, values, whole)[0]
     kept = data.draw(st.integers(0, payload.numel()) | st.just(payload.numel()))
-    added = data.draw(st.binary(max_size=9).filter(lambda tail: kept + len(tail) != payload.numel()))
-    with pytest.raises(PayloadError, match=f"has {kept + len(added)} bytes, the layout says {layout.num_bytes}"):
+    added = data.draw(
+        st.binary(max_size=9).filter(lambda tail: kept + len(tail) != payload.numel())
+    )
+    with pytest.raises(
+        PayloadError, match=f"has {kept + len(added)} bytes, the layout says {layout.num_bytes}"
+    ):
         unpack(layout, torch.cat([payload[:kept], torch.tensor(list(added), dtype=torch.uint8)]))
 
 

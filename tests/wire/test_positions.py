@@ -45,7 +45,8 @@ def test_round_trip_at_the_edges(universe: int) -> None:
         {1, 2, universe // 100, universe // 2, universe - 1, universe} & set(range(1, universe + 1))
     ):
         code = PositionCode(universe, capacity)
-        first, last = list(range(capacity)), list(range(universe - capacity, universe))
+        first = list(range(capacity))
+        last = list(range(universe - capacity, universe))
         for positions in ([], [0], [universe - 1], first, last, first[:-1], last[1:]):
             assert round_trip(code, positions) == positions
 
@@ -64,7 +65,9 @@ def test_example_of_the_docstring() -> None:
 
 @given(universe=st.integers(1, 5000), data=st.data())
 @examples(60)
-def test_low_bits_make_the_message_smallest_but_for_padding(universe: int, data: st.DataObject) -> None:
+def test_low_bits_make_the_message_smallest_but_for_padding(
+    universe: int, data: st.DataObject
+) -> None:
     capacity = data.draw(st.integers(0, universe))
     sizes = [
         num_bytes(capacity + ((universe - 1) >> bits) + 1 + bits * capacity)
@@ -75,7 +78,9 @@ def test_low_bits_make_the_message_smallest_but_for_padding(universe: int, data:
     assert code.num_bytes == min(*sizes, num_bytes(universe))
 
 
-@pytest.mark.parametrize(("density", "documented_bits"), [(0.01, 8.6), (0.001, 2 + math.log2(1000))])
+@pytest.mark.parametrize(
+    ("density", "documented_bits"), [(0.01, 8.6), (0.001, 2 + math.log2(1000))]
+)
 def test_size_at_ten_million_entries(density: float, documented_bits: float) -> None:
     universe = 10_000_000
     capacity = int(density * universe)
@@ -113,7 +118,9 @@ def test_bitmap_round_trip_and_bytes(universe: int, data: st.DataObject) -> None
     positions = sorted(data.draw(st.sets(st.integers(0, universe - 1)))) if universe else []
     code = PositionCode(universe, universe)
     message = code.encode(torch.tensor(positions, dtype=torch.int64))
-    expected = [sum(1 << (p - 8 * at) for p in positions if p // 8 == at) for at in range(-(-universe // 8))]
+    expected = [
+        sum(1 << (p - 8 * at) for p in positions if p // 8 == at) for at in range(-(-universe // 8))
+    ]
     assert message.tolist() == expected
     assert message.numel() == code.num_bytes
     assert code.decode(message, len(positions)).tolist() == positions
@@ -121,7 +128,9 @@ def test_bitmap_round_trip_and_bytes(universe: int, data: st.DataObject) -> None
         code.decode(message, len(positions) + 1)
 
 
-@pytest.mark.parametrize(("share", "is_bitmap"), [(0.05, False), (0.2, False), (0.3, True), (1.0, True)])
+@pytest.mark.parametrize(
+    ("share", "is_bitmap"), [(0.05, False), (0.2, False), (0.3, True), (1.0, True)]
+)
 def test_a_bitmap_wins_above_a_quarter(share: float, is_bitmap: bool) -> None:
     assert PositionCode(100_000, int(share * 100_000)).is_bitmap == is_bitmap
 
@@ -154,9 +163,13 @@ def test_a_bitmap_has_nothing_behind_its_end() -> None:
 @pytest.mark.parametrize("kernel", ["torch", "numba"])
 @given(data=st.data(), universe=st.integers(1, 400), capacity=st.integers(0, 100))
 @examples(100)
-def test_any_message_is_read_alike_or_refused(kernel: str, data: st.DataObject, universe: int, capacity: int) -> None:
+def test_any_message_is_read_alike_or_refused(
+    kernel: str, data: st.DataObject, universe: int, capacity: int
+) -> None:
     code = PositionCode(universe, min(capacity, universe))
-    message = torch.tensor(list(data.draw(st.binary(min_size=code.num_bytes, max_size=code.num_bytes)))).byte()
+    message = torch.tensor(
+        list(data.draw(st.binary(min_size=code.num_bytes, max_size=code.num_bytes)))
+    ).byte()
     count = data.draw(st.integers(0, code.capacity))
     flags = message.new_zeros(flags_num_bytes(universe))
     try:

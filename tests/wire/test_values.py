@@ -44,7 +44,10 @@ def as_tensors(case: list[tuple[int, float]]) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("value_format", FORMATS)
 def test_values_of_any_dtype_whatever_the_default(value_format: str, dtype: torch.dtype) -> None:
-    """Lightning changes the default in steps of ``precision="bf16-true"``. Oracle: the same values of fp32."""
+    """Lightning changes the default in steps of ``precision="bf16-true"``.
+
+    Oracle: the same values of fp32.
+    """
     values = torch.tensor([1.5, -0.25, 3.0, -2.0, 0.5])
     torch.set_default_dtype(dtype)
     try:
@@ -68,7 +71,9 @@ def test_error(value_format: str, case: list[tuple[int, float]]) -> None:
     """What the formats promise; every bit of them is in test_reference.py."""
     values, index = as_tensors(case)
     relative, of_largest, tiny = ERRORS[value_format]
-    largest = torch.zeros(NUM_TENSORS).scatter_reduce_(0, index, values.abs(), "amax").double()[index]
+    largest = (
+        torch.zeros(NUM_TENSORS).scatter_reduce_(0, index, values.abs(), "amax").double()[index]
+    )
     error = (round_trip(values, index, value_format)[0].double() - values.double()).abs()
     assert bool((error <= relative * values.double().abs() + of_largest * largest + tiny).all())
 
@@ -76,7 +81,8 @@ def test_error(value_format: str, case: list[tuple[int, float]]) -> None:
 def test_2bit_byte_by_byte() -> None:
     values = torch.tensor([3.0, -1.5, -3.0, 1.5, 1.5, 2.0, -2.0])
     data, scales = encode_values(values, [5, 2], "2bit")
-    # Positive values have the lower bit, and those of at least the mean of 2.1 the upper one, four to a byte.
+    # Positive values have the lower bit, and those of at least the mean of 2.1 the upper one, four
+    # to a byte.
     assert data.tolist() == [3 | 0 << 2 | 2 << 4 | 1 << 6, 1 | 1 << 2 | 0 << 4]
     assert scales.tolist() == [1.5, 2.0]
     assert one_tensor(values.tolist()[:5], "2bit").tolist() == values.tolist()[:5]
@@ -94,7 +100,8 @@ def test_two_levels_are_no_worse_than_one(magnitudes: list[float]) -> None:
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("value_format", FORMATS)
 def test_nan_and_infinity_reach_the_reader(value_format: str, broken: float) -> None:
-    values, index = torch.tensor([1.0, broken, -2.0, 3.0, 0.5]), torch.tensor([0, 0, 0, 1, 2])
+    values = torch.tensor([1.0, broken, -2.0, 3.0, 0.5])
+    index = torch.tensor([0, 0, 0, 1, 2])
     decoded = round_trip(values, index, value_format)[0]
     assert decoded[1].isnan() if math.isnan(broken) else decoded[1] == broken
     others = [0, 2] if value_format not in SCALED else []
@@ -108,7 +115,9 @@ def test_nan_and_infinity_reach_the_reader(value_format: str, broken: float) -> 
 def test_large_finite_values_stay_finite(value_format: str, largest: float) -> None:
     decoded = one_tensor([largest, 1.0, largest], value_format)
     assert bool(decoded.isfinite().all())
-    assert decoded[0] == pytest.approx(largest, rel=1.0 if value_format in ("1bit", "2bit") else 2.0**-8)
+    assert decoded[0] == pytest.approx(
+        largest, rel=1.0 if value_format in ("1bit", "2bit") else 2.0**-8
+    )
 
 
 def test_bf16_overflow_ends_at_the_largest_bfloat16() -> None:
@@ -126,7 +135,8 @@ def test_denormals(value_format: str) -> None:
     elif value_format == "2bit":
         assert decoded.abs().tolist() == pytest.approx([1.4e-40, 2.8e-40, 1.4e-40], rel=1e-3)
     else:
-        assert decoded.double().tolist() == pytest.approx(tiny, abs=2.0**-134)  # half of bfloat16's finest denormal
+        # Half of bfloat16's finest denormal.
+        assert decoded.double().tolist() == pytest.approx(tiny, abs=2.0**-134)
 
 
 @pytest.mark.parametrize("value_format", FORMATS)

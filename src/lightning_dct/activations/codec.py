@@ -11,13 +11,14 @@ scales              1 per row, and 4                    of the rows that have en
 values              see :mod:`lightning_dct.wire.rows`  of the entries
 ==================  ==================================  ==========================================================
 
-The payload of their gradients is scales and values at the same positions, which the sender of the activations keeps.
-All sizes follow from the layout; zeros fill the rest.
+The payload of their gradients is scales and values at the same positions, which the sender of the
+activations keeps. All sizes follow from the layout; zeros fill the rest.
 
-The random numbers of stochastic rounding are a pure function of a seed, the data and the position. A generator with
-state would give other numbers on a GPU, and when activation checkpointing repeats a forward. A hash gives the same
-numbers for the same seed and data on every device, and does not wait for a GPU. The integer hash is "lowbias32"
-(C. Wellons, *Prospecting for hash functions*, 2018).
+The random numbers of stochastic rounding are a pure function of a seed, the data and the position.
+A generator with state would give other numbers on a GPU, and when activation checkpointing repeats
+a forward. A hash gives the same numbers for the same seed and data on every device, and does not
+wait for a GPU. The integer hash is "lowbias32" (C. Wellons, *Prospecting for hash functions*,
+2018).
 """
 
 import math
@@ -33,7 +34,14 @@ from lightning_dct.compress.awaited import Awaited, must_not_wait
 from lightning_dct.kernels import compiled
 from lightning_dct.wire.payload import HEADER, read_header, write_header
 from lightning_dct.wire.positions import PayloadError, PositionCode
-from lightning_dct.wire.rows import LEVELS, SHARES, decode_rows, encode_rows, row_scales_num_bytes, row_values_num_bytes
+from lightning_dct.wire.rows import (
+    LEVELS,
+    SHARES,
+    decode_rows,
+    encode_rows,
+    row_scales_num_bytes,
+    row_values_num_bytes,
+)
 
 MAGIC = 0xDA
 # The two multipliers of lowbias32, as signed 32-bit integers.
@@ -97,9 +105,11 @@ class ActivationLayout:
 
     @cached_property
     def on_the_wire(self) -> tuple[int, int]:
-        """How a pipeline sends the forward payload: as many words of four bytes as its gradient takes, and the rest.
+        """How a pipeline sends the forward payload: as many words of four bytes as its gradient
+        takes, and the rest.
 
-        See :mod:`lightning_dct.pipeline.borders`. The rest is at least one byte, because empty tensors cannot be sent.
+        See :mod:`lightning_dct.pipeline.borders`. The rest is at least one byte, because empty
+        tensors cannot be sent.
         """
         words = -(-self.backward_bytes // 4)
         return words, max(self.forward_bytes - 4 * words, 1)
@@ -118,10 +128,12 @@ class ActivationLayout:
 def encode_forward(
     layout: ActivationLayout, activations: Tensor, positions: Tensor | None, seed: int | None = None
 ) -> Tensor:
-    """Encode activations, floating point of shape ``layout.shape``: uint8, ``[layout.forward_bytes]``.
+    """Encode activations, floating point of shape ``layout.shape``: uint8,
+    ``[layout.forward_bytes]``.
 
-    ``positions`` (``[count]``, int64) are ascending in the flattened tensor and at most ``layout.capacity``; None sends
-    everything. ``seed`` is for stochastic rounding; None rounds to nearest.
+    ``positions`` (``[count]``, int64) are ascending in the flattened tensor and at most
+    ``layout.capacity``; None sends everything. ``seed`` is for stochastic rounding; None rounds to
+    nearest.
     """
     count = layout.numel if positions is None else positions.numel()
     header = write_header(MAGIC, 0, count, layout.fingerprint)
@@ -130,12 +142,15 @@ def encode_forward(
 
 
 def decode_forward(
-    layout: ActivationLayout, payload: Tensor, dtype: torch.dtype = torch.float32, awaited: Awaited | None = None
+    layout: ActivationLayout,
+    payload: Tensor,
+    dtype: torch.dtype = torch.float32,
+    awaited: Awaited | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Decode activations.
 
-    With ``awaited`` a GPU's host does not wait, if everything is sent: a corrupt header is reported later. Otherwise it
-    waits for the number of entries.
+    With ``awaited`` a GPU's host does not wait, if everything is sent: a corrupt header is reported
+    later. Otherwise it waits for the number of entries.
 
     Returns:
         The activations, zero where nothing was sent, and the positions for :func:`encode_backward`.
@@ -148,20 +163,25 @@ def decode_forward(
     positions = None
     if layout.sends_everything and awaited is not None and must_not_wait(payload.device):
         expected = write_header(MAGIC, 0, layout.numel, layout.fingerprint)
-        awaited.on_ready((header == _on_device(expected, header.device)).all().view(1), _check_header)
+        awaited.on_ready(
+            (header == _on_device(expected, header.device)).all().view(1), _check_header
+        )
     else:
         count = read_header(header, MAGIC, 0, layout.fingerprint, layout.capacity)
         if layout.position_code is not None:
             positions = layout.position_code.decode(positions_data, count)
         elif count != layout.numel:
-            raise PayloadError(f"the activations' payload claims {count} entries where all {layout.numel} are sent")
+            raise PayloadError(
+                f"the activations' payload claims {count} entries where all {layout.numel} are sent"
+            )
     return _decode_values(layout, layout.forward_format, values, positions, dtype), positions
 
 
 def encode_backward(
     layout: ActivationLayout, gradient: Tensor, positions: Tensor | None, seed: int | None = None
 ) -> Tensor:
-    """Encode the gradient of received activations at the same positions: uint8, ``[layout.backward_bytes]``.
+    """Encode the gradient of received activations at the same positions: uint8,
+    ``[layout.backward_bytes]``.
 
     ``seed`` is for stochastic rounding; None rounds to nearest.
     """
@@ -170,7 +190,10 @@ def encode_backward(
 
 
 def decode_backward(
-    layout: ActivationLayout, payload: Tensor, positions: Tensor | None, dtype: torch.dtype = torch.float32
+    layout: ActivationLayout,
+    payload: Tensor,
+    positions: Tensor | None,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Decode the gradient at the positions that the sender of the activations kept; zero elsewhere.
 
@@ -189,12 +212,18 @@ def _encode(
     key: int | None,
     header: bytes = b"",
 ) -> Tensor:
-    """Forward the header and the positions; then, both ways, scales, values, and zeros up to the payload's size."""
+    """Forward the header and the positions; then, both ways, scales, values, and zeros up to the
+    payload's size.
+    """
     if kernel := _compiled(layout, value_format, positions, dense):
-        return kernel.encode(dense, layout.scales_capacity, LEVELS[value_format], SHARES, key, header)
+        return kernel.encode(
+            dense, layout.scales_capacity, LEVELS[value_format], SHARES, key, header
+        )
     flat = dense.detach().reshape(-1)
     values = (flat if positions is None else flat[positions]).to(torch.float32)
-    noise = uniform(values.numel(), key, values) if key is not None and value_format in LEVELS else None
+    noise = (
+        uniform(values.numel(), key, values) if key is not None and value_format in LEVELS else None
+    )
     rows = _rows_of(layout, value_format, positions)
     data, scale_data = encode_rows(values, rows, layout.scales_capacity, value_format, noise)
     filling = layout.values_bytes(value_format) - scale_data.numel() - data.numel()
@@ -207,13 +236,21 @@ def _encode(
 
 
 def _decode_values(
-    layout: ActivationLayout, value_format: str, payload: Tensor, positions: Tensor | None, dtype: torch.dtype
+    layout: ActivationLayout,
+    value_format: str,
+    payload: Tensor,
+    positions: Tensor | None,
+    dtype: torch.dtype,
 ) -> Tensor:
     if kernel := _compiled(layout, value_format, positions, payload):
-        values = kernel.decode(payload, layout.numel, layout.scales_capacity, LEVELS[value_format], SHARES)
+        values = kernel.decode(
+            payload, layout.numel, layout.scales_capacity, LEVELS[value_format], SHARES
+        )
     else:
         count = layout.numel if positions is None else positions.numel()
-        scales, data = payload.tensor_split([row_scales_num_bytes(value_format, layout.scales_capacity)])
+        scales, data = payload.tensor_split(
+            [row_scales_num_bytes(value_format, layout.scales_capacity)]
+        )
         rows = _rows_of(layout, value_format, positions)
         data = data[: row_values_num_bytes(value_format, count)]
         values = decode_rows(data, count, rows, scales, value_format)
@@ -227,14 +264,22 @@ def _decode_values(
     return values.view(layout.shape)
 
 
-def _compiled(layout: ActivationLayout, value_format: str, positions: Tensor | None, data: Tensor) -> Any:
-    """The kernel for rows of equal length on the device of ``data``; None if torch encodes and decodes them."""
+def _compiled(
+    layout: ActivationLayout, value_format: str, positions: Tensor | None, data: Tensor
+) -> Any:
+    """The kernel for rows of equal length on the device of ``data``; None if torch encodes and
+    decodes them.
+    """
     wanted = positions is None and value_format in LEVELS and layout.numel > 0
     return compiled(data.device.type, loops="numba_rows") if wanted else None
 
 
-def _rows_of(layout: ActivationLayout, value_format: str, positions: Tensor | None) -> Tensor | None:
-    """The row of each entry, counted among the rows with entries; None if the format does not need it."""
+def _rows_of(
+    layout: ActivationLayout, value_format: str, positions: Tensor | None
+) -> Tensor | None:
+    """The row of each entry, counted among the rows with entries; None if the format does not need
+    it.
+    """
     if positions is None or value_format not in LEVELS:
         return None
     return torch.unique_consecutive(positions // layout.row_length, return_inverse=True)[1]
@@ -242,23 +287,26 @@ def _rows_of(layout: ActivationLayout, value_format: str, positions: Tensor | No
 
 @lru_cache
 def _on_device(header: bytes, device: torch.device) -> Tensor:
-    """Cached, because the copy waits for a GPU, and where everything is sent the header is always the same."""
+    """Cached, because the copy waits for a GPU, and where everything is sent the header is always
+    the same.
+    """
     return torch.frombuffer(bytearray(header), dtype=torch.uint8).to(device)
 
 
 def _check_header(valid: list[int]) -> None:
     if not all(valid):
         raise PayloadError(
-            "an activation payload of an earlier step is corrupt, or was made for another layout: use the same shape"
-            " and settings on both ranks. A run on CPUs reports in more detail what differs"
+            "an activation payload of an earlier step is corrupt, or was made for another layout:"
+            " use the same shape and settings on both ranks. A run on CPUs reports in more detail"
+            " what differs"
         )
 
 
 def _check_size(payload: Tensor, num_bytes: int) -> None:
     if payload.numel() != num_bytes:
         raise PayloadError(
-            f"the activation payload has {payload.numel()} bytes, but its layout needs {num_bytes}: use the same"
-            " shape and settings on both ranks"
+            f"the activation payload has {payload.numel()} bytes, but its layout needs {num_bytes}:"
+            " use the same shape and settings on both ranks"
         )
 
 
@@ -270,9 +318,11 @@ def mixed_seed(seed: int, step: int) -> int:
 
 
 def uniform(count: int, key: int, content: Tensor) -> Tensor:
-    """Random numbers in [0, 1), multiples of ``2 ** -24``: fp32 ``[count]`` on the device of ``content``.
+    """Random numbers in [0, 1), multiples of ``2 ** -24``: fp32 ``[count]`` on the device of
+    ``content``.
 
-    ``key`` is a :func:`salt`. With ``content``, floating point of any shape, each micro-batch has its own numbers.
+    ``key`` is a :func:`salt`. With ``content``, floating point of any shape, each micro-batch has
+    its own numbers.
     """
     bits = content.detach().to(torch.float32).reshape(-1).view(torch.int32)
     # Zeros at the end of the data do not change its numbers.
@@ -282,19 +332,25 @@ def uniform(count: int, key: int, content: Tensor) -> Tensor:
     numbers = torch.empty(count, device=content.device)
     chunk = CHUNK if content.device.type == "cpu" else max(count, 1)
     for start in range(0, count, chunk):
-        place = torch.arange(start, min(start + chunk, count), dtype=torch.int32, device=content.device)
+        place = torch.arange(
+            start, min(start + chunk, count), dtype=torch.int32, device=content.device
+        )
         hashed = _hashed(_hashed(_fast(place) ^ low) + high)
         torch.mul(torch.as_tensor(hashed & 0xFFFFFF), 2.0**-24, out=numbers[start : start + chunk])
     return numbers
 
 
 def salt(seed: int, stream: int) -> int:
-    """The number, below ``2 ** 62``, that a seed and a purpose add to the sum of the data's bits."""
+    """The number, below ``2 ** 62``, that a seed and a purpose add to the sum of the data's
+    bits.
+    """
     return (seed * 0x9E3779B97F4A7C15 + (stream + 1) * 0xBF58476D1CE4E5B9) & ((1 << 62) - 1)
 
 
 def _fast(numbers: Tensor) -> Any:
-    """A numpy array on the CPU: numpy takes half the time for these operations, and a third for a single number."""
+    """A numpy array on the CPU: numpy takes half the time for these operations, and a third for a
+    single number.
+    """
     return numbers.numpy() if numbers.device.type == "cpu" else numbers
 
 

@@ -13,11 +13,17 @@ Kind = TypeVar("Kind", bound=nn.Module)
 
 def modules_of(model: nn.Module, kind: type[Kind]) -> dict[str, Kind]:
     """A model's modules of a kind, by the names that they have without ``torch.compile``."""
-    return {plain_name(name): module for name, module in model.named_modules() if isinstance(module, kind)}
+    return {
+        plain_name(name): module
+        for name, module in model.named_modules()
+        if isinstance(module, kind)
+    }
 
 
 def module_settings(model: nn.Module) -> dict[str, Any]:
-    """The settings of split points and sharded tables that all ranks must have alike, by name of module and setting."""
+    """The settings of split points and sharded tables that all ranks must have alike, by name of
+    module and setting.
+    """
     return {
         f"{name}.{setting}": value
         for name, module in modules_of(model, CompressedModule).items()
@@ -31,10 +37,12 @@ def plain_name(name: str) -> str:
 
 
 class CompressedModule(nn.Module):
-    """A module that compresses what ranks exchange in its forward and backward, with its own thresholds.
+    """A module that compresses what ranks exchange in its forward and backward, with its own
+    thresholds.
 
-    :class:`~lightning_dct.ThresholdRefresh` (which ``DCTStrategy`` adds) calls :meth:`advance` before every training
-    batch. In your own loop, call it yourself: without it thresholds are selected only once.
+    :class:`~lightning_dct.ThresholdRefresh` (which ``DCTStrategy`` adds) calls :meth:`advance`
+    before every training batch. In your own loop, call it yourself: without it thresholds are
+    selected only once.
 
     Args:
         refresh_every: Optimizer steps between two exact selections of the thresholds.
@@ -57,7 +65,9 @@ class CompressedModule(nn.Module):
         self.refresh_requested = True
 
     def advance(self, completed_steps: int) -> None:
-        """Set the number of completed optimizer steps, the same on every rank, before the next batch."""
+        """Set the number of completed optimizer steps, the same on every rank, before the next
+        batch.
+        """
         restarted = completed_steps < self.completed_steps  # another fit
         self.completed_steps = completed_steps
         if restarted or completed_steps - self.refreshed_at >= self.refresh_every:
@@ -86,11 +96,16 @@ class CompressedModule(nn.Module):
         return {}
 
     def load_compression_state(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Continue from this rank's state, or from the states of all ranks of another world size."""
+        """Continue from this rank's state, or from the states of all ranks of another world
+        size.
+        """
 
     def get_extra_state(self) -> dict[str, Any]:
         """The clock, which is part of the model's ``state_dict``."""
-        return {name: getattr(self, name) for name in ("completed_steps", "refreshed_at", "refresh_requested")}
+        return {
+            name: getattr(self, name)
+            for name in ("completed_steps", "refreshed_at", "refresh_requested")
+        }
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Restore the clock."""

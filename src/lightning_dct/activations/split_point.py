@@ -1,6 +1,7 @@
 """`SplitPoint` marks a border between ranks, and sends only the largest activations across it.
 
-`subspace` puts one between two layers that send few numbers per token, and the receiver adds a learned vector for it.
+`subspace` puts one between two layers that send few numbers per token, and the receiver adds a
+learned vector for it.
 """
 
 import math
@@ -16,14 +17,21 @@ from torch.autograd.function import once_differentiable
 from lightning_dct.activations import codec
 from lightning_dct.activations.module import CompressedModule
 from lightning_dct.compress.awaited import Awaited
-from lightning_dct.compress.threshold import GUARD_RESELECT, entries_at, keep_largest, kth_magnitude, nudge
+from lightning_dct.compress.threshold import (
+    GUARD_RESELECT,
+    entries_at,
+    keep_largest,
+    kth_magnitude,
+    nudge,
+)
 from lightning_dct.config import check_choice, check_density, check_integer
 from lightning_dct.kernels.bits import nonzero_indices
 from lightning_dct.traffic import FP32_BYTES
 
 RowFormat = Literal["fp32", "bf16", "int8", "int4"]
 ROW_FORMATS: tuple[str, ...] = get_args(RowFormat)
-# The payload's capacity is the target, and an overflow costs a selection. So the guard aims a little lower.
+# The payload's capacity is the target, and an overflow costs a selection. So the guard aims a
+# little lower.
 GUARD_AIM = 0.97
 # Adam's steps have the same size for all weights, and that is too small for the table: see
 # docs/evidence/between_stages.md.
@@ -31,24 +39,29 @@ ANCHOR_GAIN = 5.0
 
 
 class SplitPoint(CompressedModule):
-    """Sets all but the largest activations to zero, and all gradients but those of the largest activations.
+    """Sets all but the largest activations to zero, and all gradients but those of the largest
+    activations.
 
-    ``M = |h| >= threshold``. Forward gives ``h * M`` and backward gives ``M * gradient``, both as read from the wire
-    (Gupta et al., KDD 2021, section 3.2). In one process the module computes what both ends of a pipeline's border
-    compute, bit for bit, and counts the same bytes.
+    ``M = |h| >= threshold``. Forward gives ``h * M`` and backward gives ``M * gradient``, both as
+    read from the wire (Gupta et al., KDD 2021, section 3.2). In one process the module computes
+    what both ends of a pipeline's border compute, bit for bit, and counts the same bytes.
 
-    The threshold is constant during an optimizer step, for all micro-batches and for a forward that activation
-    checkpointing repeats. Evaluation masks and rounds too: a model trained with the mask is worse without it.
+    The threshold is constant during an optimizer step, for all micro-batches and for a forward that
+    activation checkpointing repeats. Evaluation masks and rounds too: a model trained with the mask
+    is worse without it.
 
     Args:
-        density: Share of the activations that is sent, in (0, 1]. 1.0 sends every entry and no positions.
-        refresh_every: Optimizer steps between two exact selections of the threshold. In between, a guard nudges it, to
-            keep the number of entries above it near its target. 1 sends exactly the largest in every step.
-        forward_format: Of the activations: ``"fp32"``, ``"bf16"``, ``"int8"`` or ``"int4"``, the last two with one
-            scale per row (the last dimension), rounded stochastically in training and to nearest in evaluation.
+        density: Share of the activations that is sent, in (0, 1]. 1.0 sends every entry and no
+            positions.
+        refresh_every: Optimizer steps between two exact selections of the threshold. In between, a
+            guard nudges it, to keep the number of entries above it near its target. 1 sends exactly
+            the largest in every step.
+        forward_format: Of the activations: ``"fp32"``, ``"bf16"``, ``"int8"`` or ``"int4"``, the
+            last two with one scale per row (the last dimension), rounded stochastically in training
+            and to nearest in evaluation.
         backward_format: Of their gradients.
-        seed: Seeds the rounding, which depends only on it, on the step and on the data. So a resumed run and a
-            recomputed forward repeat it.
+        seed: Seeds the rounding, which depends only on it, on the step and on the data. So a
+            resumed run and a recomputed forward repeat it.
 
     Raises:
         TypeError: A setting has the wrong type.
@@ -77,8 +90,10 @@ class SplitPoint(CompressedModule):
         check_choice("forward_format", forward_format, ROW_FORMATS)
         check_choice("backward_format", backward_format, ROW_FORMATS)
         check_integer("seed", seed, minimum=0)
-        self.density, self.seed = density, seed
-        self.forward_format, self.backward_format = forward_format, backward_format
+        self.density = density
+        self.seed = seed
+        self.forward_format = forward_format
+        self.backward_format = backward_format
         # Entries of a row of activations, if codes of rows are sent instead.
         self.width: int | None = None
         # Training forwards in which more entries reached the threshold than fit into the payload.
@@ -101,18 +116,24 @@ class SplitPoint(CompressedModule):
         """Seeds this step's rounding; None in evaluation, which rounds to nearest."""
         return codec.mixed_seed(self.seed, self.completed_steps) if self.training else None
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # it would compile anew for each threshold and seed
+    # it would compile anew for each threshold and seed
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, activations: Tensor) -> Tensor:
         """Compress floating-point activations of any shape, and their gradients on the way back."""
         return _Crossing.apply(activations, self, self.layout(getattr(activations, "shape", ())))
 
-    def encode(self, layout: codec.ActivationLayout, activations: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Select and encode activations: the payload, and the positions for :func:`decode_backward`."""
+    def encode(
+        self, layout: codec.ActivationLayout, activations: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Select and encode activations: the payload, and the positions for
+        :func:`decode_backward`.
+        """
         positions = self.select(layout, activations)
         return codec.encode_forward(layout, activations, positions, self.rounding_seed), positions
 
     def select(self, layout: codec.ActivationLayout, activations: Tensor) -> Tensor | None:
-        """The positions of the entries that are sent, ascending in the flattened tensor: int64; None for everything.
+        """The positions of the entries that are sent, ascending in the flattened tensor: int64;
+        None for everything.
 
         In training this selects and nudges the threshold.
 
@@ -121,8 +142,9 @@ class SplitPoint(CompressedModule):
         """
         if not isinstance(activations, Tensor) or not activations.is_floating_point():
             raise TypeError(
-                f"{self.name}: a SplitPoint compresses one tensor of floating-point activations and was given"
-                f" {getattr(activations, 'dtype', type(activations).__name__)}. Convert it, or pass it beside."
+                f"{self.name}: a SplitPoint compresses one tensor of floating-point activations and"
+                f" was given {getattr(activations, 'dtype', type(activations).__name__)}. Convert"
+                " it, or pass it beside."
             )
         if layout.sends_everything:
             return None
@@ -137,7 +159,8 @@ class SplitPoint(CompressedModule):
                 self.refreshed()
         # "Not below" instead of "at or above": NaN is sent too, so that users notice it.
         positions = nonzero_indices((magnitudes < threshold).logical_not_())
-        reached, smallest = positions.numel(), math.inf
+        reached = positions.numel()
+        smallest = math.inf
         if reached > layout.capacity:
             found = magnitudes[positions].nan_to_num_(nan=math.inf, posinf=math.inf)
             kept, smallest = keep_largest(found, layout.capacity)
@@ -159,15 +182,22 @@ class SplitPoint(CompressedModule):
         """
         self.awaited.poll()
         if completed_steps != self.completed_steps:
-            self.threshold, self._counts = self._next, (0, 0, 0)
+            self.threshold = self._next
+            self._counts = (0, 0, 0)
         super().advance(completed_steps)
 
     def count(self, layout: codec.ActivationLayout, bytes_sent: int, kept: Tensor | None) -> None:
         """Count one direction's payload, in training only."""
         if self.training:
             sent = layout.numel if kept is None else kept.numel()
-            due = layout.numel if self.width is None else layout.numel // max(layout.row_length, 1) * self.width
-            self.traffic.add(bytes_sent=bytes_sent, bytes_dense=FP32_BYTES * due, entries_sent=sent, entries=due)
+            due = (
+                layout.numel
+                if self.width is None
+                else layout.numel // max(layout.row_length, 1) * self.width
+            )
+            self.traffic.add(
+                bytes_sent=bytes_sent, bytes_dense=FP32_BYTES * due, entries_sent=sent, entries=due
+            )
 
     def timed(self) -> AbstractContextManager[None]:
         """Count the time spent encoding or decoding, in training only."""
@@ -178,8 +208,14 @@ class SplitPoint(CompressedModule):
         return [] if self._next is None else [self._next]
 
     def get_extra_state(self) -> dict[str, Any]:
-        """The clock, the thresholds of this step and the next, and the density that they were selected for."""
-        thresholds = {"threshold": self._next, "density": float(self.density), "step": (self.threshold, self._counts)}
+        """The clock, the thresholds of this step and the next, and the density that they were
+        selected for.
+        """
+        thresholds = {
+            "threshold": self._next,
+            "density": float(self.density),
+            "step": (self.threshold, self._counts),
+        }
         return {**super().get_extra_state(), **thresholds}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
@@ -191,7 +227,10 @@ class SplitPoint(CompressedModule):
         self.refresh_requested |= float(state["density"]) != self.density
 
     def compression_state(self) -> dict[str, Any]:
-        """The state in the model's ``state_dict``: Lightning's file has only that of rank 0. Waits for a GPU."""
+        """The state in the model's ``state_dict``: Lightning's file has only that of rank 0.
+
+        Waits for a GPU.
+        """
         self.awaited.synchronize()
         return self.get_extra_state()
 
@@ -213,11 +252,14 @@ _layout = lru_cache(codec.ActivationLayout)
 
 class _Crossing(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, activations: Tensor, split: SplitPoint, layout: codec.ActivationLayout) -> Tensor:
+    def forward(
+        ctx: Any, activations: Tensor, split: SplitPoint, layout: codec.ActivationLayout
+    ) -> Tensor:
         with split.timed():
             payload, _ = split.encode(layout, activations)
             received, kept = codec.decode_forward(layout, payload, activations.dtype, split.awaited)
-        # Not by `save_for_backward`: activation checkpointing would give backward the positions of the second forward.
+        # Not by `save_for_backward`: activation checkpointing would give backward the positions of
+        # the second forward.
         ctx.crossing = split, layout, kept, split.rounding_seed
         return received
 
@@ -238,7 +280,8 @@ class _Crossing(torch.autograd.Function):
 class Anchored(nn.Module):
     """The receiving end, ``U c + A[token]``, with a fixed basis ``U`` and a learned table ``A``.
 
-    ``A`` is ``ANCHOR_GAIN`` times the weights of ``anchor``. So Adam's step for it is that many times as large.
+    ``A`` is ``ANCHOR_GAIN`` times the weights of ``anchor``. So Adam's step for it is that many
+    times as large.
     """
 
     def __init__(self, basis: nn.Linear, num_tokens: int) -> None:
@@ -248,17 +291,19 @@ class Anchored(nn.Module):
         nn.init.normal_(self.anchor.weight, std=basis.out_features**-0.5 / ANCHOR_GAIN)
 
     def forward(self, codes: Tensor, tokens: Tensor) -> Tensor:
-        """Map codes ``[..., rank]`` and the ids of their tokens, integers ``[...]``, to ``[..., width]``.
+        """Map codes ``[..., rank]`` and the ids of their tokens, integers ``[...]``, to ``[...,
+        width]``.
 
         Raises:
             ValueError: The ids are not those of the tokens that the codes stand for.
         """
         if tokens.is_floating_point() or tokens.shape != codes.shape[:-1]:
             raise ValueError(
-                f"`tokens` must be an integer for each of the {list(codes.shape[:-1])} codes that have crossed; it is"
-                f" {tokens.dtype} of shape {list(tokens.shape)}. Give the ids that the first stage gets, as in"
-                " `network(ids, tokens=ids)`, or make the `subspace` without `num_tokens` if the network's input is"
-                " not a sequence of tokens."
+                f"`tokens` must be an integer for each of the {list(codes.shape[:-1])} codes that"
+                f" have crossed; it is {tokens.dtype} of shape {list(tokens.shape)}. Give the ids"
+                " that the first stage gets, as in `network(ids, tokens=ids)`, or make the"
+                " `subspace` without `num_tokens` if the network's input is not a sequence of"
+                " tokens."
             )
         return torch.add(self.basis(codes), self.anchor(tokens), alpha=ANCHOR_GAIN)
 
@@ -279,22 +324,25 @@ def subspace(
         forward     c = U^T h is sent;          the next module gets U c + A[token]
         backward    dL/dc = U^T g is sent
 
-    ``U [width, rank]`` is orthonormal, drawn once from ``seed``, and fixed. ``A [num_tokens, width]`` is a table on the
-    receiving stage, which trains it. Ids are not sent: every rank of a pipeline reads the batch, and the network is a
-    :class:`~lightning_dct.SplitSequential` that is called with ``tokens=``. Backward is the exact gradient of forward,
-    except for rounding. So the layers before the border learn to put into the subspace what does not follow from the
-    token. Components outside the subspace are not sent.
+    ``U [width, rank]`` is orthonormal, drawn once from ``seed``, and fixed. ``A [num_tokens,
+    width]`` is a table on the receiving stage, which trains it. Ids are not sent: every rank of a
+    pipeline reads the batch, and the network is a :class:`~lightning_dct.SplitSequential` that is
+    called with ``tokens=``. Backward is the exact gradient of forward, except for rounding. So the
+    layers before the border learn to put into the subspace what does not follow from the token.
+    Components outside the subspace are not sent.
 
-    This changes the model, as a bottleneck does: train it with the three modules in place, in one process or in two.
-    The subspace is that of Ramasinghe et al., *Protocol Models*, 2025 (arXiv 2506.01260), without constraints on the
-    weights and with a learned table. A fixed random basis and an anchor are from MAPL (arXiv 2606.05484), whose sender
-    also subtracts the anchor. That changes only coordinates that the sender can write as well.
+    This changes the model, as a bottleneck does: train it with the three modules in place, in one
+    process or in two. The subspace is that of Ramasinghe et al., *Protocol Models*, 2025 (arXiv
+    2506.01260), without constraints on the weights and with a learned table. A fixed random basis
+    and an anchor are from MAPL (arXiv 2606.05484), whose sender also subtracts the anchor. That
+    changes only coordinates that the sender can write as well.
 
     Args:
         width: Entries per token, the last dimension of the activations.
         rank: Numbers per token that are sent, each way; at most ``width``.
-        num_tokens: Number of different tokens. None where the network's input is not a sequence of tokens: then the
-            receiver learns a mean instead of ``A[token]``, and the network needs no ``tokens=``.
+        num_tokens: Number of different tokens. None where the network's input is not a sequence of
+            tokens: then the receiver learns a mean instead of ``A[token]``, and the network needs
+            no ``tokens=``.
         forward_format: Of the coordinates, as for :class:`~lightning_dct.SplitPoint`.
         backward_format: Of their gradients.
         seed: For the basis and for rounding, the same on every rank.
@@ -312,10 +360,13 @@ def subspace(
     check_integer("rank", rank, minimum=1)
     if rank > width:
         raise ValueError(
-            f"`rank` is {rank} and the activations have a `width` of {width}: a subspace cannot have more dimensions."
-            f" Choose a `rank` below {width}; a fifth of the width is a good start."
+            f"`rank` is {rank} and the activations have a `width` of {width}: a subspace cannot"
+            f" have more dimensions. Choose a `rank` below {width}; a fifth of the width is a good"
+            " start."
         )
-    point = SplitPoint(1.0, forward_format=forward_format, backward_format=backward_format, seed=seed)
+    point = SplitPoint(
+        1.0, forward_format=forward_format, backward_format=backward_format, seed=seed
+    )
     point.width = width
     # Frozen parameters instead of buffers, which DistributedDataParallel would send in every step.
     into = nn.Linear(width, rank, bias=False).requires_grad_(False)

@@ -1,4 +1,6 @@
-"""Advises a run: on settings unfit for its length before it begins, and at its end on the time of its steps."""
+"""Advises a run: on settings unfit for its length before it begins, and at its end on the time of
+its steps.
+"""
 
 import math
 from collections.abc import Mapping
@@ -31,17 +33,25 @@ from lightning_dct.traffic import FP32_BYTES, Traffic, TrafficTotals, rate_text
 
 DELAYS_OF_GRADIENTS = 10  # so many should a run with gradients last, to make up for its start
 MUCH = 0.1  # smallest share of a step that is worth advice
-TOO_SLOW = 1 / 3  # smallest share of a step spent waiting for one rank that brings a warning during training
+# Smallest share of a step spent waiting for one rank that brings a warning during training.
+TOO_SLOW = 1 / 3
 TELL_EVERY_S = 5.0  # between two reports of a rank's times to rank 0
-SKIPPED = 3  # first steps, which compile, allocate, and let DistributedDataParallel rebuild its buckets
+SKIPPED = (
+    3  # first steps, which compile, allocate, and let DistributedDataParallel rebuild its buckets
+)
 FEWEST = 10  # with fewer steps there are no means
 LIGHTNINGS_EPOCHS = 1000  # `max_epochs` of a Trainer that was given no limit
 FIRST_COUNTED = 16  # batches after which a run's steps are counted first
 
 
 def run_length(trainer: pl.Trainer) -> RunLength:
-    """How long a fit is, less what an earlier one has made. Lightning says -1 if not known (data without a length)."""
-    steps, epochs, most = float(trainer.estimated_stepping_batches), trainer.max_epochs or -1, trainer.max_steps
+    """How long a fit is, less what an earlier one has made.
+
+    Lightning says -1 if not known (data without a length).
+    """
+    steps = float(trainer.estimated_stepping_batches)
+    epochs = trainer.max_epochs or -1
+    most = trainer.max_steps
     steps = math.inf if steps < 0 else steps
     batches = float(trainer.num_training_batches) * (math.inf if epochs < 0 else epochs)
     unknown = "" if trainer.lightning_module.automatic_optimization else COUNTED
@@ -50,8 +60,11 @@ def run_length(trainer: pl.Trainer) -> RunLength:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, callbacks.GradientAccumulationScheduler) and math.isfinite(batches):
             each = map(callback.get_accumulate_grad_batches, range(epochs))
-            steps = sum(math.ceil(trainer.num_training_batches / accumulated) for accumulated in each)
-            steps, batches = min(steps, most if most > 0 else math.inf), 0.0
+            steps = sum(
+                math.ceil(trainer.num_training_batches / accumulated) for accumulated in each
+            )
+            steps = min(steps, most if most > 0 else math.inf)
+            batches = 0.0
         if isinstance(callback, callbacks.EarlyStopping | callbacks.Timer):
             unknown = f"`{type(callback).__name__}` may end it"
     if epochs == LIGHTNINGS_EPOCHS and most < 0 and unknown in ("", COUNTED):
@@ -61,13 +74,16 @@ def run_length(trainer: pl.Trainer) -> RunLength:
 
 
 def _counted(trainer: pl.Trainer) -> int:
-    """Those of Lightning's steps that the optimizers' clocks have: not those of an earlier fit or another strategy."""
+    """Those of Lightning's steps that the optimizers' clocks have: not those of an earlier fit or
+    another strategy.
+    """
     synchronizer: Any = trainer.strategy.synchronizer  # type: ignore[attr-defined]
     return min(trainer.global_step, int(synchronizer.synchronisations - synchronizer.unclocked))
 
 
 def share_done(trainer: pl.Trainer, batches: float) -> float:
-    """The share of a fit that is done, after 16, 32, 64 ... batches, where steps are counted; else or if unknown 0.
+    """The share of a fit that is done, after 16, 32, 64 ... batches, where steps are counted; else
+    or if unknown 0.
 
     Of data without a length it is known when an epoch begins.
     """
@@ -79,14 +95,17 @@ def share_done(trainer: pl.Trainer, batches: float) -> float:
     elif not batches or done < FIRST_COUNTED or done & (done - 1):
         return 0.0
     limits = ((trainer.global_step, trainer.max_steps), epochs)
-    share = min(1.0, max([done / batches, *(reached / most for reached, most in limits if most > 0)]))
+    share = min(
+        1.0, max([done / batches, *(reached / most for reached, most in limits if most > 0)])
+    )
     counted = share * (_counted(trainer) / max(1, trainer.global_step))
     return counted and counted / (1.0 - share + counted)
 
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Means over the steps of a run, in seconds: from one step's end to the next, and parts of that.
+    """Means over the steps of a run, in seconds: from one step's end to the next, and parts of
+    that.
 
     ``inside`` is for what the model exchanges itself: rows of sharded tables, activations.
     """
@@ -103,10 +122,14 @@ class StepCosts:
 
 
 class StepClock:
-    """Adds up the costs of steps, except the first few, without pauses between them such as a validation."""
+    """Adds up the costs of steps, except the first few, without pauses between them such as a
+    validation.
+    """
 
     def __init__(self) -> None:
-        self._steps, self._seen, self._steps_before = 0, 0, -1
+        self._steps = 0
+        self._seen = 0
+        self._steps_before = -1
         self._sums = [0.0, 0.0, 0.0, 0.0]  # as in `StepCosts`
         # The end of the step before those that are not in the sums yet, with the totals up to it.
         self._since: tuple[Any, TrafficTotals, TrafficTotals] | None = None
@@ -121,7 +144,8 @@ class StepClock:
             return
         self._steps_before = traffic.totals.steps
         self._seen += 1
-        self._traffic, self._last = traffic, traffic.clock.mark()
+        self._traffic = traffic
+        self._last = traffic.clock.mark()
         self._inside = inside or self._inside
         if self._since is None and self._seen >= SKIPPED:
             # From here on times must be complete. This waits for a GPU.
@@ -145,16 +169,26 @@ class StepClock:
         if self._since is None:
             return
         start, before, inside_before = self._since
-        after, inside = self._traffic.settle(), self._inside.settle()
-        spent, spent_inside = after - before, inside - inside_before
+        after = self._traffic.settle()
+        inside = self._inside.settle()
+        spent = after - before
+        spent_inside = inside - inside_before
         total = self._traffic.clock.seconds(start, self._last)
-        new = (total, spent.seconds, spent.seconds_waiting, spent_inside.seconds + spent_inside.seconds_waiting)
-        self._sums, self._steps = [sum(pair) for pair in zip(self._sums, new, strict=True)], self._steps + spent.steps
+        new = (
+            total,
+            spent.seconds,
+            spent.seconds_waiting,
+            spent_inside.seconds + spent_inside.seconds_waiting,
+        )
+        self._sums = [sum(pair) for pair in zip(self._sums, new, strict=True)]
+        self._steps = self._steps + spent.steps
         self._since = self._last, after, inside
 
 
 class SlowRank(NamedTuple):
-    """The slowest rank, and how long the others wait for it alone: as a part of a step, and of all their waiting."""
+    """The slowest rank, and how long the others wait for it alone: as a part of a step, and of all
+    their waiting.
+    """
 
     rank: int
     share_of_step: float
@@ -164,8 +198,9 @@ class SlowRank(NamedTuple):
 def slowest_rank(paces: Mapping[int, tuple[float, float]]) -> SlowRank | None:
     """The slowest rank; None if fewer than two ranks have reported or none waits.
 
-    ``paces`` has each rank's seconds of a step, and the part of them that it waits. A rank waits for the network and
-    for slower ranks, so the slowest waits least. Without it, all would save what the next one waits longer.
+    ``paces`` has each rank's seconds of a step, and the part of them that it waits. A rank waits
+    for the network and for slower ranks, so the slowest waits least. Without it, all would save
+    what the next one waits longer.
     """
     by_waiting = sorted((waiting, rank) for rank, (_, waiting) in paces.items())
     if len(by_waiting) < 2 or by_waiting[-1][0] <= 0.0:
@@ -177,35 +212,49 @@ def slowest_rank(paces: Mapping[int, tuple[float, float]]) -> SlowRank | None:
 
 
 class RunAdvice(InternalCallback):
-    """Print advice when fit begins, and give the table at its end a verdict; ``DCTStrategy`` adds this callback.
+    """Print advice when fit begins, and give the table at its end a verdict; ``DCTStrategy`` adds
+    this callback.
 
-    Before the first step all ranks time all-reduces of up to 1 MiB for a moment. At the end of a run of more than a few
-    steps, the verdict compares its costs with the dense all-reduce on the same link.
+    Before the first step all ranks time all-reduces of up to 1 MiB for a moment. At the end of a
+    run of more than a few steps, the verdict compares its costs with the dense all-reduce on the
+    same link.
     """
 
     def __init__(self) -> None:
         self._clock = StepClock()
         self._link: MeasuredLink | None = None
-        self._slow: SlowRank | None = None  # the lifeline that knows it is closed when the table is made
+        self._slow: SlowRank | None = (
+            None  # the lifeline that knows it is closed when the table is made
+        )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print notes on unfit settings, and time the link."""
         strategy: Any = trainer.strategy  # one of this package's, which adds this callback
         device = strategy.root_device
         everyone = strategy.synchronizer.exchange.everyone
-        alone, dense = strategy.when_alone, dense_setting(strategy)
-        notes = notes_at_start(strategy.given, everyone.size, run_length(trainer), device.type, alone, dense)
+        alone = strategy.when_alone
+        dense = dense_setting(strategy)
+        notes = notes_at_start(
+            strategy.given, everyone.size, run_length(trainer), device.type, alone, dense
+        )
         self._clock = StepClock()
-        self._tell_at, self._has_warned, self._slow = 0.0, False, None
+        self._tell_at = 0.0
+        self._has_warned = False
+        self._slow = None
         self._link = None if everyone.size == 1 else measure_link(everyone.group, device)
         if self._link is not None and trainer.is_global_zero:
-            config, entries = strategy.synchronizer.config, strategy.synchronizer.entries_under_ddp()
-            notes += notes_on_link(config, entries, self._link, measure_speed(config, [entries], 0.0, device), dense)
+            config = strategy.synchronizer.config
+            entries = strategy.synchronizer.entries_under_ddp()
+            notes += notes_on_link(
+                config, entries, self._link, measure_speed(config, [entries], 0.0, device), dense
+            )
         for note in notes:
             rank_zero_info(note)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Note the time, and sometimes tell it to rank 0, which warns once of a rank that costs much of it."""
+        """Note the time, and sometimes tell it to rank 0, which warns once of a rank that costs
+        much of it.
+        """
         strategy: Any = trainer.strategy
         self._clock.after_step(strategy.traffic, strategy.split_traffic)
         if perf_counter() >= self._tell_at:
@@ -224,8 +273,9 @@ class RunAdvice(InternalCallback):
         if slow is not None and slow.share_of_step > TOO_SLOW and not self._has_warned:
             self._has_warned = True
             rank_zero_warn(
-                f"Rank {slow.rank} slows down all others, which wait for it during {100 * slow.share_of_step:.0f}% of a"
-                " step. Look at its data loader, its device, and at what else runs on its host."
+                f"Rank {slow.rank} slows down all others, which wait for it during"
+                f" {100 * slow.share_of_step:.0f}% of a step. Look at its data loader, its device,"
+                " and at what else runs on its host."
             )
         self._slow = slow
 
@@ -236,30 +286,46 @@ class RunAdvice(InternalCallback):
     on_validation_end = pause
 
     def summary_rows(self, trainer: pl.Trainer) -> list[tuple[str, str]]:
-        """Rows for the table at the end of fit: the time of a step, and the verdict; none after too few steps."""
+        """Rows for the table at the end of fit: the time of a step, and the verdict; none after too
+        few steps.
+        """
         strategy: Any = trainer.strategy
         costs = self._clock.costs
         if self._link is None or costs is None:
             return []
-        dense = self._link.all_reduce_seconds(FP32_BYTES * strategy.synchronizer.entries_under_ddp())
+        dense = self._link.all_reduce_seconds(
+            FP32_BYTES * strategy.synchronizer.entries_under_ddp()
+        )
         time = time_of_step(costs, dense, self._link, strategy.dense_rival)
-        rows, slow = [("time of a step", time)], self._slow
+        rows = [("time of a step", time)]
+        slow = self._slow
         if slow is not None and slow.share_of_step > MUCH:
-            told = f"rank {slow.rank}: {100 * slow.share_of_waiting:.0f}% of the others' waiting is for it"
+            told = (
+                f"rank {slow.rank}: {100 * slow.share_of_waiting:.0f}% of the others' waiting is"
+                " for it"
+            )
             rows.append(("slowest rank", f"{told}, {100 * slow.share_of_step:.0f}% of a step"))
-        config, device = strategy.synchronizer.config, strategy.root_device
+        config = strategy.synchronizer.config
+        device = strategy.root_device
         line = verdict(config, costs, dense, device.type, dense_setting(strategy))
         if strategy.sharded_tables():
             share = 100 * costs.inside / costs.total
-            rows.append(("rows of tables", f"{_ms(costs.inside)} of a step ({share:.2g}%), beside the above"))
+            rows.append(
+                (
+                    "rows of tables",
+                    f"{_ms(costs.inside)} of a step ({share:.2g}%), beside the above",
+                )
+            )
             line = verdict_with_tables(line, costs)
         return [*rows, ("verdict", line)]
 
 
 def dense_setting(strategy: Any) -> str:
-    """The setting that gives the dense exchange: DDP holds neither shards, nor stages, nor sharded tables.
+    """The setting that gives the dense exchange: DDP holds neither shards, nor stages, nor sharded
+    tables.
 
-    DDP must be told of steps that leave parameters without a gradient; otherwise it ends with an error.
+    DDP must be told of steps that leave parameters without a gradient; otherwise it ends with an
+    error.
     """
     if strategy.dense_rival != "DDP":
         return str(strategy.dense_rival)
@@ -272,10 +338,13 @@ def dense_setting(strategy: Any) -> str:
     return f"the dense exchange (compress='gradients', density=1.0{more})"
 
 
-def notes_at_start(given: Given, ranks: int, length: RunLength, device_type: str, alone: str, dense: str) -> list[str]:
+def notes_at_start(
+    given: Given, ranks: int, length: RunLength, device_type: str, alone: str, dense: str
+) -> list[str]:
     """Notes for the start of a run of so many ranks, or replicas, that exchange with each other.
 
-    ``alone`` is the note for a single rank, empty for none. ``dense`` is the setting that gives the dense exchange.
+    ``alone`` is the note for a single rank, empty for none. ``dense`` is the setting that gives the
+    dense exchange.
     """
     if ranks == 1:
         return [alone] if alone else []
@@ -286,27 +355,41 @@ def notes_at_start(given: Given, ranks: int, length: RunLength, device_type: str
     return notes
 
 
-def notes_on_link(config: DCTConfig, entries: int, link: MeasuredLink, speed: Speed, dense: str) -> list[str]:
+def notes_on_link(
+    config: DCTConfig, entries: int, link: MeasuredLink, speed: Speed, dense: str
+) -> list[str]:
     """A note if ``plan`` finds the dense exchange of so many entries faster on this link."""
-    ranks, rate = link.world_size, link.bits_per_second or math.inf
-    break_even = Forecast(config, one_tensor(entries), layout_of(ranks, ranks), 1.0, speed).break_even
+    ranks = link.world_size
+    rate = link.bits_per_second or math.inf
+    break_even = Forecast(
+        config, one_tensor(entries), layout_of(ranks, ranks), 1.0, speed
+    ).break_even
     if rate < break_even or math.isinf(break_even):
         return []
-    fast, below = "" if math.isinf(rate) else f" of {rate_text(rate, digits=2)}", rate_text(break_even, digits=2)
-    return [f"On this link{fast}, {dense} is likely faster: compressing pays on links below about {below}."]
+    fast = "" if math.isinf(rate) else f" of {rate_text(rate, digits=2)}"
+    below = rate_text(break_even, digits=2)
+    return [
+        f"On this link{fast}, {dense} is likely faster: compressing pays on links below about"
+        f" {below}."
+    ]
 
 
 def _on_gradients(given: Given, ranks: int, length: RunLength, dense: str) -> list[str]:
     """Whether a run is long enough for its density."""
-    density, steps = given.config.density, length.steps
+    density = given.config.density
+    steps = length.steps
     if density == 1.0 or DELAYS_OF_GRADIENTS / density <= steps:
         return []
     fitting = math.ceil(100 * DELAYS_OF_GRADIENTS / steps) / 100
-    remedy = f"give density={fitting:g}, which fits" if fitting < 1 else f"use {dense}: compression would lose more"
+    remedy = (
+        f"give density={fitting:g}, which fits"
+        if fitting < 1
+        else f"use {dense}: compression would lose more"
+    )
     return [
-        f"This run is short: {steps:,.0f} optimizer steps. An unsent entry waits for about 1 / density ="
-        f" {math.ceil(1 / density):,} of them, so a run should have {math.ceil(DELAYS_OF_GRADIENTS / density):,} or"
-        f" more. Train for longer, or {remedy}."
+        f"This run is short: {steps:,.0f} optimizer steps. An unsent entry waits for about 1 /"
+        f" density = {math.ceil(1 / density):,} of them, so a run should have"
+        f" {math.ceil(DELAYS_OF_GRADIENTS / density):,} or more. Train for longer, or {remedy}."
     ]
 
 
@@ -314,27 +397,40 @@ def notes_on_updates(given: Given, ranks: int, length: RunLength, dense: str) ->
     """Says which settings were chosen, and whether the run is long enough for them."""
     steps, unknown, _ = length
     run = RunSettings(given, ranks, steps, unknown)
-    config, notes = run.at(0), []
+    config = run.at(0)
+    notes = []
     settings = _settings(config)
     if given.left_out and (unknown or math.isinf(steps)):
-        why, grows = f" ({unknown})" if unknown else "", ", and fewer bytes as it goes on" if run.grows else ""
+        why = f" ({unknown})" if unknown else ""
+        grows = ", and fewer bytes as it goes on" if run.grows else ""
         assumed = ""
         if math.isinf(steps):
             assumed = (
-                f", as for a run of {SHORTEST:,} optimizer steps. A shorter run loses more: tell its length by"
-                " `Trainer(max_steps=...)`"
+                f", as for a run of {SHORTEST:,} optimizer steps. A shorter run loses more: tell"
+                " its length by `Trainer(max_steps=...)`"
             )
-        notes.append(f"The length of this run is not known{why}: DCT takes {settings}{grows}{assumed}.")
+        notes.append(
+            f"The length of this run is not known{why}: DCT takes {settings}{grows}{assumed}."
+        )
     if math.isinf(steps):
         return notes
-    loss, needed = expected_loss(config, ranks, steps), steps_needed(config, ranks)
+    loss = expected_loss(config, ranks, steps)
+    needed = steps_needed(config, ranks)
     fits = steps >= needed
     if given.left_out and not unknown:
-        longer = [more for one in given.rungs(ranks) if (more := steps_needed(one, ranks)) > max(steps, needed)]
+        longer = [
+            more
+            for one in given.rungs(ranks)
+            if (more := steps_needed(one, ranks)) > max(steps, needed)
+        ]
         notes.append(
             f"{steps:,.0f} optimizer steps on {ranks} ranks: DCT takes {settings}"
             # Of a short run the next note says what it may lose.
-            + (f", and expects the loss to be about {percent(loss)} above that of plain DDP." if fits else ".")
+            + (
+                f", and expects the loss to be about {percent(loss)} above that of plain DDP."
+                if fits
+                else "."
+            )
             + (f" A run of {min(longer):,} steps would send less." if longer and fits else "")
         )
     if not fits:
@@ -342,9 +438,11 @@ def notes_on_updates(given: Given, ranks: int, length: RunLength, dense: str) ->
         remedy = f"use {dense}: all other settings lose more"
         if steps_needed(fitting, ranks) <= steps:
             remedy = f"leave out `local_steps` and `density`: {_settings(fitting)} would fit"
-        short, train = "This run is short", f". Train for {needed:,} steps or more, or"
+        short = "This run is short"
+        train = f". Train for {needed:,} steps or more, or"
         if math.isinf(needed):
-            short, train = "No run is long enough", ";"
+            short = "No run is long enough"
+            train = ";"
         may = f"{percent(CAUTION * loss)} above that of plain DDP"
         notes.append(f"{short} for {settings}: the loss may be {may}{train} {remedy}.")
     return notes
@@ -365,15 +463,19 @@ def time_of_step(costs: StepCosts, dense: float, link: MeasuredLink, rival: str)
     Its all-reduce takes ``dense`` seconds on the link, of which backward may hide all or none.
     """
     rest = costs.total - costs.synchronising
-    least, most = _ms(max(rest, dense)), _ms(rest + dense)
+    least = _ms(max(rest, dense))
+    most = _ms(rest + dense)
     rate = "" if link.bits_per_second is None else f" ({rate_text(link.bits_per_second, digits=2)})"
     return (
-        f"{_ms(costs.total)}: {_ms(costs.compressing)} compressing, {_ms(costs.waiting)} waiting; with {rival}"
-        f" {least if least == most else f'{least} to {most}'} on the link as timed at the start{rate}"
+        f"{_ms(costs.total)}: {_ms(costs.compressing)} compressing, {_ms(costs.waiting)} waiting;"
+        f" with {rival} {least if least == most else f'{least} to {most}'} on the link as timed at"
+        f" the start{rate}"
     )
 
 
-def verdict(config: DCTConfig, costs: StepCosts, dense: float, device_type: str, remedy: str) -> str:
+def verdict(
+    config: DCTConfig, costs: StepCosts, dense: float, device_type: str, remedy: str
+) -> str:
     """The setting that would be better; ``remedy`` is the setting that gives the dense exchange."""
     is_dense = config.compress == "gradients" and config.density == 1.0
     rarer = f"local_steps={2 * config.local_steps}" if config.compress == "updates" else None
@@ -385,11 +487,17 @@ def verdict(config: DCTConfig, costs: StepCosts, dense: float, device_type: str,
     if costs.synchronising < MUCH * costs.total:
         return f"{share}: no setting would make it much faster."
     if is_dense:
-        return f"{share}, and nothing is compressed: compress='updates' would exchange less, and less often."
+        return (
+            f"{share}, and nothing is compressed: compress='updates' would exchange less, and less"
+            " often."
+        )
     if costs.compressing > costs.waiting and (missing := faster_kernel_missing(device_type)):
         return missing
     if rarer and config.overlap_steps == 0 and costs.waiting > costs.compressing:
-        return f"overlap_steps={config.local_steps} would hide the waiting behind training, {rarer} would halve both."
+        return (
+            f"overlap_steps={config.local_steps} would hide the waiting behind training, {rarer}"
+            " would halve both."
+        )
     if rarer:
         return f"{rarer} would halve compressing and waiting."
     return "compress='updates' would exchange less often; a lower density sends fewer bytes."
@@ -400,8 +508,8 @@ def verdict_with_tables(line: str, costs: StepCosts) -> str:
     if costs.inside <= costs.synchronising or costs.inside < MUCH * costs.total:
         return f"Outside the tables: {line}"
     return (
-        "Most of what exchanges take is for the rows of the tables: a lower `density` of `ShardedEmbeddingBags` sends"
-        f" less of them. Outside the tables: {line}"
+        "Most of what exchanges take is for the rows of the tables: a lower `density` of"
+        f" `ShardedEmbeddingBags` sends less of them. Outside the tables: {line}"
     )
 
 

@@ -1,4 +1,6 @@
-"""Callbacks that change a run in its middle: thresholds, the density by learning regimes, and rows of tables."""
+"""Callbacks that change a run in its middle: thresholds, the density by learning regimes, and rows
+of tables.
+"""
 
 import math
 from typing import Any
@@ -26,20 +28,21 @@ class DCTCallback(Callback):
         strategy = trainer.strategy
         if not hasattr(strategy, "synchronizer"):
             raise MisconfigurationException(
-                f"`{type(self).__name__}` needs `Trainer(strategy='dct')` or a `DCTStrategy`; this Trainer's"
-                f" strategy is {type(strategy).__name__}. Change the strategy or remove the callback."
+                f"`{type(self).__name__}` needs `Trainer(strategy='dct')` or a `DCTStrategy`; this"
+                f" Trainer's strategy is {type(strategy).__name__}. Change the strategy or remove"
+                " the callback."
             )
 
 
 class ThresholdRefresh(DCTCallback):
     """Refresh the thresholds periodically (Gupta et al., KDD 2021, section 3).
 
-    Steps are counted as completed synchronisations: one for each optimizer step, whatever ``accumulate_grad_batches``
-    is and however many optimizers there are. The count is saved with the checkpoint, so a resumed run refreshes on the
-    same steps as an uninterrupted one.
+    Steps are counted as completed synchronisations: one for each optimizer step, whatever
+    ``accumulate_grad_batches`` is and however many optimizers there are. The count is saved with
+    the checkpoint, so a resumed run refreshes on the same steps as an uninterrupted one.
 
-    ``DCTStrategy`` adds this callback with its own ``refresh_every`` if the Trainer has none. A callback of the user
-    takes precedence over that setting.
+    ``DCTStrategy`` adds this callback with its own ``refresh_every`` if the Trainer has none. A
+    callback of the user takes precedence over that setting.
 
     Args:
         every_n_steps: Optimizer steps from one refresh to the next, at least 1.
@@ -62,20 +65,22 @@ class ThresholdRefresh(DCTCallback):
 class AccordionSchedule(DCTCallback):
     """Choose between two densities by critical learning regimes.
 
-    Agarwal et al., *Adaptive Gradient Communication via Critical Learning Regime Identification*, MLSys 2021,
-    algorithm 1. ``D`` is the sum of the synchronised gradients over an interval. With updates, whose gradients are each
-    rank's own, it is what the shared weights have moved by. The next interval is critical, and sends at the density
-    ``high``, when
+    Agarwal et al., *Adaptive Gradient Communication via Critical Learning Regime Identification*,
+    MLSys 2021, algorithm 1. ``D`` is the sum of the synchronised gradients over an interval. With
+    updates, whose gradients are each rank's own, it is what the shared weights have moved by. The
+    next interval is critical, and sends at the density ``high``, when
 
         | |D_previous| - |D| |  >=  threshold * |D_previous|        or the learning rate drops
 
-    and sends at ``low`` otherwise. The first two are critical. The paper decides for each layer, this callback for
-    the whole model. A drop of the learning rate is at least the share ``threshold`` between the beginnings of two
-    intervals, so that a slowly falling rate does not keep every interval critical.
+    and sends at ``low`` otherwise. The first two are critical. The paper decides for each layer,
+    this callback for the whole model. A drop of the learning rate is at least the share
+    ``threshold`` between the beginnings of two intervals, so that a slowly falling rate does not
+    keep every interval critical.
 
-    All ranks have the same gradients and shared weights, so they decide alike without communication. An interval should
-    be many times ``1 / low`` exchanges long, because a residual arrives in a later interval. The callback keeps a copy
-    of the model's size, and so do checkpoints.
+    All ranks have the same gradients and shared weights, so they decide alike without
+    communication. An interval should be many times ``1 / low`` exchanges long, because a residual
+    arrives in a later interval. The callback keeps a copy of the model's size, and so do
+    checkpoints.
 
     Args:
         low: Density outside critical intervals, in (0, 1].
@@ -86,22 +91,33 @@ class AccordionSchedule(DCTCallback):
 
     reads_weights = False
 
-    def __init__(self, low: float, high: float, threshold: float = 0.5, every_n_steps: int | None = None) -> None:
+    def __init__(
+        self, low: float, high: float, threshold: float = 0.5, every_n_steps: int | None = None
+    ) -> None:
         check_density("AccordionSchedule(low)", low)
         check_density("AccordionSchedule(high)", high)
         if low > high:
-            raise ValueError(f"`AccordionSchedule` has low={low}, high={high}. `low` must not be above `high`.")
+            raise ValueError(
+                f"`AccordionSchedule` has low={low}, high={high}. `low` must not be above `high`."
+            )
         if not 0.0 < threshold < 1.0:
-            raise ValueError(f"`AccordionSchedule(threshold)` must be in (0, 1), such as 0.5; got {threshold!r}.")
+            raise ValueError(
+                f"`AccordionSchedule(threshold)` must be in (0, 1), such as 0.5; got {threshold!r}."
+            )
         if every_n_steps is not None:
             check_integer("AccordionSchedule(every_n_steps)", every_n_steps, minimum=1)
-        self.low, self.high, self.threshold, self.every_n_steps = low, high, threshold, every_n_steps
+        self.low = low
+        self.high = high
+        self.threshold = threshold
+        self.every_n_steps = every_n_steps
         self.density = high
-        # The beginning of this interval, in steps or epochs (-1 before the first), and the learning rates there.
+        # The beginning of this interval, in steps or epochs (-1 before the first), and the learning
+        # rates there.
         self._begun = -1
         self._rates: list[float] = []
         self._previous_norm: float | None = None
-        # Of this interval, by name: the sum of the gradients, or the shared weights at its beginning.
+        # Of this interval, by name: the sum of the gradients, or the shared weights at its
+        # beginning.
         self._kept: dict[str, Tensor] = {}
         self._synchronised_before = 0
 
@@ -110,8 +126,8 @@ class AccordionSchedule(DCTCallback):
         super().setup(trainer, module, stage)
         if getattr(trainer.strategy, "stages", 1) > 1:
             raise MisconfigurationException(
-                "`AccordionSchedule` decides by the whole model, and each rank of a pipeline or of a sharded replica"
-                " has a part of it. Use a `DCTStrategy`, or remove the callback."
+                "`AccordionSchedule` decides by the whole model, and each rank of a pipeline or of"
+                " a sharded replica has a part of it. Use a `DCTStrategy`, or remove the callback."
             )
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
@@ -119,36 +135,59 @@ class AccordionSchedule(DCTCallback):
         trainer.strategy.set_density(self.density)  # type: ignore[attr-defined]
         self._begun = self._begun if self._begun <= self._now(trainer) else -1  # in an earlier fit
 
-    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_index: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Trainer, module: LightningModule, batch: Any, batch_index: int
+    ) -> None:
         """Begin the next interval when one is over."""
         strategy: Any = trainer.strategy
         self._synchronised_before = strategy.synchronizer.synchronisations
         now = self._now(trainer)
         if self._begun >= 0 and now - self._begun < (self.every_n_steps or 1):
             return
-        rates = [float(group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups]
-        moved, shared = dict(self._kept), _shared_weights(strategy)
+        rates = [
+            float(group["lr"])
+            for optimizer in trainer.optimizers
+            for group in optimizer.param_groups
+        ]
+        moved = dict(self._kept)
+        shared = _shared_weights(strategy)
         if self._begun >= 0:
             for name in moved.keys() & shared.keys():
                 moved[name] = shared[name] - moved[name].to(shared[name].device)
             before = self._previous_norm
-            self._previous_norm = math.hypot(*(float(as_real(one).norm(dtype=float64)) for one in moved.values()))
-            settled = before is not None and abs(before - self._previous_norm) < self.threshold * before
+            self._previous_norm = math.hypot(
+                *(float(as_real(one).norm(dtype=float64)) for one in moved.values())
+            )
+            settled = (
+                before is not None and abs(before - self._previous_norm) < self.threshold * before
+            )
             least = 1.0 - self.threshold
-            dropped = any(now <= least * then for now, then in zip(rates, self._rates, strict=False) if then)
+            dropped = any(
+                now <= least * then for now, then in zip(rates, self._rates, strict=False) if then
+            )
             self.density = self.low if settled and not dropped else self.high
             if strategy.config.density != self.density:
                 strategy.set_density(self.density)
-        self._begun, self._rates = now, rates
+        self._begun = now
+        self._rates = rates
         self._kept = {name: weights.clone() for name, weights in shared.items()}
 
-    def on_before_optimizer_step(self, trainer: Trainer, module: LightningModule, optimizer: Optimizer) -> None:
-        """Add the synchronised gradients to the interval's sum, unless a loss scaler skips the step."""
+    def on_before_optimizer_step(
+        self, trainer: Trainer, module: LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Add the synchronised gradients to the interval's sum, unless a loss scaler skips the
+        step.
+        """
         strategy: Any = trainer.strategy
-        if strategy.updates is not None or strategy.synchronizer.synchronisations == self._synchronised_before:
+        if (
+            strategy.updates is not None
+            or strategy.synchronizer.synchronisations == self._synchronised_before
+        ):
             return
         names = parameter_names(module)
-        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        for parameter in (
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        ):
             # Sparse gradients are not compressed, and those of sharded tables differ between ranks.
             if (gradient := parameter.grad) is not None and not gradient.is_sparse:
                 name = names[parameter]
@@ -168,8 +207,10 @@ class AccordionSchedule(DCTCallback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue with a saved state."""
         self.density = state_dict["density"]
-        self._begun, self._rates = state_dict["begun"], list(state_dict["rates"])
-        self._previous_norm, self._kept = state_dict["previous_norm"], dict(state_dict["kept"])
+        self._begun = state_dict["begun"]
+        self._rates = list(state_dict["rates"])
+        self._previous_norm = state_dict["previous_norm"]
+        self._kept = dict(state_dict["kept"])
 
     def _now(self, trainer: Trainer) -> int:
         return trainer.current_epoch if self.every_n_steps is None else _completed_steps(trainer)
@@ -182,58 +223,69 @@ def _shared_weights(strategy: Any) -> dict[str, Tensor]:
 
 
 class EmbeddingPruning(DCTCallback):
-    """Prune the rows of all :class:`~lightning_dct.ShardedEmbeddingBags` once, in the middle of training.
+    """Prune the rows of all :class:`~lightning_dct.ShardedEmbeddingBags` once, in the middle of
+    training.
 
-    Each rank keeps those quarters of its rows that matter most. The score of a quarter is how often its row was
-    requested, times the squared distance from its initial value (after Luo et al., arXiv 2401.04408). All others go
-    back to their initial values, which take no memory, and are not trained any more. The optimizer's state shrinks with
-    the rows: ``weight`` then has the shape ``[kept quarters, embedding_dim / 4]``, and ``RowWiseAdagrad`` has one
-    number for each. Until then each row takes four more bytes, for the count of its requests.
+    Each rank keeps those quarters of its rows that matter most. The score of a quarter is how often
+    its row was requested, times the squared distance from its initial value (after Luo et al.,
+    arXiv 2401.04408). All others go back to their initial values, which take no memory, and are not
+    trained any more. The optimizer's state shrinks with the rows: ``weight`` then has the shape
+    ``[kept quarters, embedding_dim / 4]``, and ``RowWiseAdagrad`` has one number for each. Until
+    then each row takes four more bytes, for the count of its requests.
 
-    Tables in which most rows are rare can lose most of their bytes. Compare your model's metric with and without:
-    docs/recommender.md has figures.
+    Tables in which most rows are rare can lose most of their bytes. Compare your model's metric
+    with and without: docs/recommender.md has figures.
 
     Args:
-        keep: Share of the rows' bytes that each rank keeps, in (0, 1], with 1.5 bytes a row to find what is kept.
+        keep: Share of the rows' bytes that each rank keeps, in (0, 1], with 1.5 bytes a row to find
+            what is kept.
         at_step: The optimizer step after which rows are pruned: best about half of the run.
 
     Raises:
-        MisconfigurationException: There is nothing to prune, rows cannot be cut into quarters, or the step has passed.
+        MisconfigurationException: There is nothing to prune, rows cannot be cut into quarters, or
+            the step has passed.
     """
 
     def __init__(self, keep: float = 0.35, at_step: int = 1000) -> None:
         check_density(
-            "EmbeddingPruning(keep)", keep, "the share of the rows' bytes that is kept", "To keep all that has changed"
+            "EmbeddingPruning(keep)",
+            keep,
+            "the share of the rows' bytes that is kept",
+            "To keep all that has changed",
         )
         check_integer("EmbeddingPruning(at_step)", at_step, minimum=1)
-        self.keep, self.at_step = keep, at_step
+        self.keep = keep
+        self.at_step = at_step
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start to count requests, unless a checkpoint has brought counts or pruned rows."""
         tables = _tables_of(pl_module)
         if not tables:
             raise MisconfigurationException(
-                "`EmbeddingPruning` needs `ShardedEmbeddingBags` in the model, and there are none. Growing tables are"
-                " not pruned: set their `max_rows` instead."
+                "`EmbeddingPruning` needs `ShardedEmbeddingBags` in the model, and there are none."
+                " Growing tables are not pruned: set their `max_rows` instead."
             )
         for name, module in tables.items():
             if module.embedding_dim % PIECES:
                 raise MisconfigurationException(
                     f"`EmbeddingPruning` cuts rows into {PIECES} pieces, and {name!r} has rows of"
-                    f" {module.embedding_dim} entries: choose an `embedding_dim` that {PIECES} divides."
+                    f" {module.embedding_dim} entries: choose an `embedding_dim` that {PIECES}"
+                    " divides."
                 )
             row_bytes = module.embedding_dim * module.weight.element_size()
             if self.keep * row_bytes <= INDEX_BYTES_A_ROW:
                 raise MisconfigurationException(
-                    f"`EmbeddingPruning(keep={self.keep})` leaves {self.keep * row_bytes:.1f} bytes for each row of"
-                    f" {name!r}, and the index of what is kept takes {INDEX_BYTES_A_ROW} of them: raise `keep`."
+                    f"`EmbeddingPruning(keep={self.keep})` leaves {self.keep * row_bytes:.1f} bytes"
+                    f" for each row of {name!r}, and the index of what is kept takes"
+                    f" {INDEX_BYTES_A_ROW} of them: raise `keep`."
                 )
             if module.kept is not None or module.row_requests is not None:
                 continue
             if _completed_steps(trainer) >= self.at_step:
                 raise MisconfigurationException(
-                    f"`EmbeddingPruning(at_step={self.at_step})` cannot choose what to keep, because this run is at"
-                    f" step {_completed_steps(trainer)} already and has counted no requests. Raise `at_step`."
+                    f"`EmbeddingPruning(at_step={self.at_step})` cannot choose what to keep,"
+                    f" because this run is at step {_completed_steps(trainer)} already and has"
+                    " counted no requests. Raise `at_step`."
                 )
             module.row_requests = zeros(module.capacity(), dtype=int32)
 
@@ -244,20 +296,27 @@ class EmbeddingPruning(DCTCallback):
         for name, module in _tables_of(pl_module).items():
             if module.kept is None:
                 left = prune(module, self.keep, trainer.optimizers)
-                rank_zero_info(f"Step {_completed_steps(trainer)}: rank 0 keeps {left:.1%} of the bytes of {name!r}.")
+                rank_zero_info(
+                    f"Step {_completed_steps(trainer)}: rank 0 keeps {left:.1%} of the bytes of"
+                    f" {name!r}."
+                )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Warn if it was not time in the whole run."""
         if _completed_steps(trainer) < self.at_step:
             rank_zero_warn(
-                f"`EmbeddingPruning(at_step={self.at_step})` has pruned nothing: the run has ended at step"
-                f" {_completed_steps(trainer)}. Lower `at_step`."
+                f"`EmbeddingPruning(at_step={self.at_step})` has pruned nothing: the run has ended"
+                f" at step {_completed_steps(trainer)}. Lower `at_step`."
             )
 
 
 def _tables_of(model: LightningModule) -> dict[str, ShardedEmbeddingBags]:
     found = modules_of(model, ShardedEmbeddingBags)
-    return {name: module for name, module in found.items() if not isinstance(module, GrowingEmbeddingBags)}
+    return {
+        name: module
+        for name, module in found.items()
+        if not isinstance(module, GrowingEmbeddingBags)
+    }
 
 
 def _completed_steps(trainer: Trainer) -> int:

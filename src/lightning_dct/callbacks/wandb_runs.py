@@ -1,9 +1,10 @@
-"""W&B: axes, summaries, settings, histograms and tables of a run, and a workspace of panels that shows them.
+"""W&B: axes, summaries, settings, histograms and tables of a run, and a workspace of panels that
+shows them.
 
-Rank 0 logs the keys of ``docs/dashboards.md`` beside the scalars of every logger. The run's config has the settings
-under ``lightning_dct``, by which runs can be grouped: the strategy's name, the number of ranks and the fields of
-:class:`~lightning_dct.DCTConfig`. The workspace has every key that :class:`~lightning_dct.CompressionMonitor` logs, and
-those of quality, which the user names.
+Rank 0 logs the keys of ``docs/dashboards.md`` beside the scalars of every logger. The run's config
+has the settings under ``lightning_dct``, by which runs can be grouped: the strategy's name, the
+number of ranks and the fields of :class:`~lightning_dct.DCTConfig`. The workspace has every key
+that :class:`~lightning_dct.CompressionMonitor` logs, and those of quality, which the user names.
 """
 
 import json
@@ -21,12 +22,17 @@ CONFIG_KEY = "lightning_dct"
 STEP = "trainer/global_step"  # the optimizer step, which Lightning's logger adds to every row
 _OF_PARTS = {"density": "last,mean", "threshold": "last", "residual_norm": "last,max"}
 SUMMARIES = {"dct/overhead_ms": "mean,max"}
-SUMMARIES |= {f"dct/{part}/{key}": summary for part in ("dp", "mp") for key, summary in _OF_PARTS.items()}
+SUMMARIES |= {
+    f"dct/{part}/{key}": summary for part in ("dp", "mp") for key, summary in _OF_PARTS.items()
+}
 """How W&B summarizes the history of a metric; for other metrics it shows the last value."""
 
 QUALITY = ("train/loss", "val/loss")  # of the model, as the experiments of this repository log it
-GROUPS = ("strategy", "density", "value_format")  # settings by which runs are grouped, outermost first
-RATIO, RATIO_OF_RUN, TENSORS = "dct/compression_ratio", "dct/run_compression_ratio", "dct/dp/tensors"
+# Settings by which runs are grouped, outermost first.
+GROUPS = ("strategy", "density", "value_format")
+RATIO = "dct/compression_ratio"
+RATIO_OF_RUN = "dct/run_compression_ratio"
+TENSORS = "dct/dp/tensors"
 
 
 def wandb_loggers(trainer: pl.Trainer) -> list[WandbLogger]:
@@ -47,16 +53,25 @@ def describe_run(run: Any, settings: Mapping[str, Any]) -> None:
 def settings_of(trainer: pl.Trainer) -> dict[str, Any]:
     """The current settings of synchronisation: plain numbers, strings and dicts."""
     strategy = trainer.strategy
-    settings = {"strategy": getattr(strategy, "strategy_name", type(strategy).__name__), "ranks": trainer.world_size}
+    settings = {
+        "strategy": getattr(strategy, "strategy_name", type(strategy).__name__),
+        "ranks": trainer.world_size,
+    }
     config = getattr(getattr(strategy, "synchronizer", None) or strategy, "config", None)
     if isinstance(config, DCTConfig):  # DeepSpeed has another `config`
         settings |= vars(config)
     pipeline = ("stages", "micro_batches", "schedule")
-    return settings | {name: getattr(strategy, name) for name in pipeline if hasattr(strategy, name)}
+    return settings | {
+        name: getattr(strategy, name) for name in pipeline if hasattr(strategy, name)
+    }
 
 
-def tensor_media(figures: Sequence[TensorFigures], thresholds_inside: Iterable[float]) -> dict[str, Any]:
-    """Histograms over the synchronised tensors and the thresholds inside the model, and a table of the tensors."""
+def tensor_media(
+    figures: Sequence[TensorFigures], thresholds_inside: Iterable[float]
+) -> dict[str, Any]:
+    """Histograms over the synchronised tensors and the thresholds inside the model, and a table of
+    the tensors.
+    """
     import wandb
 
     media: dict[str, Any] = {}
@@ -84,7 +99,9 @@ def summary_media(tables: Mapping[str, Iterable[tuple[str, str]]]) -> dict[str, 
 
 
 def sections(quality: Sequence[str] = QUALITY) -> dict[str, list[Any]]:
-    """All panels by section; each key of quality gets one, and the last key also against the ratio."""
+    """All panels by section; each key of quality gets one, and the last key also against the
+    ratio.
+    """
     from wandb_workspaces.reports.v2 import interface as panels
 
     def curves(title: str, *keys: str, log: bool = False) -> Any:
@@ -92,7 +109,9 @@ def sections(quality: Sequence[str] = QUALITY) -> dict[str, list[Any]]:
 
     def against_ratio(key: str) -> Any:
         across, upwards = map(panels.SummaryMetric, (RATIO_OF_RUN, key))
-        return panels.ScatterPlot(title=f"{key} against compression ratio", x=across, y=upwards, log_x=True)
+        return panels.ScatterPlot(
+            title=f"{key} against compression ratio", x=across, y=upwards, log_x=True
+        )
 
     def bars(title: str, column: str) -> Any:
         return panels.CustomChart(
@@ -106,7 +125,12 @@ def sections(quality: Sequence[str] = QUALITY) -> dict[str, list[Any]]:
         "Quality": [*(curves(key, key) for key in quality), *map(against_ratio, quality[-1:])],
         "Bytes": [
             curves("data parallelism: bytes sent, rank 0", "dct/dp/bytes_sent"),
-            curves("data parallelism: sent, and dense fp32", "dct/dp/bytes_sent", "dct/dp/bytes_dense", log=True),
+            curves(
+                "data parallelism: sent, and dense fp32",
+                "dct/dp/bytes_sent",
+                "dct/dp/bytes_dense",
+                log=True,
+            ),
             panels.WeavePanelSummaryTable(table_name="dct/summary"),
         ],
         "Compression ratio": [
@@ -134,7 +158,9 @@ def sections(quality: Sequence[str] = QUALITY) -> dict[str, list[Any]]:
         ],
         "Split points": [
             curves("compression ratio, against dense fp32", "dct/mp/compression_ratio", log=True),
-            curves("bytes sent, and dense fp32", "dct/mp/bytes_sent", "dct/mp/bytes_dense", log=True),
+            curves(
+                "bytes sent, and dense fp32", "dct/mp/bytes_sent", "dct/mp/bytes_dense", log=True
+            ),
             curves("density: entries sent over entries due", "dct/mp/density"),
             curves("threshold, median", "dct/mp/threshold", log=True),
             curves("all thresholds, log10", "dct/mp/log10_threshold"),
@@ -145,7 +171,9 @@ def sections(quality: Sequence[str] = QUALITY) -> dict[str, list[Any]]:
 
 
 def make_workspace(entity: str, project: str, name: str, quality: Sequence[str] = QUALITY) -> Any:
-    """The dashboard as a workspace of ``wandb-workspaces``, not saved; the same arguments make the same one."""
+    """The dashboard as a workspace of ``wandb-workspaces``, not saved; the same arguments make the
+    same one.
+    """
     from wandb_workspaces import workspaces
 
     made = []
@@ -154,7 +182,9 @@ def make_workspace(entity: str, project: str, name: str, quality: Sequence[str] 
             # A random id, the default, would change a file under version control in every line.
             panel._id = f"lightningdct{row}{column}"
         layout = workspaces.SectionLayoutSettings(columns=3, rows=-(-len(shown) // 3))
-        made.append(workspaces.Section(name=title, panels=shown, is_open=True, layout_settings=layout))
+        made.append(
+            workspaces.Section(name=title, panels=shown, is_open=True, layout_settings=layout)
+        )
     groups: list[Any] = [workspaces.Config(f"{CONFIG_KEY}.{setting}") for setting in GROUPS]
     return workspaces.Workspace(
         entity=entity,
@@ -175,9 +205,11 @@ def to_json(workspace: Any) -> str:
 
 
 def push(entity: str | None, project: str, name: str, quality: Sequence[str]) -> str:
-    """Save the dashboard as a new view of a project, by default of the user's default entity; return the view's URL.
+    """Save the dashboard as a new view of a project, by default of the user's default entity;
+    return the view's URL.
 
-    A UsageError says that no user is logged in, that W&B cannot be reached, or that there is no such project.
+    A UsageError says that no user is logged in, that W&B cannot be reached, or that there is no
+    such project.
     """
     import wandb
     from wandb.errors import AuthenticationError, CommError
@@ -188,11 +220,13 @@ def push(entity: str | None, project: str, name: str, quality: Sequence[str]) ->
         owner = entity or api.default_entity
     except (AuthenticationError, WandbUsageError) as error:
         raise UsageError(
-            f"cannot log in to W&B: {error} Run `wandb login`, or set WANDB_API_KEY, and WANDB_BASE_URL for your own"
-            " server. `--output FILE` needs no login."
+            f"cannot log in to W&B: {error} Run `wandb login`, or set WANDB_API_KEY, and"
+            " WANDB_BASE_URL for your own server. `--output FILE` needs no login."
         ) from error
     if not owner:
-        raise UsageError("you have no default entity in W&B. Name the owner of the project: `--entity NAME`.")
+        raise UsageError(
+            "you have no default entity in W&B. Name the owner of the project: `--entity NAME`."
+        )
     workspace = make_workspace(owner, project, name, quality)
     try:
         # Any attribute makes W&B look the project up.
@@ -200,7 +234,8 @@ def push(entity: str | None, project: str, name: str, quality: Sequence[str]) ->
         url: str = workspace.save().url
     except (CommError, ValueError) as error:
         raise UsageError(
-            f"W&B has no project {project!r} of the entity {owner!r}, or you may not write to it ({error}). Check"
-            f" `--project` and `--entity`, or log a run there first: `WandbLogger(project={project!r})`."
+            f"W&B has no project {project!r} of the entity {owner!r}, or you may not write to it"
+            f" ({error}). Check `--project` and `--entity`, or log a run there first:"
+            f" `WandbLogger(project={project!r})`."
         ) from error
     return url

@@ -1,4 +1,6 @@
-"""Writes the files of a checkpoint so that each is complete or absent, whenever the process is killed."""
+"""Writes the files of a checkpoint so that each is complete or absent, whenever the process is
+killed.
+"""
 
 import contextlib
 import fcntl
@@ -23,15 +25,23 @@ from lightning_dct.checkpoint.format import no_checkpoint_name
 from lightning_dct.lightning_private import METADATA_FILENAME
 
 LONGEST_WAIT_S = 60.0
-OWN_FOLDERS = "Give each run a folder of its own: `default_root_dir`, or `dirpath` of `ModelCheckpoint`."
+OWN_FOLDERS = (
+    "Give each run a folder of its own: `default_root_dir`, or `dirpath` of `ModelCheckpoint`."
+)
 _locks: dict[str, IO[str]] = {}  # those that this process holds, by checkpoint
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Lightning's ``TorchCheckpointIO``, which on local disks writes beside the checkpoint and renames."""
+    """Lightning's ``TorchCheckpointIO``, which on local disks writes beside the checkpoint and
+    renames.
+    """
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """Write a checkpoint, and replace an existing file atomically; an OSError leaves the old file unchanged."""
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None
+    ) -> None:
+        """Write a checkpoint, and replace an existing file atomically; an OSError leaves the old
+        file unchanged.
+        """
         filesystem, local_path = url_to_fs(str(path))
         if storage_options is not None or not isinstance(filesystem, LocalFileSystem):
             super().save_checkpoint(checkpoint, path, storage_options)
@@ -55,8 +65,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 def write_on_all_ranks(write: Callable[[], Result], path: str) -> list[Result]:
     """The results of all ranks, or the error of one rank, raised on every rank; a collective call.
 
-    ``write`` writes this rank's part of the checkpoint ``path``, without a collective call. An OSError names the
-    checkpoint; its kind and number stay. Other errors stay as they are, and are a RuntimeError on the other ranks.
+    ``write`` writes this rank's part of the checkpoint ``path``, without a collective call. An
+    OSError names the checkpoint; its kind and number stay. Other errors stay as they are, and are a
+    RuntimeError on the other ranks.
     """
     return on_all_ranks(write, lambda error: _of_writing(path, error))
 
@@ -68,23 +79,27 @@ def _of_writing(path: str, error: Exception) -> Exception:
     place = f"rank {rank} on {socket.gethostname()}"
     return like(
         error,
-        f"The checkpoint {path!r} is not saved, because {place} cannot write its part ({type(error).__name__}:"
-        f" {error}). What was saved there before is whole. Look at the disk and the folder, or choose others:"
-        " `default_root_dir` of the Trainer, `dirpath` of `ModelCheckpoint`.",
+        f"The checkpoint {path!r} is not saved, because {place} cannot write its part"
+        f" ({type(error).__name__}: {error}). What was saved there before is whole. Look at the"
+        " disk and the folder, or choose others: `default_root_dir` of the Trainer, `dirpath` of"
+        " `ModelCheckpoint`.",
     )
 
 
 def lock(path: str) -> None:
-    """Keep other processes from saving the same checkpoint until :func:`unlock`; wait for one that is saving it.
+    """Keep other processes from saving the same checkpoint until :func:`unlock`; wait for one that
+    is saving it.
 
-    The wait ends with a RuntimeError after a minute, and the lock with this process, however it ends. There is none in
-    storage services, and on disks without locks.
+    The wait ends with a RuntimeError after a minute, and the lock with this process, however it
+    ends. There is none in storage services, and on disks without locks.
     """
     filesystem, place = url_to_fs(path)
     if not isinstance(filesystem, LocalFileSystem) or place in _locks:
         return
     os.makedirs(os.path.dirname(place), exist_ok=True)
-    name, start, last = beside(place, "lock"), time.monotonic(), ""
+    name = beside(place, "lock")
+    start = time.monotonic()
+    last = ""
     while True:
         file = open(name, "a+")  # noqa: SIM115
         try:
@@ -105,8 +120,8 @@ def lock(path: str) -> None:
         file.close()
         if time.monotonic() > start + LONGEST_WAIT_S:
             raise RuntimeError(
-                f"{last} has been saving {path!r} for {LONGEST_WAIT_S:.0f} seconds. {OWN_FOLDERS} If that run is gone,"
-                f" remove {name!r}."
+                f"{last} has been saving {path!r} for {LONGEST_WAIT_S:.0f} seconds. {OWN_FOLDERS}"
+                f" If that run is gone, remove {name!r}."
             )
         time.sleep(0.02)
     file.truncate(0)
@@ -125,15 +140,19 @@ def unlock(path: str) -> None:
 
 
 def cleans_own_disk(strategy: Any, path: str) -> bool:
-    """Whether this is the first rank of a node that has a disk of its own: without the checkpoint that rank 0 wrote."""
+    """Whether this is the first rank of a node that has a disk of its own: without the checkpoint
+    that rank 0 wrote.
+    """
     files, place = url_to_fs(path)
     return strategy.local_rank == 0 and strategy.node_rank > 0 and not files.exists(place)
 
 
 def leave_sign(path: str) -> None:
-    """Leave a file where rank 0, on another host, has saved a checkpoint that Lightning looks for on every host.
+    """Leave a file where rank 0, on another host, has saved a checkpoint that Lightning looks for
+    on every host.
 
-    Rank 0 replaces it if the disk is shared after all, and hands its checkpoint over to a rank that resumes from it.
+    Rank 0 replaces it if the disk is shared after all, and hands its checkpoint over to a rank that
+    resumes from it.
     """
     with contextlib.suppress(OSError), open(path, "x") as file:
         file.write("Rank 0 has this checkpoint on its host.\n")
@@ -166,6 +185,8 @@ def _remove(path: Path) -> None:
 
 
 def write_at_once(checkpoint_io: CheckpointIO) -> CheckpointIO:
-    """The ``CheckpointIO`` that writes before it returns; Lightning's ``AsyncCheckpointIO`` wraps it."""
+    """The ``CheckpointIO`` that writes before it returns; Lightning's ``AsyncCheckpointIO`` wraps
+    it.
+    """
     inner = checkpoint_io.checkpoint_io if isinstance(checkpoint_io, AsyncCheckpointIO) else None
     return checkpoint_io if inner is None else inner

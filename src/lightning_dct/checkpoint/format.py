@@ -1,8 +1,9 @@
 """The format of a checkpoint: its files, the note that names them, and the valid contents of each.
 
-``docs/reliability.md`` shows the files. Every rank writes its own before Lightning's is written, under a name that no
-other save has. So a job that is killed while it overwrites a checkpoint finds the old file with the old state. After
-Lightning's file, rank 0 removes the files that were there before.
+``docs/reliability.md`` shows the files. Every rank writes its own before Lightning's is written,
+under a name that no other save has. So a job that is killed while it overwrites a checkpoint finds
+the old file with the old state. After Lightning's file, rank 0 removes the files that were there
+before.
 """
 
 import errno
@@ -30,10 +31,13 @@ from lightning_dct.traffic import TrafficTotals
 CHECKPOINT_KEY = "lightning_dct"
 FORMAT_VERSION = 4
 REMEDY = "Restore it from a copy, or resume from an earlier checkpoint."  # of every damaged file
-COARSEST_TIME = 2_000_000_000  # nanoseconds; some file systems count in seconds, or in pairs of them
+COARSEST_TIME = (
+    2_000_000_000  # nanoseconds; some file systems count in seconds, or in pairs of them
+)
 _ZIP = b"PK\x03\x04"  # how a file of `torch.save` begins
 
-# What a value must be, in words of `_TESTS`; or the rules of a dict's keys and entries; or a rule for each field.
+# What a value must be, in words of `_TESTS`; or the rules of a dict's keys and entries; or a rule
+# for each field.
 Rule = str | tuple["Rule", "Rule"] | dict[str, "Rule"]
 
 
@@ -44,23 +48,36 @@ def _is_count(value: Any) -> bool:
 
 def _is_number(value: Any, least: float, most: float = sys.float_info.max) -> bool:
     # This refuses NaN, and integers beyond the largest float.
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= most
+    return (
+        isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= most
+    )
 
 
 def _is_list(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.layout == torch.strided and value.ndim == 1 and value.is_floating_point()
+    return (
+        isinstance(value, Tensor)
+        and value.layout == torch.strided
+        and value.ndim == 1
+        and value.is_floating_point()
+    )
 
 
 _TESTS: dict[str, Callable[[Any], bool]] = {
     "0 or 1": lambda value: isinstance(value, int) and value in (0, 1),
     "a count": _is_count,
     "a dense tensor": lambda value: isinstance(value, Tensor) and value.layout == torch.strided,
-    "a gradient": lambda value: isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()),
+    "a gradient": lambda value: (
+        isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+    ),
     "a list": lambda value: isinstance(value, list),
-    "a list of finite numbers": lambda value: _is_list(value) and value.numel() > 0 and bool(value.isfinite().all()),
+    "a list of finite numbers": lambda value: (
+        _is_list(value) and value.numel() > 0 and bool(value.isfinite().all())
+    ),
     "a list of floating-point numbers": _is_list,
     "a name": lambda value: isinstance(value, str),
-    "a name for files": lambda value: isinstance(value, str) and bool(re.fullmatch("[0-9a-z]{1,32}", value)),
+    "a name for files": lambda value: (
+        isinstance(value, str) and bool(re.fullmatch("[0-9a-z]{1,32}", value))
+    ),
     "a number from 0 on": lambda value: _is_number(value, 0),
     "a number from 1 on": lambda value: _is_count(value) and value > 0,
     "a number or a name": lambda value: isinstance(value, (int, str)),
@@ -90,7 +107,8 @@ _STATE: dict[str, Rule] = {
 _OPTIONAL: dict[str, Rule] = {
     "accumulated": ("a name", "a gradient"),
     "identity": ("a name", "a number or a name"),
-    # With updates each rank has its own between two exchanges, and buffers of any dtype. They may hold NaN.
+    # With updates each rank has its own between two exchanges, and buffers of any dtype. They may
+    # hold NaN.
     "weights": ("a name", "a dense tensor"),
     "shared": ("a name", "a count"),  # checksums of the shared weights
     "optimizers": "a list",
@@ -114,7 +132,14 @@ def _fault(value: Any, rule: Rule) -> str:
     if isinstance(rule, dict):
         if not isinstance(value, Mapping) or value.keys() != rule.keys():
             return f" is not a dict of {' and '.join(rule)}"
-        return next((f"[{name!r}]{fault}" for name, part in rule.items() if (fault := _fault(value[name], part))), "")
+        return next(
+            (
+                f"[{name!r}]{fault}"
+                for name, part in rule.items()
+                if (fault := _fault(value[name], part))
+            ),
+            "",
+        )
     if not isinstance(value, Mapping):
         return " is not a dict"
     for key, entry in value.items():
@@ -126,12 +151,18 @@ def _fault(value: Any, rule: Rule) -> str:
 
 
 def make_note(
-    world_size: int, synchronisations: int, save: str, has_state: bool = True, has_rows: bool = False, stages: int = 1
+    world_size: int,
+    synchronisations: int,
+    save: str,
+    has_state: bool = True,
+    has_rows: bool = False,
+    stages: int = 1,
 ) -> dict[str, Any]:
     """The note in Lightning's checkpoint about the files beside it.
 
-    ``save`` is the name of this save, the same on every rank, and ``stages`` the number of ranks that together hold one
-    replica of the parameters. A checkpoint of weights alone has no state, one without sharded tables no rows.
+    ``save`` is the name of this save, the same on every rank, and ``stages`` the number of ranks
+    that together hold one replica of the parameters. A checkpoint of weights alone has no state,
+    one without sharded tables no rows.
     """
     note: dict[str, Any] = {"format_version": FORMAT_VERSION, "world_size": world_size}
     note |= {"synchronisations": synchronisations, "save": save, "stages": stages}
@@ -145,7 +176,9 @@ def seal(
 
     ``places`` are the hosts and the paths of these files, if there are several hosts.
     """
-    sealed = {**note, "fingerprints": list(fingerprints)} | ({"places": list(places)} if places else {})
+    sealed = {**note, "fingerprints": list(fingerprints)} | (
+        {"places": list(places)} if places else {}
+    )
     return {**sealed, "checksum": _checksum(sealed)}
 
 
@@ -154,12 +187,14 @@ def _checksum(note: Mapping[str, Any]) -> int:
 
 
 def check_note(note: Any, path: str) -> None:
-    """Refuse a value that is no note, one of another format version, or a changed one, with a CheckpointError."""
+    """Refuse a value that is no note, one of another format version, or a changed one, with a
+    CheckpointError.
+    """
     version = note.get("format_version") if isinstance(note, Mapping) else FORMAT_VERSION
     if not _is_count(version) or version != FORMAT_VERSION:
         raise CheckpointError(
-            f"The compression state of {path!r} has format version {version!r}; this lightning_dct reads version"
-            f" {FORMAT_VERSION}. Resume with the version that saved it."
+            f"The compression state of {path!r} has format version {version!r}; this lightning_dct"
+            f" reads version {FORMAT_VERSION}. Resume with the version that saved it."
         )
     fault = " is not a dict"
     if isinstance(note, Mapping):
@@ -172,21 +207,26 @@ def check_note(note: Any, path: str) -> None:
             fault = " does not match its checksum"
     if fault:
         raise CheckpointError(
-            f"The checkpoint {path!r} is damaged or was changed: its field {CHECKPOINT_KEY}{fault}. {REMEDY}"
+            f"The checkpoint {path!r} is damaged or was changed: its field {CHECKPOINT_KEY}{fault}."
+            f" {REMEDY}"
         )
 
 
 def written_where(note: Mapping[str, Any], rank: int) -> str:
-    """The host and the path at which a rank has written its file, as a sentence; empty if the note does not say.
+    """The host and the path at which a rank has written its file, as a sentence; empty if the note
+    does not say.
 
-    Only notes of jobs on several hosts do, in a field that no checksum covers, because it is for messages.
+    Only notes of jobs on several hosts do, in a field that no checksum covers, because it is for
+    messages.
     """
     path = written_as(note, rank)
     return f" Rank {rank} wrote it on {note['places'][rank][0]!r} as {path!r}." if path else ""
 
 
 def written_as(note: Mapping[str, Any], rank: int, beside: str = "") -> str:
-    """The path at which a rank has written its file, or one beside it, on its host; empty if the note does not say."""
+    """The path at which a rank has written its file, or one beside it, on its host; empty if the
+    note does not say.
+    """
     try:
         path = str(note["places"][rank][1])
         return os.path.join(os.path.dirname(path), beside) if beside else path
@@ -201,7 +241,10 @@ def state_folder(checkpoint_path: str) -> str:
 
 
 def no_checkpoint_name(name: str) -> str:
-    """A name for what lies beside a checkpoint. Lightning resumes from anything called ``hpc_ckpt_N``."""
+    """A name for what lies beside a checkpoint.
+
+    Lightning resumes from anything called ``hpc_ckpt_N``.
+    """
     return name.replace("hpc_ckpt_", "hpc-ckpt-")
 
 
@@ -220,7 +263,9 @@ def _prefix(checkpoint_path: str, note: Mapping[str, Any]) -> str:
 
 
 def resolve_symlink(checkpoint_path: str) -> str:
-    """The checkpoint whose files are read: ``ModelCheckpoint(save_last="link")`` leaves a link to it."""
+    """The checkpoint whose files are read: ``ModelCheckpoint(save_last="link")`` leaves a link to
+    it.
+    """
     return os.path.realpath(checkpoint_path) if os.path.islink(checkpoint_path) else checkpoint_path
 
 
@@ -231,11 +276,17 @@ def save_of(file: str) -> str:
 
 def identity(note: Mapping[str, Any], rank: int) -> dict[str, int | str]:
     """The identity that a rank's file must record."""
-    return {**{field: note[field] for field in ("synchronisations", "save", "world_size")}, "rank": rank}
+    return {
+        **{field: note[field] for field in ("synchronisations", "save", "world_size")},
+        "rank": rank,
+    }
 
 
-def write_state(checkpoint_io: CheckpointIO, path: str, note: Mapping[str, Any], rank: int, state: Any) -> str:
-    """Write one rank's state and identity beside the checkpoint ``path``, and return the file's fingerprint.
+def write_state(
+    checkpoint_io: CheckpointIO, path: str, note: Mapping[str, Any], rank: int, state: Any
+) -> str:
+    """Write one rank's state and identity beside the checkpoint ``path``, and return the file's
+    fingerprint.
 
     It is empty if a ``CheckpointIO`` of the user's writes elsewhere, or not with ``torch.save``.
     """
@@ -255,8 +306,9 @@ def read_checked(
     """Read a rank's compression state, from a file of this identity.
 
     Only tensors and plain data are unpickled, unless the user loads with ``weights_only=False``.
-    ``fingerprint`` is what :func:`fingerprint_of` returned when the file was written; empty if nothing is known. An
-    OSError says that the file is missing or may not be read, a CheckpointError that it is not what was saved.
+    ``fingerprint`` is what :func:`fingerprint_of` returned when the file was written; empty if
+    nothing is known. An OSError says that the file is missing or may not be read, a CheckpointError
+    that it is not what was saved.
     """
     try:
         found = fingerprint_of(file, compare=True)
@@ -267,31 +319,36 @@ def read_checked(
             raise
         # zipfile, pickle and torch raise many kinds of errors on a corrupt file.
         raise CheckpointError(
-            f"The file {file!r}, one rank's part of a checkpoint, is damaged or is something else ({error}). {REMEDY}"
+            f"The file {file!r}, one rank's part of a checkpoint, is damaged or is something else"
+            f" ({error}). {REMEDY}"
         ) from error
     says = {**state.pop("identity", {}), "synchronisations": state["synchronisations"]}
     for field, value in identity.items():
         if says.get(field) != value:
             raise CheckpointError(
-                f"The file {file!r} is another rank's or another save's: its field {field!r} is {says.get(field)!r},"
-                f" and the checkpoint says {value!r}. {REMEDY}"
+                f"The file {file!r} is another rank's or another save's: its field {field!r} is"
+                f" {says.get(field)!r}, and the checkpoint says {value!r}. {REMEDY}"
             )
     if fingerprint and found != fingerprint:
         raise CheckpointError(
-            f"The file {file!r} was changed after the checkpoint had been saved: its contents have another checksum"
-            f" than the checkpoint says. {REMEDY}"
+            f"The file {file!r} was changed after the checkpoint had been saved: its contents have"
+            f" another checksum than the checkpoint says. {REMEDY}"
         )
     return state
 
 
 def is_failed_access(error: Exception) -> bool:
-    """Whether an error says that a file is missing or that a disk or a service has failed, and nothing of a file."""
-    # A damaged archive may point to a place before its beginning, where nobody can read: an invalid argument.
+    """Whether an error says that a file is missing or that a disk or a service has failed, and
+    nothing of a file.
+    """
+    # A damaged archive may point to a place before its beginning, where nobody can read: an invalid
+    # argument.
     return isinstance(error, OSError) and error.errno != errno.EINVAL
 
 
 def check_state(state: Any) -> None:
-    """Refuse a value that is no rank's compression state, with a CheckpointError that names the field.
+    """Refuse a value that is no rank's compression state, with a CheckpointError that names the
+    field.
 
     Unknown parts are ignored.
     """
@@ -307,12 +364,13 @@ def check_state(state: Any) -> None:
 
 
 def fingerprint_of(file: str, compare: bool) -> str | None:
-    """A checksum of what ``torch.save`` has written, made from the checksums in its index; empty for other files.
+    """A checksum of what ``torch.save`` has written, made from the checksums in its index; empty
+    for other files.
 
-    It is None if nothing is there, as where a ``CheckpointIO`` of the user's writes elsewhere. ``file`` may also be a
-    folder that ``DCTFSDPStrategy`` has saved, wherever fsspec reads. With ``compare``, all of a file on a local disk is
-    compared with its checksums, which ``torch.load`` does not; storage services have their own. A truncated or corrupt
-    file is a zipfile.BadZipFile.
+    It is None if nothing is there, as where a ``CheckpointIO`` of the user's writes elsewhere.
+    ``file`` may also be a folder that ``DCTFSDPStrategy`` has saved, wherever fsspec reads. With
+    ``compare``, all of a file on a local disk is compared with its checksums, which ``torch.load``
+    does not; storage services have their own. A truncated or corrupt file is a zipfile.BadZipFile.
     """
     files, place = url_to_fs(file)
     if files.isdir(place):
@@ -324,8 +382,12 @@ def fingerprint_of(file: str, compare: bool) -> str | None:
         # Python also reads archives that begin with something else, and torch does not.
         if begins == _ZIP and zipfile.is_zipfile(opened):
             with zipfile.ZipFile(opened) as archive:
-                corrupt = archive.testzip() if compare and isinstance(files, LocalFileSystem) else None
-                contents = [(part.filename, part.file_size, part.CRC) for part in archive.infolist()]
+                corrupt = (
+                    archive.testzip() if compare and isinstance(files, LocalFileSystem) else None
+                )
+                contents = [
+                    (part.filename, part.file_size, part.CRC) for part in archive.infolist()
+                ]
             if corrupt is not None:
                 raise zipfile.BadZipFile(f"its part {corrupt!r} does not match its checksum")
             return hashlib.sha256(repr(contents).encode()).hexdigest()[:16]
@@ -335,7 +397,9 @@ def fingerprint_of(file: str, compare: bool) -> str | None:
 
 
 def files_beside(path: str) -> list[str]:
-    """The contents of a checkpoint's folder: before a save, files of earlier and of killed saves."""
+    """The contents of a checkpoint's folder: before a save, files of earlier and of killed
+    saves.
+    """
     folder = state_folder(path)
     files, place = url_to_fs(folder)
     try:
@@ -351,17 +415,19 @@ def finish(checkpoint_io: CheckpointIO, path: str, outdated: Sequence[str]) -> N
     """Remove the files of earlier saves once Lightning's file points at newer ones."""
     for file in outdated:
         checkpoint_io.remove_checkpoint(file)
-    # Not of a folder in which nothing was found: a `CheckpointIO` of the user's may have its files elsewhere.
+    # Not of a folder in which nothing was found: a `CheckpointIO` of the user's may have its files
+    # elsewhere.
     if outdated and not files_beside(path):
         checkpoint_io.remove_checkpoint(state_folder(path))
     keep_older(path, path)
 
 
 def keep_older(path: str, checkpoint_path: str) -> None:
-    """Have the folder of ``path`` look older than a checkpoint: scripts take what has changed last for the newest one.
+    """Have the folder of ``path`` look older than a checkpoint: scripts take what has changed last
+    for the newest one.
 
-    Writing and removing files changes the folder's time. A save that is not complete yet looks older than all others.
-    On local disks only: storage services have no folders.
+    Writing and removing files changes the folder's time. A save that is not complete yet looks
+    older than all others. On local disks only: storage services have no folders.
     """
     files, folder = url_to_fs(state_folder(path))
     _, checkpoint = url_to_fs(checkpoint_path)

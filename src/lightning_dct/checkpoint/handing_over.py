@@ -1,9 +1,9 @@
 """Hands files of a checkpoint over to hosts that lack them, from hosts of the job that have them.
 
-Without a shared disk each host has the files that its own ranks have written: that of rank 0 has Lightning's
-``x.ckpt`` and the index of embedding rows, and each has the states and the rows of its ranks. So a host lacks
-``x.ckpt``; after ranks have moved to other hosts, or with another number of them, also the files of other ranks.
-One rank of each host sends or receives for all of them.
+Without a shared disk each host has the files that its own ranks have written: that of rank 0 has
+Lightning's ``x.ckpt`` and the index of embedding rows, and each has the states and the rows of its
+ranks. So a host lacks ``x.ckpt``; after ranks have moved to other hosts, or with another number of
+them, also the files of other ranks. One rank of each host sends or receives for all of them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ _COPY = "received"  # how the hidden copy of Lightning's file ends
 
 
 class File(NamedTuple):
-    """A file in the folder of a checkpoint, by its path from there, and the path at which it was written if known."""
+    """A file in the folder of a checkpoint, by its path from there, and the path at which it was
+    written if known.
+    """
 
     name: str
     written_as: str = ""
@@ -45,11 +47,12 @@ def spans_hosts(strategy: Any) -> bool:
 
 @contextmanager
 def received(strategy: Any, path: str) -> Iterator[str]:
-    """Lightning's file of a checkpoint as the first rank has it that has one; the path of a copy on other hosts.
+    """Lightning's file of a checkpoint as the first rank has it that has one; the path of a copy on
+    other hosts.
 
-    A collective call. A copy is removed in the end, so that nobody mistakes it for a checkpoint that was saved there.
-    Folders, and files that ``torch.save`` has not written, stay as they are, and so do those of sharded models, which
-    Lightning reads at one path on all ranks.
+    A collective call. A copy is removed in the end, so that nobody mistakes it for a checkpoint
+    that was saved there. Folders, and files that ``torch.save`` has not written, stay as they are,
+    and so do those of sharded models, which Lightning reads at one path on all ranks.
     """
     if strategy.holds_shards or not spans_hosts(strategy):
         yield path
@@ -61,7 +64,8 @@ def received(strategy: Any, path: str) -> Iterator[str]:
     lacking: list[int] = []
     if source is not None:
         lacking = [node for node, rank in firsts.items() if found[rank][1] != found[source][1]]
-        # Ranks of the source's own host that have another file have another path: an error of theirs.
+        # Ranks of the source's own host that have another file have another path: an error of
+        # theirs.
         lacking = sorted(set(lacking) - {found[source][0]})
     copy = beside(path, _COPY)
     for node in lacking:
@@ -79,14 +83,17 @@ def received(strategy: Any, path: str) -> Iterator[str]:
 
 
 def places_of(strategy: Any, path: str, note: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The host and the path at which each rank has written its file, if there are several hosts; a collective call."""
+    """The host and the path at which each rank has written its file, if there are several hosts; a
+    collective call.
+    """
     if not spans_hosts(strategy):
         return []
     return gather_objects((socket.gethostname(), saved.state_path(path, note, dist.get_rank())))
 
 
 def hand_over(strategy: Any, folder: str, wanted: Iterable[File]) -> None:
-    """Bring files that ranks want into the folder of a checkpoint on their host, from whichever host has them.
+    """Bring files that ranks want into the folder of a checkpoint on their host, from whichever
+    host has them.
 
     A collective call. What no host has stays missing: whoever reads it names it.
     """
@@ -107,7 +114,9 @@ def hand_over(strategy: Any, folder: str, wanted: Iterable[File]) -> None:
             target = firsts[node]
             # A host may have it where it was written, and want it elsewhere.
             nearest = target if places[target][number] else source
-            _pass_on(strategy, places[dist.get_rank()][number], f"{folder}/{file.name}", nearest, target)
+            _pass_on(
+                strategy, places[dist.get_rank()][number], f"{folder}/{file.name}", nearest, target
+            )
     gather_objects(None)  # other ranks of a host wait for the files
 
 
@@ -120,7 +129,10 @@ def _fingerprint(path: str) -> str:
 
 def _place(folder: str, file: File) -> str:
     """The path of a file on this host, empty if it is not here."""
-    return next((place for place in (f"{folder}/{file.name}", file.written_as) if place and _exists(place)), "")
+    return next(
+        (place for place in (f"{folder}/{file.name}", file.written_as) if place and _exists(place)),
+        "",
+    )
 
 
 def _exists(path: str) -> bool:
@@ -146,20 +158,26 @@ def _send(strategy: Any, path: str, target: int) -> None:
     dist.send(_on_wire(strategy, torch.tensor([size])), target)
     with files.open(place, "rb") as file:
         while data := file.read(CHUNK_BYTES):
-            dist.send(_on_wire(strategy, torch.frombuffer(bytearray(data), dtype=torch.uint8)), target)
+            dist.send(
+                _on_wire(strategy, torch.frombuffer(bytearray(data), dtype=torch.uint8)), target
+            )
 
 
 def _receive(strategy: Any, path: str, source: int) -> None:
     length = _on_wire(strategy, torch.zeros(1, dtype=torch.int64))
     dist.recv(length, source)
-    left, name = int(length.item()), os.path.basename(path).removeprefix(".").removesuffix(f".{_COPY}")
+    left = int(length.item())
+    name = os.path.basename(path).removeprefix(".").removesuffix(f".{_COPY}")
     say(
         dist.get_rank(),
-        f"this host lacks {name}, {left / 1e6:,.1f} MB, of the checkpoint: rank {source} hands it over.",
+        f"this host lacks {name}, {left / 1e6:,.1f} MB, of the checkpoint: rank {source} hands it"
+        " over.",
     )
     files, place = url_to_fs(path)
     if not isinstance(files, LocalFileSystem):
-        raise RuntimeError(f"{path!r} is in a store that only some hosts reach. Let all of them reach it.")
+        raise RuntimeError(
+            f"{path!r} is in a store that only some hosts reach. Let all of them reach it."
+        )
     os.makedirs(os.path.dirname(place), exist_ok=True)
     unfinished = beside(place, f"{socket.gethostname()}.part")
     with open(unfinished, "wb") as file:

@@ -1,8 +1,10 @@
-"""Numbers that a GPU computes and the host needs later: they are copied in batches, and read once they have arrived.
+"""Numbers that a GPU computes and the host needs later: they are copied in batches, and read once
+they have arrived.
 
-Reading a number from a GPU waits until all work before it is done. So the numbers of a synchronisation are copied
-together at its end, and the host reads them after they have arrived: usually during the next synchronisation, and at
-the latest before anything is saved or logged. The times of a GPU's work are read in the same way.
+Reading a number from a GPU waits until all work before it is done. So the numbers of a
+synchronisation are copied together at its end, and the host reads them after they have arrived:
+usually during the next synchronisation, and at the latest before anything is saved or logged. The
+times of a GPU's work are read in the same way.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from torch.profiler import record_function
 from lightning_dct.traffic import Clock
 
 Callback = Callable[[list[int]], None]
-# The name of work in the profilers of Lightning and torch: of compress, exchange, apply and decompress.
+# The name of work in the profilers of Lightning and torch: of compress, exchange, apply and
+# decompress.
 SPAN = "[Strategy]DCTStrategy.{}"
 # Devices whose host must not wait for numbers. Tests add the CPU.
 WITHOUT_WAITING = {"cuda"}
@@ -31,11 +34,17 @@ def must_not_wait(device: torch.device) -> bool:
 
 def to_device(numbers: Tensor, device: torch.device) -> Tensor:
     """A tensor of the host on a device, without waiting for what the device does."""
-    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
+    return (
+        numbers.pin_memory().to(device, non_blocking=True)
+        if device.type == "cuda"
+        else numbers.to(device)
+    )
 
 
 class _Copy(NamedTuple):
-    """A copy on the host of the numbers of several requests; ``arrived`` is None on devices without events."""
+    """A copy on the host of the numbers of several requests; ``arrived`` is None on devices without
+    events.
+    """
 
     numbers: Tensor
     callbacks: list[tuple[int, Callback]]  # and how many numbers each takes
@@ -53,22 +62,30 @@ class Awaited:
         return Awaited, ()
 
     def on_ready(self, numbers: Tensor, callback: Callback) -> None:
-        """Call a function with a list of numbers (``[n]``, integers or bool) once the host knows them.
+        """Call a function with a list of numbers (``[n]``, integers or bool) once the host knows
+        them.
 
-        They must not change until then. The function's exceptions come out of :meth:`poll` or :meth:`synchronize`.
+        They must not change until then. The function's exceptions come out of :meth:`poll` or
+        :meth:`synchronize`.
         """
         self._requests.setdefault(numbers.device, []).append((numbers, callback))
 
     def poll(self) -> None:
-        """Deliver what has arrived, and start copying what was requested since the last poll; never wait."""
+        """Deliver what has arrived, and start copying what was requested since the last poll; never
+        wait.
+        """
         while self._copies and (self._copies[0].arrived is None or self._copies[0].arrived.query()):
             self._deliver()
         for device, requests in self._requests.items():
             together = torch.cat([numbers.to(torch.int64) for numbers, _ in requests])
             # The destination is pinned memory, so the host does not wait for the copy.
             copy = together.to("cpu", non_blocking=True)
-            arrived = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-            self._copies.append(_Copy(copy, [(numbers.numel(), call) for numbers, call in requests], arrived))
+            arrived = (
+                torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+            )
+            self._copies.append(
+                _Copy(copy, [(numbers.numel(), call) for numbers, call in requests], arrived)
+            )
         self._requests = {}
 
     def synchronize(self) -> None:
@@ -87,7 +104,9 @@ class Awaited:
 
 
 def read_together(numbers: Mapping[str, Tensor]) -> dict[str, float]:
-    """Numbers by name (shape ``[]``, one dtype), read from each device at once; each read waits for a GPU."""
+    """Numbers by name (shape ``[]``, one dtype), read from each device at once; each read waits for
+    a GPU.
+    """
     found = dict.fromkeys(numbers, 0.0)
     for device in {number.device for number in numbers.values()}:
         names = [name for name, number in numbers.items() if number.device == device]
@@ -98,7 +117,8 @@ def read_together(numbers: Mapping[str, Tensor]) -> dict[str, float]:
 class StreamClock(Clock):
     """Time of a GPU's current stream.
 
-    The host starts work and waiting on it, and goes on at once: its own time says nothing about either.
+    The host starts work and waiting on it, and goes on at once: its own time says nothing about
+    either.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -121,7 +141,9 @@ class StreamClock(Clock):
 
 
 def recorded(work: str) -> AbstractContextManager[Any]:
-    """A span of ``torch.profiler``; none while nothing profiles, when it would take 6 microseconds."""
+    """A span of ``torch.profiler``; none while nothing profiles, when it would take 6
+    microseconds.
+    """
     # torch tells its own optimizers by this flag.
     profiles = getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
     return record_function(SPAN.format(work)) if profiles else nullcontext()

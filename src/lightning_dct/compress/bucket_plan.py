@@ -46,12 +46,15 @@ class BucketPlan:
     targets: tuple[int, ...]  # entries of each that an exchange sends; 0 for a tensor sent dense
     dtype: torch.dtype  # of the gradients, in which dense tensors are sent
     value_format: str  # how sent entries are written
-    # The first entry of each in the flattened bucket, ascending in each payload; None if there are no gaps. Positions
-    # in a payload do not count gaps.
+    # The first entry of each in the flattened bucket, ascending in each payload; None if there are
+    # no gaps. Positions in a payload do not count gaps.
     starts: tuple[int, ...] | None = None
-    # Of each, the parameter of which it is a piece, and its first entry there; None if they are whole parameters.
+    # Of each, the parameter of which it is a piece, and its first entry there; None if they are
+    # whole parameters.
     pieces: tuple[tuple[str, int], ...] | None = None
-    parts: tuple[BucketPlan, ...] = ()  # the plans that this one joins, of one rank's payload each; empty if it is one
+    parts: tuple[
+        BucketPlan, ...
+    ] = ()  # the plans that this one joins, of one rank's payload each; empty if it is one
 
     @staticmethod
     def joined(parts: Sequence[BucketPlan]) -> BucketPlan:
@@ -62,7 +65,9 @@ class BucketPlan:
         )
         starts = tuple(start for part in parts for start, _ in part.bounds)
         pieces = tuple(piece for part in parts for piece in part.origins)
-        joined = replace(parts[0], names=names, sizes=sizes, targets=targets, starts=starts, pieces=pieces)
+        joined = replace(
+            parts[0], names=names, sizes=sizes, targets=targets, starts=starts, pieces=pieces
+        )
         return replace(joined, parts=tuple(parts))
 
     @cached_property
@@ -73,7 +78,13 @@ class BucketPlan:
     def divide(self, payloads: Tensor) -> list[tuple[BucketPlan, Tensor]]:
         """The plan of each part, and its columns of payloads (uint8, ``[..., bytes]``)."""
         parts = self.parts or (self,)
-        return [*zip(parts, payloads.split([part.layout.num_bytes for part in parts], dim=-1), strict=True)]
+        return [
+            *zip(
+                parts,
+                payloads.split([part.layout.num_bytes for part in parts], dim=-1),
+                strict=True,
+            )
+        ]
 
     @cached_property
     def is_dense(self) -> bool:
@@ -93,7 +104,9 @@ class BucketPlan:
 
     @cached_property
     def known_gains(self) -> dict[torch.device, Any]:
-        """The gains of the compressed tensors by device, where :mod:`~lightning_dct.compress.gains` has put them."""
+        """The gains of the compressed tensors by device, where :mod:`~lightning_dct.compress.gains`
+        has put them.
+        """
         return {}
 
     @cached_property
@@ -108,7 +121,9 @@ class BucketPlan:
 
     @cached_property
     def tables(self) -> dict[torch.device, Any]:
-        """This plan in the memory of GPUs, where :mod:`~lightning_dct.compress.on_gpu` has put it."""
+        """This plan in the memory of GPUs, where :mod:`~lightning_dct.compress.on_gpu` has put
+        it.
+        """
         return {}
 
     @cached_property
@@ -116,7 +131,9 @@ class BucketPlan:
         """The payload's layout, for a plan without parts."""
         dense_bytes = self.dtype.itemsize * sum(self.sizes[index] for index in self.dense)
         sizes = tuple(-(-self.sizes[index] // WORD) * WORD for index in self.compressed)
-        return PayloadLayout(sizes, tuple(filter(None, self.targets)), self.value_format, dense_bytes)
+        return PayloadLayout(
+            sizes, tuple(filter(None, self.targets)), self.value_format, dense_bytes
+        )
 
     @cached_property
     def flag_bytes(self) -> list[int]:
@@ -125,23 +142,32 @@ class BucketPlan:
 
     @cached_property
     def first(self) -> tuple[int, ...]:
-        """The number of the first flag of each compressed tensor, if those of one payload follow another's."""
+        """The number of the first flag of each compressed tensor, if those of one payload follow
+        another's.
+        """
         begins = accumulate(self.flag_bytes, initial=0)
         parts = zip(self.parts or (self,), begins, strict=False)
         return tuple(
-            start for part, begin in parts for start in [*accumulate(part.layout.tensor_sizes, initial=8 * begin)][:-1]
+            start
+            for part, begin in parts
+            for start in [*accumulate(part.layout.tensor_sizes, initial=8 * begin)][:-1]
         )
 
     @cached_property
     def beyond(self) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
-        """The words of flags that are in part beyond the end of their tensor, and which of their flags are."""
+        """The words of flags that are in part beyond the end of their tensor, and which of their
+        flags are.
+        """
         sizes = np.array([self.sizes[index] for index in self.compressed], np.int64)
-        words, over = (np.array(self.first, np.int64) + sizes) // WORD, sizes % WORD
+        words = (np.array(self.first, np.int64) + sizes) // WORD
+        over = sizes % WORD
         return words[over > 0], (0xFFFFFFFF << over[over > 0] & 0xFFFFFFFF).astype(np.uint32)
 
     def of_tensors(self, indices: tuple[int, ...]) -> tuple[tuple[str, ...], tuple[int, ...]]:
         """Names and targets of some tensors."""
-        return tuple([self.names[index] for index in indices]), tuple([self.targets[index] for index in indices])
+        return tuple([self.names[index] for index in indices]), tuple(
+            [self.targets[index] for index in indices]
+        )
 
     @cached_property
     def residual_dtype(self) -> torch.dtype:
@@ -160,13 +186,14 @@ def plan_bucket(
 ) -> BucketPlan:
     """Decide for each tensor of a bucket how it is sent.
 
-    A tensor is sent dense when it is smaller than ``min_tensor_size``, when all of its entries are sent, or when an
-    all-reduce moves fewer bytes. A decision depends on its tensor alone, so the bucket in which
-    DistributedDataParallel puts the tensor does not matter.
+    A tensor is sent dense when it is smaller than ``min_tensor_size``, when all of its entries are
+    sent, or when an all-reduce moves fewer bytes. A decision depends on its tensor alone, so the
+    bucket in which DistributedDataParallel puts the tensor does not matter.
 
-    ``names``, ``sizes`` and ``densities`` (the share of entries to send, in (0, 1]) have an item for each tensor.
-    ``dtype`` is the gradients'. ``link_traversals`` says how often each link carries a rank's payload: for an
-    all-gather the world size. An all-reduced tensor counts as two. 1 means that there are no other ranks.
+    ``names``, ``sizes`` and ``densities`` (the share of entries to send, in (0, 1]) have an item
+    for each tensor. ``dtype`` is the gradients'. ``link_traversals`` says how often each link
+    carries a rank's payload: for an all-gather the world size. An all-reduced tensor counts as two.
+    1 means that there are no other ranks.
     """
     targets = []
     for size, density in zip(sizes, densities, strict=True):
@@ -174,7 +201,9 @@ def plan_bucket(
         if size < min_tensor_size or target >= size or link_traversals == 1:
             targets.append(0)
             continue
-        bits_compressed = link_traversals * target * (BITS_PER_VALUE[value_format] + 2 + math.log2(size / target))
+        bits_compressed = (
+            link_traversals * target * (BITS_PER_VALUE[value_format] + 2 + math.log2(size / target))
+        )
         targets.append(target if bits_compressed < 2 * size * dtype.itemsize * 8 else 0)
     return BucketPlan(tuple(names), tuple(sizes), tuple(targets), dtype, value_format)
 
@@ -185,32 +214,44 @@ class Plans:
     def __init__(self, config: DCTConfig, link_traversals: float) -> None:
         self.config = config
         self._link_traversals = link_traversals
-        self._known: dict[tuple[tuple[str, ...], tuple[int, ...], torch.dtype, float], BucketPlan] = {}
+        self._known: dict[
+            tuple[tuple[str, ...], tuple[int, ...], torch.dtype, float], BucketPlan
+        ] = {}
 
     def change(self, config: DCTConfig) -> None:
         """Use other settings from now on."""
         if config != self.config:
-            self.config, self._known = config, {}
+            self.config = config
+            self._known = {}
 
-    def of(self, names: Sequence[str], sizes: Sequence[int], dtype: torch.dtype, share: float = 1.0) -> BucketPlan:
+    def of(
+        self, names: Sequence[str], sizes: Sequence[int], dtype: torch.dtype, share: float = 1.0
+    ) -> BucketPlan:
         """The plan of some tensors at a share of their densities; a density of 1 stays 1."""
         key = tuple(names), tuple(sizes), dtype, share
         if key not in self._known:
             full = [self.config.density_of(name) for name in names]
             densities = [1.0 if density == 1.0 else share * density for density in full]
             settings = self.config.value_format, self.config.min_tensor_size
-            self._known[key] = plan_bucket(names, sizes, densities, dtype, *settings, self._link_traversals)
+            self._known[key] = plan_bucket(
+                names, sizes, densities, dtype, *settings, self._link_traversals
+            )
         return self._known[key]
 
 
 @dataclass(eq=False)
 class Bucket:
-    """The tensors of a bucket on this rank, flattened: what is new, and what it is added to or compared with."""
+    """The tensors of a bucket on this rank, flattened: what is new, and what it is added to or
+    compared with.
+    """
 
     news: Sequence[Tensor]  # gradients, or this rank's own weights; `[n]` together
     bases: Sequence[Tensor]  # residuals, or the shared weights, of fp32 or fp64
-    scale: float | None  # factor on gradients: one over the loss scale of mixed-precision training; None for weights
-    others_keep: bool = False  # whether others keep what is not sent, so that it does not enter the residuals
+    # Factor on gradients: one over the loss scale of mixed-precision training; None for weights.
+    scale: float | None
+    others_keep: bool = (
+        False  # whether others keep what is not sent, so that it does not enter the residuals
+    )
 
     def __post_init__(self) -> None:
         self.starts = [0, *accumulate(map(Tensor.numel, self.bases))]
@@ -222,15 +263,20 @@ class Bucket:
         return index, entry - self.starts[index]
 
     def parts(self, bounds: Sequence[tuple[int, int]]) -> tuple[list[Tensor], list[Tensor]]:
-        """The views of ``news`` (none if there are none) and of ``bases`` within bounds, each of which lies in one."""
+        """The views of ``news`` (none if there are none) and of ``bases`` within bounds, each of
+        which lies in one.
+        """
         if (key := tuple(bounds)) not in self._parts:
             found: tuple[list[Tensor], list[Tensor]] = [], []
             for start, stop in bounds:
                 index, first = self.place(start)
                 for tensors, views in zip((self.news, self.bases), found, strict=True):
                     if tensors:
-                        whole, size = tensors[index], stop - start
-                        views.append(whole if size == whole.numel() else whole[first : first + size])
+                        whole = tensors[index]
+                        size = stop - start
+                        views.append(
+                            whole if size == whole.numel() else whole[first : first + size]
+                        )
             self._parts[key] = found
         return self._parts[key]
 
@@ -239,12 +285,15 @@ class Bucket:
         (new,), (base,) = self.parts([bounds])
         if indices is not None:
             indices = to_device(indices, base.device)
-            new, base = new[indices], base[indices]
+            new = new[indices]
+            base = base[indices]
         return new - base if self.scale is None else (new.to(base.dtype) * self.scale).add_(base)
 
 
 class Gain(NamedTuple):
-    """The factors on the mean of one parameter, fp64, on the host: an entry's is that of its row times its column's."""
+    """The factors on the mean of one parameter, fp64, on the host: an entry's is that of its row
+    times its column's.
+    """
 
     rows: Tensor  # shape `[rows]`
     columns: Tensor  # shape `[columns]`
@@ -255,8 +304,10 @@ class Sending(NamedTuple):
 
     tag: int = 0  # marks the payloads; others are refused: see `wire.payload.tag_of`
     scale: float = 1.0  # factor on gradients that undoes the loss scale of mixed-precision training
-    lost: float = 0.0  # share of what is not sent that own weights lose, if entries are read from weights in place
-    # The factors on the mean of each parameter, by name, where they are not 1; None for `sqrt(ranks / senders)`.
+    # share of what is not sent that own weights lose, if entries are read from weights in place
+    lost: float = 0.0
+    # The factors on the mean of each parameter, by name, where they are not 1; None for `sqrt(ranks
+    # / senders)`.
     gains: Mapping[str, Gain] | None = MappingProxyType({})
 
     def ungained(self) -> Sending:
@@ -270,8 +321,10 @@ PLAIN = Sending()
 class Compressed(NamedTuple):
     """What is sent of a bucket."""
 
-    payload: Tensor  # shape `[plan.num_bytes]`, uint8; for a plan with parts, their payloads one after the other
-    num_entries: int | Tensor  # compressed ones in the payload; for a GPU a tensor on it, int64, those of each part
+    # shape `[plan.num_bytes]`, uint8; for a plan with parts, their payloads one after the other
+    payload: Tensor
+    # Compressed ones in the payload; for a GPU a tensor on it, int64, those of each part.
+    num_entries: int | Tensor
     num_dense: int  # entries of the tensors sent dense
 
 
@@ -285,14 +338,16 @@ class SentPayload(NamedTuple):
 class Received(NamedTuple):
     """What a rank has received of a bucket.
 
-    For a plan with parts a row of the payloads holds one for each part, and each is from another sender, counted
-    through all rows. What this rank has sent itself is the number of its row, or a payload that is not among the rows:
-    then only entries that also appear in the sums count.
+    For a plan with parts a row of the payloads holds one for each part, and each is from another
+    sender, counted through all rows. What this rank has sent itself is the number of its row, or a
+    payload that is not among the rows: then only entries that also appear in the sums count.
     """
 
     payloads: Tensor  # shape `[rows, bytes]`, uint8
     plan: BucketPlan
-    factor: float  # weight of each sender: one over the world size, times the loss scale of mixed-precision training
+    # weight of each sender: one over the world size, times the loss scale of mixed-precision
+    # training
+    factor: float
     own: int | SentPayload | None  # None if this rank has sent nothing, or it does not matter
     what: str | None = None  # names the payloads in error messages; None for the usual name
     how: Sending = PLAIN
@@ -304,7 +359,9 @@ def real_numel(tensor: Tensor) -> int:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """A tensor's part on this rank, in the same memory: the shard of a ``DTensor``, else the tensor itself."""
+    """A tensor's part on this rank, in the same memory: the shard of a ``DTensor``, else the tensor
+    itself.
+    """
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
 
 

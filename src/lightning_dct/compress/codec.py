@@ -1,4 +1,6 @@
-"""One bucket: select entries, pack them into a payload, and add received payloads. No communication.
+"""One bucket: select entries, pack them into a payload, and add received payloads.
+
+No communication.
 
     gradients   a = e + g        e = a - read(payload)                 e: the residual
     updates     a = w - S        nothing to write                      w: own weights, S: the shared ones
@@ -9,10 +11,10 @@
     gradients   g = (1 / W) * sum over ranks of read(payload)
     updates     S += m,  w += m - read(own payload)                    m = (f / W) * the same sum
 
-This is the data-parallel half of Dynamic Communication Thresholding (Gupta et al., KDD 2021, section 3.1), with a
-threshold for each tensor. Two functions do the work, ``pack`` and ``add``: those of
-:mod:`~lightning_dct.compress.on_cpu` in plain torch or numba, and those of :mod:`~lightning_dct.compress.on_gpu` in
-Triton. All give the same bits.
+This is the data-parallel half of Dynamic Communication Thresholding (Gupta et al., KDD 2021,
+section 3.1), with a threshold for each tensor. Two functions do the work, ``pack`` and ``add``:
+those of :mod:`~lightning_dct.compress.on_cpu` in plain torch or numba, and those of
+:mod:`~lightning_dct.compress.on_gpu` in Triton. All give the same bits.
 """
 
 from importlib import import_module
@@ -23,31 +25,54 @@ from torch import Tensor
 
 from lightning_dct.compress import on_cpu
 from lightning_dct.compress.awaited import must_not_wait
-from lightning_dct.compress.bucket_plan import PLAIN, Bucket, BucketPlan, Compressed, Received, Sending, SentPayload
+from lightning_dct.compress.bucket_plan import (
+    PLAIN,
+    Bucket,
+    BucketPlan,
+    Compressed,
+    Received,
+    Sending,
+    SentPayload,
+)
 from lightning_dct.compress.error_feedback import ErrorFeedback
 from lightning_dct.compress.threshold import sample_of, threshold_from
 from lightning_dct.wire.positions import PayloadError
 
 
 def compress(
-    feedback: ErrorFeedback, bucket: Bucket, plan: BucketPlan, deferred: set[int], how: Sending = PLAIN
+    feedback: ErrorFeedback,
+    bucket: Bucket,
+    plan: BucketPlan,
+    deferred: set[int],
+    how: Sending = PLAIN,
 ) -> Compressed:
     """Pack the entries that reach their threshold, except of tensors with ``deferred`` indices.
 
-    The rest of gradients stays in the residual: ``decoded(payload) + residual`` equals the earlier ``residual
-    + scale * gradient``. Infinite and NaN entries go into the payload, and the residual keeps its old value. Weights
-    do not change. Thresholds that are missing are selected from this bucket.
+    The rest of gradients stays in the residual: ``decoded(payload) + residual`` equals the earlier
+    ``residual + scale * gradient``. Infinite and NaN entries go into the payload, and the residual
+    keeps its old value. Weights do not change. Thresholds that are missing are selected from this
+    bucket.
     """
-    used = tuple([index for index in plan.compressed if index not in deferred]) if deferred else plan.compressed
+    used = (
+        tuple([index for index in plan.compressed if index not in deferred])
+        if deferred
+        else plan.compressed
+    )
     names, targets = plan.of_tensors(used)
     missing = feedback.thresholds.missing(names, targets)
     for number in missing:
-        size, target, bounds = plan.sizes[used[number]], targets[number], plan.bounds[used[number]]
+        size = plan.sizes[used[number]]
+        target = targets[number]
+        bounds = plan.bounds[used[number]]
         sampled = bucket.entries(bounds, sample_of(size, target))
         feedback.thresholds.set(names[number], target, threshold_from(sampled, size, target))
     feedback.selected |= bool(missing)
-    payload, entries = _way_of(bucket.bases[0].device).pack(feedback, bucket, plan, used, deferred, how)
-    return Compressed(payload, entries, sum(plan.sizes[index] for index in plan.dense if index not in deferred))
+    payload, entries = _way_of(bucket.bases[0].device).pack(
+        feedback, bucket, plan, used, deferred, how
+    )
+    return Compressed(
+        payload, entries, sum(plan.sizes[index] for index in plan.dense if index not in deferred)
+    )
 
 
 def _way_of(device: torch.device) -> Any:
@@ -58,9 +83,10 @@ def _way_of(device: torch.device) -> Any:
 def decompress(feedback: ErrorFeedback, received: Received, buffer: Tensor) -> Tensor:
     """Overwrite a bucket with the weighted sum of all ranks' payloads.
 
-    Every rank adds the same payloads in the same order, so replicas stay bitwise identical. Each entry's weight follows
-    from its gain, or from the number of ranks that have sent it; see :func:`~lightning_dct.kernels.weights_by_senders`.
-    ``buffer``, shape ``[n]``, is overwritten where the plan's tensors lie.
+    Every rank adds the same payloads in the same order, so replicas stay bitwise identical. Each
+    entry's weight follows from its gain, or from the number of ranks that have sent it; see
+    :func:`~lightning_dct.kernels.weights_by_senders`. ``buffer``, shape ``[n]``, is overwritten
+    where the plan's tensors lie.
 
     Raises:
         PayloadError: A payload is corrupt or has another plan; the message names the rank. On a GPU
@@ -77,19 +103,28 @@ def decompress(feedback: ErrorFeedback, received: Received, buffer: Tensor) -> T
 
 
 def decompress_own(feedback: ErrorFeedback, received: Received, mean: Tensor) -> Tensor:
-    """What this rank has sent of a bucket, as far as it counts: shape ``[n]``, like the ``mean``."""
+    """What this rank has sent of a bucket, as far as it counts: shape ``[n]``, like the
+    ``mean``.
+    """
     own = received.own
     assert own is not None
-    payload, plan = own if isinstance(own, SentPayload) else SentPayload(received.payloads[own], received.plan)
+    payload, plan = (
+        own if isinstance(own, SentPayload) else SentPayload(received.payloads[own], received.plan)
+    )
     what = received.what or "This rank's own updates"
     how = received.how.ungained()
-    alone = received._replace(payloads=payload.unsqueeze(0), plan=plan, factor=1.0, own=None, what=what, how=how)
+    alone = received._replace(
+        payloads=payload.unsqueeze(0), plan=plan, factor=1.0, own=None, what=what, how=how
+    )
     sent = decompress(feedback, alone, torch.empty_like(mean))
     return torch.where(counting(mean, plan), sent, 0.0) if isinstance(own, SentPayload) else sent
 
 
 def counting(sums: Tensor, plan: BucketPlan) -> Tensor:
-    """Which entries of a sum have been sent: all of a dense tensor, else those that are not zero. Bool, ``[n]``."""
+    """Which entries of a sum have been sent: all of a dense tensor, else those that are not zero.
+
+    Bool, ``[n]``.
+    """
     sent = sums != 0
     for index in plan.dense:
         sent[slice(*plan.bounds[index])] = True
@@ -99,13 +134,16 @@ def counting(sums: Tensor, plan: BucketPlan) -> Tensor:
 def apply(feedback: ErrorFeedback, received: Received, bucket: Bucket) -> None:
     """Add the weighted sum of all ranks' payloads to the bases of a bucket.
 
-    Own weights, if the bucket has any, change by as much, less what this rank has sent, if it has. :func:`decompress`
-    describes the arguments and errors.
+    Own weights, if the bucket has any, change by as much, less what this rank has sent, if it has.
+    :func:`decompress` describes the arguments and errors.
     """
-    payloads, plan, said = received.payloads, received.plan, received.what or feedback.what
+    payloads = received.payloads
+    plan = received.plan
+    said = received.what or feedback.what
     if payloads.shape[1] != plan.num_bytes:
         raise PayloadError(
-            f"{said} from rank 0 of the process group: a payload has {payloads.shape[1]} bytes where its layout has"
-            f" {plan.num_bytes}: use the same model, settings and version of lightning_dct on every rank."
+            f"{said} from rank 0 of the process group: a payload has {payloads.shape[1]} bytes"
+            f" where its layout has {plan.num_bytes}: use the same model, settings and version of"
+            " lightning_dct on every rank."
         )
     _way_of(payloads.device).add(feedback, received, bucket, said)

@@ -1,12 +1,15 @@
-"""A rank's error feedback: the residuals and thresholds between synchronisations. A synchronisation can be undone.
+"""A rank's error feedback: the residuals and thresholds between synchronisations.
+
+A synchronisation can be undone.
 
 A rank keeps two kinds of residuals, both in the units of its own unscaled gradients:
 
     residuals   what it has not sent of its own gradients, by parameter
     owned       what it has not sent of the *sums* it owns, by piece (exchanges that divide the model among ranks)
 
-Both enter the mean over ``W`` ranks with a weight of ``1 / W``. So when the owner of a piece changes, with other
-settings or another exchange, the old owner's residual of the sum becomes a residual of its own gradients.
+Both enter the mean over ``W`` ranks with a weight of ``1 / W``. So when the owner of a piece
+changes, with other settings or another exchange, the old owner's residual of the sum becomes a
+residual of its own gradients.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,18 +25,23 @@ from lightning_dct.compress.threshold import Thresholds
 
 
 class Residuals:
-    """One rank's residuals by parameter name, in flat buffers with the layout of the gradient buckets.
+    """One rank's residuals by parameter name, in flat buffers with the layout of the gradient
+    buckets.
 
-    DistributedDataParallel rebuilds its buckets after the first backward, in another order. Residuals by bucket number
-    would then be added to the wrong parameters.
+    DistributedDataParallel rebuilds its buckets after the first backward, in another order.
+    Residuals by bucket number would then be added to the wrong parameters.
     """
 
     def __init__(self) -> None:
         self._views: dict[str, Tensor] = {}
         self._flat: dict[tuple[str, ...], Tensor] = {}
 
-    def flat(self, names: Sequence[str], sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The residual of a bucket, shape ``[sum(sizes)]``, to be written in place; zeros where there was none."""
+    def flat(
+        self, names: Sequence[str], sizes: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """The residual of a bucket, shape ``[sum(sizes)]``, to be written in place; zeros where
+        there was none.
+        """
         # The buffer stays the same as long as the bucket holds the same parameters.
         key = tuple(names)
         if key not in self._flat:
@@ -44,12 +52,16 @@ class Residuals:
                 self._views[name] = view
             # Buffers that have lost a residual to this one are no longer valid.
             moved = set(names)
-            self._flat = {old: buffer for old, buffer in self._flat.items() if not moved.intersection(old)}
+            self._flat = {
+                old: buffer for old, buffer in self._flat.items() if not moved.intersection(old)
+            }
             self._flat[key] = flat
         return self._flat[key]
 
     def view(self, name: str) -> Tensor | None:
-        """The residual of one name, shape ``[size]``, to be written in place; None if there is none."""
+        """The residual of one name, shape ``[size]``, to be written in place; None if there is
+        none.
+        """
         return self._views.get(name)
 
     def drop(self, name: str) -> None:
@@ -59,11 +71,20 @@ class Residuals:
 
     def norms(self) -> dict[str, float]:
         """Euclidean norm of each residual, by name."""
-        return read_together({name: view.norm(dtype=torch.float64) for name, view in self._views.items()})
+        return read_together(
+            {name: view.norm(dtype=torch.float64) for name, view in self._views.items()}
+        )
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Each residual by parameter name: 1-D tensors on the CPU, copies. Parameters without entries have none."""
-        return {name: view.detach().to("cpu", copy=True) for name, view in self._views.items() if view.numel()}
+        """Each residual by parameter name: 1-D tensors on the CPU, copies.
+
+        Parameters without entries have none.
+        """
+        return {
+            name: view.detach().to("cpu", copy=True)
+            for name, view in self._views.items()
+            if view.numel()
+        }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Continue with saved residuals; :meth:`flat` lays out the buffers."""
@@ -76,13 +97,19 @@ class ErrorFeedback:
     """One rank's residuals and thresholds."""
 
     pieces: Mapping[str, OwnedPiece]  # those this rank owns, by label
-    adapt_threshold: bool  # whether to adjust the thresholds to the number of entries that have reached them
+    adapt_threshold: (
+        bool  # whether to adjust the thresholds to the number of entries that have reached them
+    )
     undoable: bool  # whether to keep what a synchronisation changes
     kernel: str = "auto"  # see `kernels.cpu_kernel`
-    of_updates: bool = False  # whether updates are exchanged: then ranks keep what an owner does not send of a sum
+    of_updates: bool = (
+        False  # whether updates are exchanged: then ranks keep what an owner does not send of a sum
+    )
 
     def __post_init__(self) -> None:
-        self.thresholds, self.residuals, self.owned = Thresholds(), Residuals(), Residuals()
+        self.thresholds = Thresholds()
+        self.residuals = Residuals()
+        self.owned = Residuals()
         # What is exchanged, for messages.
         self.what = "Updates" if self.of_updates else "Gradients"
         # Whether the current synchronisation has selected any threshold.
@@ -98,7 +125,9 @@ class ErrorFeedback:
         self._undo_thresholds = Thresholds()
 
     def begin(self, refresh: bool = False) -> None:
-        """Begin a synchronisation; with ``refresh``, select each threshold anew when its tensor next takes part."""
+        """Begin a synchronisation; with ``refresh``, select each threshold anew when its tensor
+        next takes part.
+        """
         self.selected = False
         if self.undoable:
             self._undo_thresholds.take_over(self.thresholds)
@@ -109,36 +138,52 @@ class ErrorFeedback:
         """End a synchronisation and keep its changes."""
         for name in self._to_drop:
             self.residuals.drop(name)
-        self._to_drop, self._undo = [], []
+        self._to_drop = []
+        self._undo = []
 
     def roll_back(self) -> None:
         """End a synchronisation and undo its changes."""
         for residual, before in reversed(self._undo):
             residual.copy_(before)
         self.thresholds.take_over(self._undo_thresholds)
-        self._to_drop, self._undo = [], []
+        self._to_drop = []
+        self._undo = []
 
     def residual_of(self, bucket: BucketPlan, device: torch.device) -> Tensor:
-        """The residual of this rank's own gradients of a bucket: shape ``[n]``, to be written in place."""
-        return self._changing(self.residuals.flat(bucket.names, bucket.sizes, bucket.residual_dtype, device))
+        """The residual of this rank's own gradients of a bucket: shape ``[n]``, to be written in
+        place.
+        """
+        return self._changing(
+            self.residuals.flat(bucket.names, bucket.sizes, bucket.residual_dtype, device)
+        )
 
     def owned_of(self, shard: BucketPlan, device: torch.device) -> Tensor:
-        """The residual of the sums this rank owns of a bucket: shape ``[n]``, to be written in place."""
-        return self._changing(self.owned.flat(shard.names, shard.sizes, shard.residual_dtype, device))
+        """The residual of the sums this rank owns of a bucket: shape ``[n]``, to be written in
+        place.
+        """
+        return self._changing(
+            self.owned.flat(shard.names, shard.sizes, shard.residual_dtype, device)
+        )
 
-    def send_out(self, buffer: Tensor, plan: BucketPlan, deferred: set[int], scale: float, owned: bool) -> None:
-        """Move the residuals of a bucket's tensors, except deferred ones, into the bucket, which is sent uncompressed.
+    def send_out(
+        self, buffer: Tensor, plan: BucketPlan, deferred: set[int], scale: float, owned: bool
+    ) -> None:
+        """Move the residuals of a bucket's tensors, except deferred ones, into the bucket, which is
+        sent uncompressed.
 
-        Such residuals come from other settings: a lower density, or another exchange. ``scale`` is the factor on what
-        the bucket has. ``owned`` includes the residuals of sums. Without it, this rank stops keeping residuals of its
-        own gradients, and their memory is freed.
+        Such residuals come from other settings: a lower density, or another exchange. ``scale`` is
+        the factor on what the bucket has. ``owned`` includes the residuals of sums. Without it,
+        this rank stops keeping residuals of its own gradients, and their memory is freed.
         """
         for index, (name, (start, _)) in enumerate(zip(plan.names, plan.bounds, strict=True)):
             if index in deferred:
                 continue
             sources = [(self.residuals, name, 0)]
             if owned:
-                sources += [(self.owned, label, self.pieces[label].start) for label in self._labels.get(name, ())]
+                sources += [
+                    (self.owned, label, self.pieces[label].start)
+                    for label in self._labels.get(name, ())
+                ]
             for residuals, key, offset in sources:
                 left = residuals.view(key)
                 if left is None:
@@ -158,7 +203,9 @@ class ErrorFeedback:
         return {name: square**0.5 for name, square in squares.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers, dicts and CPU tensors: residuals by parameter, those of sums by parameter and first entry."""
+        """Plain numbers, dicts and CPU tensors: residuals by parameter, those of sums by parameter
+        and first entry.
+        """
         owned: dict[str, dict[int, Tensor]] = {}
         for label, residual in self.owned.state_dict().items():
             piece = self.pieces[label]
@@ -187,7 +234,9 @@ class ErrorFeedback:
                 if name in residuals:
                     own = residuals[name].clone()
                 else:
-                    own = next(iter(lost.values())).new_zeros(max(sizes.get(name, 0), pieces_extent(lost)))
+                    own = next(iter(lost.values())).new_zeros(
+                        max(sizes.get(name, 0), pieces_extent(lost))
+                    )
                 residuals[name] = add_pieces(own, lost)
         self.thresholds.load_state_dict(state["thresholds"])
         self.residuals.load_state_dict(residuals)
@@ -203,8 +252,8 @@ def _check_size(name: str, entries: int, sizes: Mapping[str, int], partial: bool
     expected = sizes.get(name, entries)
     if entries > expected or (entries < expected and not partial):
         raise ValueError(
-            f"The checkpoint's residual of parameter {name!r} has {entries} entries, the model's parameter has"
-            f" {expected}. Resume with the model that was saved."
+            f"The checkpoint's residual of parameter {name!r} has {entries} entries, the model's"
+            f" parameter has {expected}. Resume with the model that was saved."
         )
 
 
@@ -214,7 +263,9 @@ def pieces_extent(pieces: Mapping[int, Tensor]) -> int:
 
 
 def add_pieces(residual: Tensor, pieces: Mapping[int, Tensor]) -> Tensor:
-    """Add pieces, given by first entry, to a residual (shape ``[size]``) in place, and return it."""
+    """Add pieces, given by first entry, to a residual (shape ``[size]``) in place, and return
+    it.
+    """
     for start, piece in pieces.items():
         residual[start : start + piece.numel()] += piece
     return residual

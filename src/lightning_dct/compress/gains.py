@@ -1,4 +1,6 @@
-"""The factors on the mean of each entry, as kernels read them: of a bucket's compressed tensors, or of a dense one."""
+"""The factors on the mean of each entry, as kernels read them: of a bucket's compressed tensors, or
+of a dense one.
+"""
 
 from collections.abc import Mapping
 
@@ -10,8 +12,11 @@ from lightning_dct.compress.bucket_plan import BucketPlan, Gain
 from lightning_dct.kernels.plain import Gains
 
 
-def gains_of(plan: BucketPlan, gains: Mapping[str, Gain] | None, device: torch.device) -> Gains | None:
-    """The gains of a plan's compressed tensors, with factors on a device; None if all are 1 or go by senders.
+def gains_of(
+    plan: BucketPlan, gains: Mapping[str, Gain] | None, device: torch.device
+) -> Gains | None:
+    """The gains of a plan's compressed tensors, with factors on a device; None if all are 1 or go
+    by senders.
 
     The plan keeps the latest, because they change rarely.
     """
@@ -23,14 +28,17 @@ def gains_of(plan: BucketPlan, gains: Mapping[str, Gain] | None, device: torch.d
 
 
 def _joined(plan: BucketPlan, gains: Mapping[str, Gain], device: torch.device) -> Gains | None:
-    factors, places, end = [torch.ones(1, dtype=torch.float64)], [], 1
+    factors = [torch.ones(1, dtype=torch.float64)]
+    places = []
+    end = 1
     origins = [plan.origins[index] for index in plan.compressed]
     if all(name not in gains for name, _ in origins):
         return None
     begins: dict[str, tuple[int, int, int]] = {}
     for index, (name, first) in zip(plan.compressed, origins, strict=True):
         if name not in gains:
-            # One row and one column, wider than the tensor, would need a factor for each entry: all factors are 1.
+            # One row and one column, wider than the tensor, would need a factor for each entry: all
+            # factors are 1.
             size = plan.sizes[index]
             factors.append(torch.ones(size, dtype=torch.float64))
             places.append((end, 0, 1, 0))

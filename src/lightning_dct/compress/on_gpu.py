@@ -1,10 +1,13 @@
-"""Packs one bucket, and adds what all senders have sent of it, on a GPU: launches the kernels of Triton.
+"""Packs one bucket, and adds what all senders have sent of it, on a GPU: launches the kernels of
+Triton.
 
-A launch handles all tensors of a bucket and all payloads of all senders. The host reads no number from the GPU and does
-no work by tensor: a plan's sizes and places are copied there once, and the addresses of its tensors when they change.
+A launch handles all tensors of a bucket and all payloads of all senders. The host reads no number
+from the GPU and does no work by tensor: a plan's sizes and places are copied there once, and the
+addresses of its tensors when they change.
 
-Results are the bits that :mod:`~lightning_dct.compress.on_cpu` gives, and the same twice. Only the means of 1bit and
-2bit and the guard's power are computed in another order: in fp64, and rounded to fp32 a mean hides that.
+Results are the bits that :mod:`~lightning_dct.compress.on_cpu` gives, and the same twice. Only the
+means of 1bit and 2bit and the guard's power are computed in another order: in fp64, and rounded to
+fp32 a mean hides that.
 """
 
 from array import array
@@ -17,11 +20,23 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_dct.compress.awaited import to_device
-from lightning_dct.compress.bucket_plan import WORD, Bucket, BucketPlan, Received, Sending, SentPayload
+from lightning_dct.compress.bucket_plan import (
+    WORD,
+    Bucket,
+    BucketPlan,
+    Received,
+    Sending,
+    SentPayload,
+)
 from lightning_dct.compress.error_feedback import ErrorFeedback
 from lightning_dct.compress.gains import gains_of
 from lightning_dct.compress.on_cpu import add_dense, name_broken_sender, take_dense
-from lightning_dct.compress.threshold import GUARD_AIM, GUARD_GAIN, GUARD_LARGEST_FACTOR, GUARD_RESELECT
+from lightning_dct.compress.threshold import (
+    GUARD_AIM,
+    GUARD_GAIN,
+    GUARD_LARGEST_FACTOR,
+    GUARD_RESELECT,
+)
 from lightning_dct.kernels import triton_add, triton_pack, weights_by_senders
 from lightning_dct.kernels.plain import LARGEST_HALF, LIMIT_SAMPLE, SMALLEST_THRESHOLD
 from lightning_dct.kernels.triton_add import GROUP
@@ -30,12 +45,24 @@ from lightning_dct.wire.payload import FORMAT_CODES, MAGIC, VERSION, read_dense
 from lightning_dct.wire.positions import PayloadError
 from lightning_dct.wire.values import SCALED_FORMATS
 
-DTYPES = {getattr(torch, name): getattr(tl, name) for name in ("float32", "float64", "float16", "bfloat16")}
-# A program looks at so many of the entries that have reached a threshold, and reads so many flags of a code.
-LANES, CODED = 256, 8192
-GUARD = {"FACTOR": GUARD_LARGEST_FACTOR, "RESELECT": int(GUARD_RESELECT), "TINY": SMALLEST_THRESHOLD}
-# Words opened for each block; blocks opened at once, in 25 MB, and decoded at once, in 34 MB, counted by sender.
-OPENED, OPENED_AT_ONCE, DECODED_AT_ONCE = 3 * BLOCK // 32, 1 << 15, 1 << 17
+DTYPES = {
+    getattr(torch, name): getattr(tl, name)
+    for name in ("float32", "float64", "float16", "bfloat16")
+}
+# A program looks at so many of the entries that have reached a threshold, and reads so many flags
+# of a code.
+LANES = 256
+CODED = 8192
+GUARD = {
+    "FACTOR": GUARD_LARGEST_FACTOR,
+    "RESELECT": int(GUARD_RESELECT),
+    "TINY": SMALLEST_THRESHOLD,
+}
+# Words opened for each block; blocks opened at once, in 25 MB, and decoded at once, in 34 MB,
+# counted by sender.
+OPENED = 3 * BLOCK // 32
+OPENED_AT_ONCE = 1 << 15
+DECODED_AT_ONCE = 1 << 17
 
 
 class Table:
@@ -45,7 +72,8 @@ class Table:
         tensors: Of its compressed tensors: int64.
         parts: Of its payloads: int64.
         blocks: The tensor of each block: int32, and so many blocks are there.
-        coded: The part of each block of flags of Elias-Fano codes: int32; none if all codes are bitmaps.
+        coded: The part of each block of flags of Elias-Fano codes: int32; none if all codes are
+            bitmaps.
         words: Words of flags.
         starts: The first word of each block, and then the end of all.
         num_parts: Payloads in a row.
@@ -53,39 +81,76 @@ class Table:
     """
 
     def __init__(self, plan: BucketPlan, device: torch.device) -> None:
-        self.plan, self.device = plan, device
+        self.plan = plan
+        self.device = device
         tensors: list[list[int]] = []
         parts: list[list[int]] = []
         aims: list[float] = []
-        blocks, coded, starts = list[int](), list[int](), array("q")
+        blocks = list[int]()
+        coded = list[int]()
+        starts = array("q")
         start = words = 0
         for part in plan.parts or (plan,):
-            layout, number = part.layout, len(parts)
+            layout = part.layout
+            number = len(parts)
             ends = [start // 4 + end // 4 for end in layout.edges]
             code = layout.position_code
-            parts.append([ends[0], ends[2], ends[3], len(blocks), words, len(tensors),
-                          -1 if code.is_bitmap else code.low_bits,
-                          code.num_flags, layout.capacity, layout.fingerprint, len(coded), 0])  # fmt: skip
+            parts.append(
+                [
+                    ends[0],
+                    ends[2],
+                    ends[3],
+                    len(blocks),
+                    words,
+                    len(tensors),
+                    -1 if code.is_bitmap else code.low_bits,
+                    code.num_flags,
+                    layout.capacity,
+                    layout.fingerprint,
+                    len(coded),
+                    0,
+                ]
+            )
             if layout.capacity and not code.is_bitmap:
                 coded += -(-code.num_flags // CODED) * [number]
             for place, (index, first) in enumerate(zip(part.compressed, part.first, strict=True)):
-                size, target = part.sizes[index], part.targets[index]
-                tensors.append([size, len(blocks), words + first // WORD, number, ends[1] + place, target, 0, 0])
+                size = part.sizes[index]
+                target = part.targets[index]
+                tensors.append(
+                    [
+                        size,
+                        len(blocks),
+                        words + first // WORD,
+                        number,
+                        ends[1] + place,
+                        target,
+                        0,
+                        0,
+                    ]
+                )
                 aims += [GUARD_GAIN * (target / size) ** 0.5, GUARD_AIM * target]
                 starts.extend(range(tensors[-1][2], tensors[-1][2] + -(-size // 32), BLOCK // 32))
                 blocks += -(-size // BLOCK) * [len(tensors) - 1]
-            start, words = start + layout.num_bytes, words + sum(layout.tensor_sizes) // WORD
+            start = start + layout.num_bytes
+            words = words + sum(layout.tensor_sizes) // WORD
         tensors.append([0, len(blocks), words, 0, 0, 0, 0, 0])
         starts.append(words)
         parts.append([0, 0, 0, len(blocks), words, len(tensors) - 1, 0, 0, 0, 0, len(coded), 0])
         self.tensors, self.parts = (_copied(rows, torch.int64, device) for rows in (tensors, parts))
         self.blocks, self.coded = (_copied(row, torch.int32, device) for row in (blocks, coded))
         self.aims = _copied(aims, torch.float64, device)
-        self.words, self.count, self.num_parts, self.starts = words, len(tensors) - 1, len(parts) - 1, starts
+        self.words = words
+        self.count = len(tensors) - 1
+        self.num_parts = len(parts) - 1
+        self.starts = starts
         most = max((-(-size // BLOCK) for size in plan.sizes), default=1)
-        self.rounds, self.steps = -(-most // 1024), most.bit_length() + 1
+        self.rounds = -(-most // 1024)
+        self.steps = most.bit_length() + 1
         low_bits = [max(part[6], 0) for part in parts]
-        self.loops = {"PLANES": max(low_bits), "GROUPS": max(32 >> own if 0 < own < 5 else 1 for own in low_bits)}
+        self.loops = {
+            "PLANES": max(low_bits),
+            "GROUPS": max(32 >> own if 0 < own < 5 else 1 for own in low_bits),
+        }
         self.header = MAGIC | VERSION << 8 | FORMAT_CODES[plan.value_format] << 16
         self._ends: dict[tuple[int, int], Tensor] = {}
         self._where: tuple[tuple[int, ...], list[tuple[int, int]]] | None = None
@@ -102,11 +167,17 @@ class Table:
         """Where news and bases of the compressed tensors are: shape ``[2 n]``, int64."""
         starts = tuple(bucket.starts)
         if self._where is None or self._where[0] != starts:
-            self._where = starts, [bucket.place(self.plan.bounds[index][0]) for index in self.plan.compressed]
+            self._where = (
+                starts,
+                [bucket.place(self.plan.bounds[index][0]) for index in self.plan.compressed],
+            )
         found = []
         for tensors in (bucket.news, bucket.bases):
             places = [(tensor.data_ptr(), tensor.itemsize) for tensor in tensors]
-            found += [places[i][0] + offset * places[i][1] if places else 0 for i, offset in self._where[1]]
+            found += [
+                places[i][0] + offset * places[i][1] if places else 0
+                for i, offset in self._where[1]
+            ]
         # A bucket that is packed has news, and that to which gradients are added has none.
         kind = bool(bucket.news)
         if kind not in self._addresses or self._addresses[kind][0] != found:
@@ -115,7 +186,9 @@ class Table:
 
     def numbers(self, used: tuple[int, ...]) -> Tensor:
         """Those among the compressed tensors of some, by index: int64."""
-        return _copied([self.plan.compressed.index(index) for index in used], torch.int64, self.device)
+        return _copied(
+            [self.plan.compressed.index(index) for index in used], torch.int64, self.device
+        )
 
     def room(self, count: int, dtype: torch.dtype) -> Tensor:
         """Memory that a kernel fills."""
@@ -124,10 +197,13 @@ class Table:
     def ends(self, counts: Tensor, rows: int = 0) -> Tensor:
         """Running sums of counts (shape ``[n]``, int64), after a zero: shape ``[n + 1]``, int64.
 
-        They are in memory that the table keeps, until the next call for so many rows: minus so many, of codes.
+        They are in memory that the table keeps, until the next call for so many rows: minus so
+        many, of codes.
         """
         if (rows, len(counts)) not in self._ends:
-            self._ends[rows, len(counts)] = torch.zeros(len(counts) + 1, dtype=torch.int64, device=self.device)
+            self._ends[rows, len(counts)] = torch.zeros(
+                len(counts) + 1, dtype=torch.int64, device=self.device
+            )
         ends = self._ends[rows, len(counts)]
         torch.cumsum(counts, 0, out=ends[1:])
         return ends
@@ -144,7 +220,9 @@ def _number(value: float, device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def _weights(ranks: int, factor: float, is_by_senders: bool, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _weights(
+    ranks: int, factor: float, is_by_senders: bool, dtype: torch.dtype, device: torch.device
+) -> Tensor:
     return to_device(weights_by_senders(ranks, factor, is_by_senders, dtype), device)
 
 
@@ -156,46 +234,84 @@ def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: An
 
 
 def pack(
-    feedback: ErrorFeedback, bucket: Bucket, plan: BucketPlan, used: tuple[int, ...], deferred: set[int], how: Sending
+    feedback: ErrorFeedback,
+    bucket: Bucket,
+    plan: BucketPlan,
+    used: tuple[int, ...],
+    deferred: set[int],
+    how: Sending,
 ) -> tuple[Tensor, Tensor]:
-    """Pack the payloads of a bucket, and count the entries; see :func:`~lightning_dct.compress.codec.compress`.
+    """Pack the payloads of a bucket, and count the entries; see
+    :func:`~lightning_dct.compress.codec.compress`.
 
     ``used`` are the indices of the compressed tensors that send something; all have thresholds.
     """
-    return _Packing(Table.of(plan, bucket.bases[0].device), bucket).pack(feedback, used, deferred, how)
+    return _Packing(Table.of(plan, bucket.bases[0].device), bucket).pack(
+        feedback, used, deferred, how
+    )
 
 
 class _Packing:
     """One bucket while it is packed: what all kernels take."""
 
     def __init__(self, table: Table, bucket: Bucket) -> None:
-        self.table, self.plan, self.bucket, room = table, table.plan, bucket, table.room
+        self.table = table
+        self.plan = table.plan
+        self.bucket = bucket
+        room = table.room
         self.addresses = table.addresses(bucket)
-        self.dtypes = {"DTYPE": DTYPES[bucket.news[0].dtype], "BASE": DTYPES[self.plan.residual_dtype]}
+        self.dtypes = {
+            "DTYPE": DTYPES[bucket.news[0].dtype],
+            "BASE": DTYPES[self.plan.residual_dtype],
+        }
         self.kinds = {**self.dtypes, "SCALED": bucket.scale is not None}
         self.scale = _number(1.0 if bucket.scale is None else bucket.scale, table.device)
-        self.flags, self.signs = room(table.words, torch.uint32), room(table.words, torch.uint32)
-        self.counts, self.sums = room(len(table.blocks), torch.int64), room(len(table.blocks), torch.float64)
+        self.flags = room(table.words, torch.uint32)
+        self.signs = room(table.words, torch.uint32)
+        self.counts = room(len(table.blocks), torch.int64)
+        self.sums = room(len(table.blocks), torch.float64)
         self.payload = torch.zeros(self.plan.num_bytes, dtype=torch.uint8, device=table.device)
         self.words = self.payload.view(torch.uint32)
 
     def pack(
         self, feedback: ErrorFeedback, used: tuple[int, ...], deferred: set[int], how: Sending
     ) -> tuple[Tensor, Tensor]:
-        table, plan = self.table, self.plan
+        table = self.table
+        plan = self.plan
         if not table.count:
             ends = table.ends(self.counts)
         else:
             taus, ends = self.mark(feedback, used)
             means, fits, large = self.scales(ends)
             rest: Any = ends, self.scale, self.flags, self.signs, large, fits, self.words
-            self.launch(triton_pack.write, table.parts, *rest, FORMAT=plan.value_format, **table.loops)
+            self.launch(
+                triton_pack.write, table.parts, *rest, FORMAT=plan.value_format, **table.loops
+            )
             if self.bucket.scale is not None or how.lost:
-                rest = taus, means, fits, self.scale, _number(how.lost, table.device), self.flags, self.words
+                rest = (
+                    taus,
+                    means,
+                    fits,
+                    self.scale,
+                    _number(how.lost, table.device),
+                    self.flags,
+                    self.words,
+                )
                 others_keep = self.bucket.others_keep
-                self.launch(triton_pack.settle, *rest, FORMAT=plan.value_format, OTHERS_KEEP=others_keep)
+                self.launch(
+                    triton_pack.settle, *rest, FORMAT=plan.value_format, OTHERS_KEEP=others_keep
+                )
         entries = table.room(table.num_parts, torch.int64)
-        _launch(triton_pack.seal, (table.num_parts,), table.parts, ends, self.words, table.header, how.tag, entries)
+        _launch(
+            triton_pack.seal,
+            (table.num_parts,),
+            table.parts,
+            ends,
+            self.words,
+            table.header,
+            how.tag,
+            entries,
+        )
         first = 0
         for part, payload in plan.divide(self.payload):
             if part.dense:
@@ -211,75 +327,149 @@ class _Packing:
         _launch(kernel, (len(table.blocks),), *given, **self.kinds, **constants)
 
     def mark(self, feedback: ErrorFeedback, used: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """Flag what is sent, and have the guard move thresholds: those of all tensors, and running counts of flags."""
-        table, names = self.table, self.plan.of_tensors(used)[0]
-        own = taus = feedback.thresholds.on_device(names, table.device) if names else table.room(0, torch.float64)
+        """Flag what is sent, and have the guard move thresholds: those of all tensors, and running
+        counts of flags.
+        """
+        table = self.table
+        names = self.plan.of_tensors(used)[0]
+        own = taus = (
+            feedback.thresholds.on_device(names, table.device)
+            if names
+            else table.room(0, torch.float64)
+        )
         if len(used) < table.count:
             taus = own.new_full((table.count,), -1.0).index_copy_(0, table.numbers(used), own)
         broken = torch.zeros(table.count, dtype=torch.int32, device=table.device)
-        limits, moved = torch.empty_like(taus), torch.empty_like(taus)
+        limits = torch.empty_like(taus)
+        moved = torch.empty_like(taus)
         out = self.scale, self.flags, self.signs, self.counts, self.sums, broken
         self.launch(triton_pack.mark, taus, limits, broken, *out, PASS=0)
-        ends, samples = table.ends(self.counts), table.room(table.count * LIMIT_SAMPLE, self.plan.residual_dtype)
-        rest: Any = self.addresses, table.count, table.tensors, ends, self.scale, self.flags, samples
+        ends = table.ends(self.counts)
+        samples = table.room(table.count * LIMIT_SAMPLE, self.plan.residual_dtype)
+        rest: Any = (
+            self.addresses,
+            table.count,
+            table.tensors,
+            ends,
+            self.scale,
+            self.flags,
+            samples,
+        )
         looks = {"STEPS": table.steps, "LANES": LANES, "SAMPLE": LIMIT_SAMPLE}
-        _launch(triton_pack.sample, (table.count, LIMIT_SAMPLE // LANES), *rest, **looks, **self.kinds)
+        _launch(
+            triton_pack.sample, (table.count, LIMIT_SAMPLE // LANES), *rest, **looks, **self.kinds
+        )
         rest = table.tensors, table.aims, ends, taus, broken, samples, limits, moved
         wide = self.plan.residual_dtype == torch.float64
-        kinds = {"BASE": self.dtypes["BASE"], "INTEGER": tl.int64 if wide else tl.int32, "BITS": 63 if wide else 31}
+        kinds = {
+            "BASE": self.dtypes["BASE"],
+            "INTEGER": tl.int64 if wide else tl.int32,
+            "BITS": 63 if wide else 31,
+        }
         kinds |= {"SAMPLE": LIMIT_SAMPLE, "GUARD": feedback.adapt_threshold}
         _launch(triton_pack.limit, (table.count,), *rest, **kinds, **GUARD)
         if feedback.adapt_threshold and names:
-            feedback.thresholds.replace(names, moved if len(used) == table.count else moved[table.numbers(used)])
+            feedback.thresholds.replace(
+                names, moved if len(used) == table.count else moved[table.numbers(used)]
+            )
         self.launch(triton_pack.mark, taus, limits, ends, *out, PASS=1)
         self.launch(triton_pack.mark, taus, limits, table.ends(self.counts), *out, PASS=2)
         return taus, table.ends(self.counts)
 
     def scales(self, ends: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Write scales. Means of magnitudes, and of 2bit whether it takes two levels, and which entries are large."""
-        table, value_format = self.table, self.plan.value_format
+        """Write scales.
+
+        Means of magnitudes, and of 2bit whether it takes two levels, and which entries are large.
+        """
+        table = self.table
+        value_format = self.plan.value_format
         # Of formats that do without, any memory does: it is not read.
-        means, fits, large = self.sums, self.counts, self.flags
+        means = self.sums
+        fits = self.counts
+        large = self.flags
         if value_format in SCALED_FORMATS:
             means = table.room(2 * table.count, torch.float64)
             rest: Any = table.tensors, ends, self.sums, means, self.words
-            _launch(triton_pack.average, (table.count,), *rest, ROUNDS=table.rounds, SCALES=value_format == "1bit")
+            _launch(
+                triton_pack.average,
+                (table.count,),
+                *rest,
+                ROUNDS=table.rounds,
+                SCALES=value_format == "1bit",
+            )
         if value_format == "2bit":
-            fits, large = table.room(table.count, torch.int32), torch.empty_like(self.flags)
+            fits = table.room(table.count, torch.int32)
+            large = torch.empty_like(self.flags)
             rest = means, self.scale, self.flags, large, self.counts, self.sums
             self.launch(triton_pack.enlarge, *rest)
             rest = table.tensors, ends, means, self.counts, self.sums, self.words, fits
-            _launch(triton_pack.two_levels, (table.count,), *rest, ROUNDS=table.rounds, LARGEST=LARGEST_HALF)
+            _launch(
+                triton_pack.two_levels,
+                (table.count,),
+                *rest,
+                ROUNDS=table.rounds,
+                LARGEST=LARGEST_HALF,
+            )
         return means, fits, large
 
 
 class _Arrived:
-    """Payloads that have arrived (uint8, ``[rows, bytes]``), whose codes are decoded some blocks at a time.
+    """Payloads that have arrived (uint8, ``[rows, bytes]``), whose codes are decoded some blocks at
+    a time.
 
     ``wrong``, int32, shape ``[rows * parts]``, says which are harmed, after :meth:`judge`.
     """
 
     def __init__(self, payloads: Tensor, plan: BucketPlan) -> None:
-        self.table, self.plan, self.rows = Table.of(plan, payloads.device), plan, len(payloads)
-        table, coded = self.table, len(self.table.coded)
-        self.words, self.stride = payloads.contiguous().view(torch.uint32), plan.num_bytes // 4
-        self.wrong = torch.zeros(self.rows * table.num_parts, dtype=torch.int32, device=table.device)
-        self.counts, self.given = table.room(self.rows * len(table.blocks), torch.int64), tuple[Any, ...]()
+        self.table = Table.of(plan, payloads.device)
+        self.plan = plan
+        self.rows = len(payloads)
+        table = self.table
+        coded = len(self.table.coded)
+        self.words = payloads.contiguous().view(torch.uint32)
+        self.stride = plan.num_bytes // 4
+        self.wrong = torch.zeros(
+            self.rows * table.num_parts, dtype=torch.int32, device=table.device
+        )
+        self.counts = table.room(self.rows * len(table.blocks), torch.int64)
+        self.given = tuple[Any, ...]()
         if coded:
-            codes, counts = (table.parts, table.coded, coded), table.room(self.rows * coded, torch.int64)
-            _launch(triton_add.count_flags, (coded, self.rows), *codes, self.words, self.stride, counts, CODE=CODED)
+            codes = (table.parts, table.coded, coded)
+            counts = table.room(self.rows * coded, torch.int64)
+            _launch(
+                triton_add.count_flags,
+                (coded, self.rows),
+                *codes,
+                self.words,
+                self.stride,
+                counts,
+                CODE=CODED,
+            )
             self.codes = *codes, table.ends(counts, -self.rows), self.words, self.stride
 
     def find(self, first: int, end: int) -> None:
         """Find the flags of some blocks, after those of all before, and check them."""
-        table, flags, origin, words = self.table, self.words, 0, 0
+        table = self.table
+        flags = self.words
+        origin = 0
+        words = 0
         found = self.wrong, table.num_parts
         if coded := len(table.coded):
-            self.given, origin = (), table.starts[first]  # the flags before make room
+            # the flags before make room
+            self.given = ()
+            origin = table.starts[first]
             words = table.starts[end] - origin
-            flags = torch.zeros(self.rows * words, dtype=torch.int32, device=table.device).view(torch.uint32)
+            flags = torch.zeros(self.rows * words, dtype=torch.int32, device=table.device).view(
+                torch.uint32
+            )
             rest: Any = *self.codes, origin, words, flags, *found
-            _launch(triton_add.decode, (coded, self.rows), *rest, CODE=CODED, PLANES=table.loops["PLANES"])
+            _launch(
+                triton_add.decode,
+                (coded, self.rows),
+                *rest,
+                CODE=CODED,
+                PLANES=table.loops["PLANES"],
+            )
         self.given = table.tensors, table.parts, table.blocks, len(table.blocks)
         self.given = *self.given, self.words, self.stride, flags, origin, words
         grid = -(-(end - first) // GROUP), self.rows
@@ -289,37 +479,64 @@ class _Arrived:
 
     def open(self, first: int, chunk: int, opened: Tensor) -> None:
         """Flags and signs of some blocks, in the places of their entries."""
-        grid, rest = (-(-chunk // GROUP), self.rows), (self.ends, first, chunk, opened)
+        grid = (-(-chunk // GROUP), self.rows)
+        rest = (self.ends, first, chunk, opened)
         _launch(triton_add.open_words, grid, *self.given, *rest, FORMAT=self.plan.value_format)
 
     def judge(self, tag: int) -> None:
         """Check headers and scales, after all blocks."""
-        table, parts, scales = self.table, self.table.num_parts, self.plan.value_format in SCALED_FORMATS
+        table = self.table
+        parts = self.table.num_parts
+        scales = self.plan.value_format in SCALED_FORMATS
         given = table.tensors, table.parts, len(table.blocks), self.ends, self.words, self.stride
         rest: Any = *given, self.wrong, table.header, tag, parts
-        _launch(triton_add.judge, (parts, self.rows), *rest, ROUNDS=-(-table.count // 128), SCALES=scales)
+        _launch(
+            triton_add.judge,
+            (parts, self.rows),
+            *rest,
+            ROUNDS=-(-table.count // 128),
+            SCALES=scales,
+        )
 
 
 def add(feedback: ErrorFeedback, received: Received, bucket: Bucket, said: str) -> None:
-    """Add payloads; see :func:`~lightning_dct.compress.codec.apply`. ``feedback.awaited`` raises errors later."""
+    """Add payloads; see :func:`~lightning_dct.compress.codec.apply`.
+
+    ``feedback.awaited`` raises errors later.
+    """
     payloads, plan, factor, own, _, how = received
-    arrived, rows, base = _Arrived(payloads, plan), len(payloads), DTYPES[plan.residual_dtype]
-    table, words, addresses = arrived.table, arrived.words, arrived.table.addresses(bucket)
+    arrived = _Arrived(payloads, plan)
+    rows = len(payloads)
+    base = DTYPES[plan.residual_dtype]
+    table = arrived.table
+    words = arrived.words
+    addresses = arrived.table.addresses(bucket)
     weights = _weights(rows, factor, how.gains is None, plan.residual_dtype, table.device)
     gains = gains_of(plan, how.gains, table.device)
-    factors, places = (weights, weights) if gains is None else (gains.factors, to_device(gains.places, table.device))
-    mine, apart, own_format = own if isinstance(own, int) else -1, arrived, None
+    factors, places = (
+        (weights, weights)
+        if gains is None
+        else (gains.factors, to_device(gains.places, table.device))
+    )
+    mine = own if isinstance(own, int) else -1
+    apart = arrived
+    own_format = None
     if isinstance(own, SentPayload) and bucket.news:
-        apart, own_format = _Arrived(own.payload.unsqueeze(0), own.plan), own.plan.value_format
+        apart = _Arrived(own.payload.unsqueeze(0), own.plan)
+        own_format = own.plan.value_format
     owns = {"SENDERS": rows, "BASE": base, "OWNS": bool(bucket.news), "num_warps": 8}
     owns["GAINS"] = gains is not None
     formats = {"FORMAT": plan.value_format, "OWN_FORMAT": own_format}
     given = addresses, table.count, table.tensors, table.parts, table.blocks, words, arrived.stride
-    # Some blocks at a time, because decoded flags and what a thread needs of each word take memory by sender.
-    blocks, most = len(table.blocks), max(OPENED_AT_ONCE // rows, 1)
+    # Some blocks at a time, because decoded flags and what a thread needs of each word take memory
+    # by sender.
+    blocks = len(table.blocks)
+    most = max(OPENED_AT_ONCE // rows, 1)
     span = max(DECODED_AT_ONCE // rows, 1) if len(table.coded) else blocks
     sources = [arrived] if own_format is None else [arrived, apart]
-    opened = [table.room(source.rows * min(most, blocks) * OPENED, torch.uint32) for source in sources]
+    opened = [
+        table.room(source.rows * min(most, blocks) * OPENED, torch.uint32) for source in sources
+    ]
     for begin in range(0, max(blocks, 1), max(span, 1)):
         end = min(begin + span, blocks)
         for source in sources:
@@ -340,9 +557,15 @@ def add(feedback: ErrorFeedback, received: Received, bucket: Bucket, said: str) 
             if not part.dense:
                 continue
             sent = [read_dense(part.layout, row).view(plan.dtype) for row in column]
-            wrong[:, number].bitwise_or_(torch.stack(sent).isfinite().all(1).logical_not_().int() * 2)
+            wrong[:, number].bitwise_or_(
+                torch.stack(sent).isfinite().all(1).logical_not_().int() * 2
+            )
             if owns_of_parts:
-                sent.append(read_dense(owns_of_parts[number][0].layout, owns_of_parts[number][1]).view(plan.dtype))
+                sent.append(
+                    read_dense(owns_of_parts[number][0].layout, owns_of_parts[number][1]).view(
+                        plan.dtype
+                    )
+                )
             add_dense(part, bucket, sent, received, rows if owns_of_parts else mine)
     feedback.awaited.on_ready(arrived.wrong, partial(_check, said))
 
@@ -353,8 +576,8 @@ def _check(said: str, wrong: list[int]) -> None:
             name_broken_sender(f"{said} from rank {number}")
     if harmed := [f"{said} from rank {number}" for number, found in enumerate(wrong) if found & 1]:
         raise PayloadError(
-            f"{', '.join(harmed)} of the process group: the payload is corrupt, or was made for another model, other"
-            " settings or in another step. Use the same model, settings and version of lightning_dct on every rank, and"
-            " let all ranks step the same optimizers in the same order. A run on CPUs reports in more detail what"
-            " differs."
+            f"{', '.join(harmed)} of the process group: the payload is corrupt, or was made for"
+            " another model, other settings or in another step. Use the same model, settings and"
+            " version of lightning_dct on every rank, and let all ranks step the same optimizers"
+            " in the same order. A run on CPUs reports in more detail what differs."
         )

@@ -1,9 +1,11 @@
-"""Thresholds: selection from a sample every so many steps, and a guard that adjusts them in between.
+"""Thresholds: selection from a sample every so many steps, and a guard that adjusts them in
+between.
 
-Selecting the k-th largest magnitude costs many times as much as comparing with a known threshold, so it is done every
-thousand steps (Gupta et al., KDD 2021, section 3), and from a sample of a large tensor. In between, the scale of the
-gradient drifts, and with it the number of entries above the threshold. When a step selects too many or too few, the
-guard moves the threshold a little, similar to Ok-Topk (Li and Hoefler, PPoPP 2022).
+Selecting the k-th largest magnitude costs many times as much as comparing with a known threshold,
+so it is done every thousand steps (Gupta et al., KDD 2021, section 3), and from a sample of a large
+tensor. In between, the scale of the gradient drifts, and with it the number of entries above the
+threshold. When a step selects too many or too few, the guard moves the threshold a little, similar
+to Ok-Topk (Li and Hoefler, PPoPP 2022).
 """
 
 from __future__ import annotations
@@ -21,16 +23,17 @@ from lightning_dct.compress.awaited import must_not_wait
 from lightning_dct.kernels.bits import nonzero_indices
 from lightning_dct.kernels.plain import SMALLEST_THRESHOLD
 
-# The guard's exponent is this times the square root of the density. Error feedback makes entries crowd below the
-# threshold, the more the smaller the density, and there a small move changes the count a lot. Twice the exponent makes
-# the count oscillate (simulated at 0.1% density).
+# The guard's exponent is this times the square root of the density. Error feedback makes entries
+# crowd below the threshold, the more the smaller the density, and there a small move changes the
+# count a lot. Twice the exponent makes the count oscillate (simulated at 0.1% density).
 GUARD_GAIN = 0.3
 GUARD_LARGEST_FACTOR = 1.25
 # The guard aims a little low, because what does not fit waits for the next exchange.
 GUARD_AIM = 0.98
 # Beyond this many times the target, one step would be too small.
 GUARD_RESELECT = 2.0
-# A sample for a threshold has at least so many entries, and so many wanted ones: within 5% of the target.
+# A sample for a threshold has at least so many entries, and so many wanted ones: within 5% of the
+# target.
 SMALLEST_SAMPLE = 1 << 14
 WANTED_IN_SAMPLE = 400
 
@@ -39,19 +42,22 @@ WANTED_IN_SAMPLE = 400
 def sample_of(size: int, target: int) -> Tensor | None:
     """Which entries of a tensor to select its threshold from: int64, ascending; None for all.
 
-    They are spread evenly, one in each stretch of the tensor. Where in its stretch an entry lies is hashed, because a
-    regular sample of a matrix would see a few of its columns only.
+    They are spread evenly, one in each stretch of the tensor. Where in its stretch an entry lies is
+    hashed, because a regular sample of a matrix would see a few of its columns only.
     """
     wanted = max(SMALLEST_SAMPLE, math.ceil(WANTED_IN_SAMPLE * size / target))
     if size < 2 * wanted:
         return None
-    numbers, stretch = torch.arange(wanted), size // wanted
-    # Fibonacci hashing: the upper half of a product with 2 ** 32 over the golden ratio (Knuth, TAOCP 3, section 6.4).
+    numbers = torch.arange(wanted)
+    stretch = size // wanted
+    # Fibonacci hashing: the upper half of a product with 2 ** 32 over the golden ratio (Knuth,
+    # TAOCP 3, section 6.4).
     return numbers * stretch + ((numbers * 0x9E3779B1 & 0xFFFFFFFF) >> 16) % stretch
 
 
 def threshold_from(sampled: Tensor, size: int, target: int) -> float | Tensor:
-    """The magnitude that about ``target`` of ``size`` entries reach, from all of them or from those of a sample.
+    """The magnitude that about ``target`` of ``size`` entries reach, from all of them or from those
+    of a sample.
 
     On a GPU it is a tensor of shape ``[]``, so that the host does not wait.
     """
@@ -62,7 +68,8 @@ def threshold_from(sampled: Tensor, size: int, target: int) -> float | Tensor:
 
 
 def kth_magnitude(values: Tensor, k: int) -> float:
-    """The k-th largest magnitude of values (``[n]``, floating point), at least the smallest normal fp32 number.
+    """The k-th largest magnitude of values (``[n]``, floating point), at least the smallest normal
+    fp32 number.
 
     Infinite and NaN entries count as zero.
     """
@@ -83,7 +90,8 @@ def _kth_largest(values: Tensor, k: int) -> Tensor:
 
 
 def keep_largest(values: Tensor, k: int) -> tuple[Tensor, float]:
-    """A bool mask (``[n]``) of the ``k`` largest magnitudes, and the smallest of them; of equals the first are kept.
+    """A bool mask (``[n]``) of the ``k`` largest magnitudes, and the smallest of them; of equals
+    the first are kept.
 
     ``values`` has shape ``[n]``, is finite, and ``n > k >= 1``.
     """
@@ -105,8 +113,8 @@ def entries_at(density: float, size: int) -> int:
 def nudge(threshold: float, count: int, target: int, size: int, aim: float = GUARD_AIM) -> float:
     """The guard: the next threshold, after ``count`` of ``size`` entries have reached this one.
 
-    ``threshold * ((count + 0.5) / (aim * target + 0.5)) ** (0.3 * sqrt(target / size))``, with the factor limited to
-    [1 / 1.25, 1.25].
+    ``threshold * ((count + 0.5) / (aim * target + 0.5)) ** (0.3 * sqrt(target / size))``, with the
+    factor limited to [1 / 1.25, 1.25].
     """
     exponent = GUARD_GAIN * math.sqrt(target / size)
     # Half an entry keeps the ratio finite, and gentle for targets of one or two entries.
@@ -118,15 +126,17 @@ def nudge(threshold: float, count: int, target: int, size: int, aim: float = GUA
 class Thresholds:
     """One rank's thresholds, by parameter name or by label of a piece.
 
-    A threshold is valid only for the target (number of entries) it was selected for. When the density changes, the
-    threshold counts as missing. Those of a bucket on a GPU are one tensor on it, because reading a number waits for the
-    GPU; :mod:`~lightning_dct.compress.on_gpu` moves them.
+    A threshold is valid only for the target (number of entries) it was selected for. When the
+    density changes, the threshold counts as missing. Those of a bucket on a GPU are one tensor on
+    it, because reading a number waits for the GPU; :mod:`~lightning_dct.compress.on_gpu` moves
+    them.
     """
 
     def __init__(self) -> None:
         self.targets: dict[str, int] = {}
         self._values: dict[str, float | Tensor] = {}
-        # Those on a GPU by the names of a bucket's tensors, with their targets. They hold instead of others.
+        # Those on a GPU by the names of a bucket's tensors, with their targets. They hold instead
+        # of others.
         self.by_bucket: dict[tuple[str, ...], tuple[tuple[int, ...], Tensor]] = {}
 
     def missing(self, names: tuple[str, ...], targets: tuple[int, ...]) -> list[int]:
@@ -134,7 +144,9 @@ class Thresholds:
         if names in self.by_bucket and self.by_bucket[names][0] == targets:
             return []
         return [
-            i for i, (name, target) in enumerate(zip(names, targets, strict=True)) if self.targets.get(name) != target
+            i
+            for i, (name, target) in enumerate(zip(names, targets, strict=True))
+            if self.targets.get(name) != target
         ]
 
     def get(self, name: str, target: int) -> float | None:
@@ -145,10 +157,13 @@ class Thresholds:
     def set(self, name: str, target: int, threshold: float | Tensor) -> None:
         """Store a threshold (one on a GPU as a tensor of shape ``[]``) and its target."""
         self._take_back([name])
-        self._values[name], self.targets[name] = threshold, target
+        self._values[name] = threshold
+        self.targets[name] = target
 
     def on_device(self, names: tuple[str, ...], device: torch.device) -> Tensor:
-        """Some thresholds, none of which is missing, without waiting: shape ``[len(names)]``, fp64, read-only."""
+        """Some thresholds, none of which is missing, without waiting: shape ``[len(names)]``, fp64,
+        read-only.
+        """
         if names not in self.by_bucket:
             self._take_back(names)
             # `full` passes the number as a kernel argument; a copy from host memory would wait.
@@ -158,7 +173,10 @@ class Thresholds:
                 else torch.full((), value, dtype=torch.float64, device=device)
                 for value in map(self._values.__getitem__, names)
             ]
-            self.by_bucket[names] = tuple(map(self.targets.__getitem__, names)), torch.stack(scalars)
+            self.by_bucket[names] = (
+                tuple(map(self.targets.__getitem__, names)),
+                torch.stack(scalars),
+            )
         return self.by_bucket[names][1]
 
     def replace(self, names: tuple[str, ...], thresholds: Tensor) -> None:
@@ -174,7 +192,9 @@ class Thresholds:
 
     def forget(self) -> None:
         """Delete all thresholds."""
-        self._values, self.targets, self.by_bucket = {}, {}, {}
+        self._values = {}
+        self.targets = {}
+        self.by_bucket = {}
 
     def forget_those_of(self, parameters: Collection[str]) -> None:
         """Delete the thresholds of some parameters, of their pieces and of the pieces' sums."""
@@ -193,7 +213,8 @@ class Thresholds:
 
     def take_over(self, other: Thresholds) -> None:
         """Copy another object's thresholds without waiting for a GPU."""
-        self._values, self.targets = dict(other._values), dict(other.targets)
+        self._values = dict(other._values)
+        self.targets = dict(other.targets)
         self.by_bucket = dict(other.by_bucket)
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,1 +1,3 @@
-"""Bytes and time of a run before it starts, and the settings that it takes: the code behind ``lightning-dct plan``."""
+"""Bytes and time of a run before it starts, and the settings that it takes: the code behind
+``lightning-dct plan``.
+"""

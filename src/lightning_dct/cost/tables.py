@@ -8,12 +8,16 @@ from lightning_dct.embedding.store import default_room
 from lightning_dct.traffic import FP32_BYTES, format_bytes, plain_table
 
 
-def describe_tables(table_rows: Sequence[int], dim: int, ranks: int, cache_rows: int | None = None) -> str:
+def describe_tables(
+    table_rows: Sequence[int], dim: int, ranks: int, cache_rows: int | None = None
+) -> str:
     """A table of the bytes on a rank, for fp32 rows, if all ranks use the rows of all owners alike.
 
-    ``cache_rows`` is the setting of :class:`~lightning_dct.ShardedEmbeddingBags`; None for its default.
+    ``cache_rows`` is the setting of :class:`~lightning_dct.ShardedEmbeddingBags`; None for its
+    default.
     """
-    rows, row_bytes = sum(table_rows), FP32_BYTES * dim
+    rows = sum(table_rows)
+    row_bytes = FP32_BYTES * dim
     own = -(-rows // ranks)
     room = min(default_room(own, dim, row_bytes) if cache_rows is None else cache_rows, rows - own)
     index = room * 2 * (1 + INDEX_BYTES + CODE_BYTES)

@@ -23,14 +23,17 @@ from lightning_dct.traffic import FP32_BYTES, all_reduce_bytes
 MEASURED_ENTRIES = 4_000_000
 SENDERS = 4
 LEAST_ROUNDS = 3
-SIZES = (1 << 16, 1 << 18, 1 << 20)  # bytes of the tensors that are all-reduced, one after the other
+# Bytes of the tensors that are all-reduced, one after the other.
+SIZES = (1 << 16, 1 << 18, 1 << 20)
 LONGEST = 0.02  # seconds after which no larger tensor is tried: a slow link shows its rate early
 ROUNDS = 2
 
 
 @dataclass(frozen=True)
 class Speed:
-    """The cost of each entry of a tensor, sent or not, at one density and value format, in seconds."""
+    """The cost of each entry of a tensor, sent or not, at one density and value format, in
+    seconds.
+    """
 
     compress: float  # add, compare, compact, pack
     clear: float  # make room for a sum
@@ -38,7 +41,9 @@ class Speed:
     how: str  # the measurement in words
 
     def seconds(self, exchange: str, entries: int, world_size: int, ranks_per_node: int) -> float:
-        """The seconds that a rank compresses and decompresses in a step of so many compressed entries."""
+        """The seconds that a rank compresses and decompresses in a step of so many compressed
+        entries.
+        """
         gather = self.compress + self.clear + world_size * self.add
         if exchange == "all_gather":
             return entries * gather
@@ -48,24 +53,36 @@ class Speed:
         return entries * (self.compress / ranks_per_node + self.clear + nodes * self.add)
 
 
-def measure_speed(config: DCTConfig, sizes: Sequence[int], seconds: float, device: torch.device) -> Speed:
+def measure_speed(
+    config: DCTConfig, sizes: Sequence[int], seconds: float, device: torch.device
+) -> Speed:
     """Time the code that a run uses, for at least so many seconds.
 
-    The fastest of a few times counts, because other processes only add to it. ``sizes`` are the entries of each tensor,
-    of which at most the first few millions are timed.
+    The fastest of a few times counts, because other processes only add to it. ``sizes`` are the
+    entries of each tensor, of which at most the first few millions are timed.
     """
     bounds = [min(bound, MEASURED_ENTRIES) for bound in accumulate(sizes, initial=0)]
     sizes = [stop - start for start, stop in pairwise(bounds) if stop > start]
-    names, size = [f"measured {index}" for index in range(len(sizes))], sum(sizes)
+    names = [f"measured {index}" for index in range(len(sizes))]
+    size = sum(sizes)
     # Without link traversals compressing is always worth it.
-    densities, smallest = [config.density] * len(sizes), config.min_tensor_size
-    plan = plan_bucket(names, sizes, densities, torch.float32, config.value_format, smallest, link_traversals=0.0)
+    densities = [config.density] * len(sizes)
+    smallest = config.min_tensor_size
+    plan = plan_bucket(
+        names, sizes, densities, torch.float32, config.value_format, smallest, link_traversals=0.0
+    )
     if plan.is_dense:
-        return Speed(0.0, 0.0, 0.0, f"nothing to measure: at density {config.density:g} tensors are sent dense")
+        return Speed(
+            0.0,
+            0.0,
+            0.0,
+            f"nothing to measure: at density {config.density:g} tensors are sent dense",
+        )
     noise = torch.Generator(device).manual_seed(0)
     gradient = torch.randn(size, generator=noise, device=device)
     start = torch.randn(size, generator=noise, device=device)
-    residual, total = start.clone(), torch.empty_like(start)
+    residual = start.clone()
+    total = torch.empty_like(start)
     feedback = ErrorFeedback({}, adapt_threshold=True, undoable=False)
 
     def pack() -> Tensor:
@@ -87,20 +104,31 @@ def measure_speed(config: DCTConfig, sizes: Sequence[int], seconds: float, devic
     times = [found[1:] for found in times]
     packing, reading, reading_several = (min(found) / size for found in times)
     add = max(0.0, reading_several - reading) / (SENDERS - 1)
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU thread(s)"
-    how = (
-        f"{1e3 * packing * size:.1f} ms for {size:,} entries, and {1e3 * reading * size:.1f} ms to read a payload of"
-        f" them; measured here, on {where} with the kernel {fastest_kernel(device.type)!r}, best of {len(times[0])}"
+    where = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"{torch.get_num_threads()} CPU thread(s)"
     )
-    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    how = (
+        f"{1e3 * packing * size:.1f} ms for {size:,} entries, and {1e3 * reading * size:.1f} ms to"
+        f" read a payload of them; measured here, on {where} with the kernel"
+        f" {fastest_kernel(device.type)!r}, best of {len(times[0])}"
+    )
+    load = os.getloadavg()[0]
+    cores = os.cpu_count() or 1
     if load > cores:
-        how += f", while the machine was busy (load {load:.0f} on {cores} cores): an idle one is faster"
+        how += (
+            f", while the machine was busy (load {load:.0f} on {cores} cores): an idle one is"
+            " faster"
+        )
     return Speed(packing, max(0.0, reading - add), add, how)
 
 
 @dataclass(frozen=True)
 class MeasuredLink:
-    """The time of all-reduces on the slowest of ``world_size`` ranks: of an empty one, and of each byte more."""
+    """The time of all-reduces on the slowest of ``world_size`` ranks: of an empty one, and of each
+    byte more.
+    """
 
     world_size: int
     latency: float
@@ -112,20 +140,26 @@ class MeasuredLink:
 
     @property
     def bits_per_second(self) -> float | None:
-        """Rate at which each rank of a ring sends during an all-reduce; None if further bytes took no time."""
+        """Rate at which each rank of a ring sends during an all-reduce; None if further bytes took
+        no time.
+        """
         sent = 8 * all_reduce_bytes(SIZES[-1], self.world_size) / SIZES[-1]
         return sent / self.seconds_per_byte if self.seconds_per_byte else None
 
 
 def measure_link(group: dist.ProcessGroup, device: torch.device) -> MeasuredLink:
-    """Time all-reduces of growing size; a collective call of two ranks or more, whose bytes are not counted."""
+    """Time all-reduces of growing size; a collective call of two ranks or more, whose bytes are not
+    counted.
+    """
     # Connects and synchronises the ranks.
     dist.all_reduce(torch.zeros(1, device=device), group=group)
     times: list[float] = []
     for size in SIZES:
         tensor = torch.zeros(size // FP32_BYTES, device=device)
         # With the slowest rank's time, all ranks stop at the same size.
-        own = min(_timed(partial(dist.all_reduce, tensor, group=group), device) for _ in range(ROUNDS))
+        own = min(
+            _timed(partial(dist.all_reduce, tensor, group=group), device) for _ in range(ROUNDS)
+        )
         slowest = torch.tensor(own, dtype=torch.float64, device=device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
         times.append(slowest.item())

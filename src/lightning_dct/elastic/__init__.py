@@ -1,1 +1,3 @@
-"""Local updates among ranks that come and go, on torchft: a lost or slow rank costs a round, not the job."""
+"""Local updates among ranks that come and go, on torchft: a lost or slow rank costs a round, not
+the job.
+"""

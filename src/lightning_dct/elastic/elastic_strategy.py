@@ -1,7 +1,9 @@
-"""``Trainer(strategy="dct_elastic")``: local updates among the ranks that are present, each a process of its own.
+"""``Trainer(strategy="dct_elastic")``: local updates among the ranks that are present, each a
+process of its own.
 
-A rank joins when its fit begins: it takes a checkpoint from a peer, over the network, and resumes from that. It leaves
-when it dies or its fit ends. In between it meets the others in exchanges only, at the end of a batch.
+A rank joins when its fit begins: it takes a checkpoint from a peer, over the network, and resumes
+from that. It leaves when it dies or its fit ends. In between it meets the others in exchanges only,
+at the end of a batch.
 """
 
 import json
@@ -62,10 +64,10 @@ START_S = 300.0
 class DCTElasticStrategy(DCTStrategy):
     """Data-parallel training in which ranks may die, stall, join and leave.
 
-    :mod:`lightning_dct.elastic.elastic_updates` has the equations. Something outside starts each rank by itself, with
-    its ``NODE_RANK`` and ``LOCAL_RANK``, starts it again if it dies, and gives all the address of a lighthouse in
-    ``TORCHFT_LIGHTHOUSE``; ``examples/elastic/start.py`` does. ``trainer.world_size`` and samplers mean the ranks that
-    were asked for.
+    :mod:`lightning_dct.elastic.elastic_updates` has the equations. Something outside starts each
+    rank by itself, with its ``NODE_RANK`` and ``LOCAL_RANK``, starts it again if it dies, and gives
+    all the address of a lighthouse in ``TORCHFT_LIGHTHOUSE``; ``examples/elastic/start.py`` does.
+    ``trainer.world_size`` and samplers mean the ranks that were asked for.
 
     Args:
         accelerator: As for DDPStrategy.
@@ -86,15 +88,18 @@ class DCTElasticStrategy(DCTStrategy):
         for setting, only in ONLY.items():
             if setting in kwargs and kwargs[setting] not in only:
                 raise ValueError(
-                    f"`strategy='dct_elastic'` cannot take `{setting}={kwargs[setting]!r}`, which needs all ranks."
-                    " Leave it out, or use `strategy='dct'`."
+                    f"`strategy='dct_elastic'` cannot take `{setting}={kwargs[setting]!r}`, which"
+                    " needs all ranks. Leave it out, or use `strategy='dct'`."
                 )
-        # In these two statements, and with no `kwargs.get` above: LightningCLI reads here which settings there are.
+        # In these two statements, and with no `kwargs.get` above: LightningCLI reads here which
+        # settings there are.
         kwargs |= {"exchange": "all_gather", "lifelines": False}
         super().__init__(accelerator, **kwargs)
         self._pretends = False
         self._given: Mapping[str, Any] | None = None
-        self._marked = self._seconds = 0.0  # since the last optimizer step, without what is not training
+        self._marked = self._seconds = (
+            0.0  # since the last optimizer step, without what is not training
+        )
         self._trained: bool | None = None  # whether the step of this batch was; None if it has none
         self._last: dict[str, Any] = {"loss": torch.zeros(())}  # what the last step has returned
 
@@ -129,9 +134,10 @@ class DCTElasticStrategy(DCTStrategy):
         assert self.cluster_environment is not None
         if self.num_processes > 1 and not self.cluster_environment.creates_processes_externally:
             raise ValueError(
-                f"`strategy='dct_elastic'` does not start `devices={self.num_processes}` processes, because Lightning"
-                " would end all if one dies. Start each rank by itself, with its LOCAL_RANK: `python"
-                f" examples/elastic/start.py {self.num_processes} train.py` does, and starts one again that has died."
+                f"`strategy='dct_elastic'` does not start `devices={self.num_processes}` processes,"
+                " because Lightning would end all if one dies. Start each rank by itself, with its"
+                f" LOCAL_RANK: `python examples/elastic/start.py {self.num_processes} train.py`"
+                " does, and starts one again that has died."
             )
         super()._configure_launcher()
 
@@ -157,14 +163,17 @@ class DCTElasticStrategy(DCTStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         """Set up the model, then join the others or start with them."""
         if not self._module.automatic_optimization:
-            raise ValueError("`strategy='dct_elastic'` needs automatic optimization. Use `strategy='dct'`.")
+            raise ValueError(
+                "`strategy='dct_elastic'` needs automatic optimization. Use `strategy='dct'`."
+            )
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         for callback in callbacks if trainer.state.fn == TrainerFn.FITTING else ():
-            if isinstance(callback, LearningRateFinder | BatchSizeFinder):  # on trial, then back to a checkpoint
+            # On trial, then back to a checkpoint.
+            if isinstance(callback, LearningRateFinder | BatchSizeFinder):
                 raise ValueError(
-                    f"`strategy='dct_elastic'` cannot run `{type(callback).__name__}`, because each rank would search"
-                    " by itself. Run the search first, on one machine with `strategy='auto'` or `'dct'`, and give its"
-                    " result to the model."
+                    f"`strategy='dct_elastic'` cannot run `{type(callback).__name__}`, because each"
+                    " rank would search by itself. Run the search first, on one machine with"
+                    " `strategy='auto'` or `'dct'`, and give its result to the model."
                 )
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
@@ -201,10 +210,16 @@ class DCTElasticStrategy(DCTStrategy):
         return self.synchronizer
 
     def _join(self) -> None:
-        """Take the state of a peer if the run has begun; else wait for the other ranks and start alike."""
-        present, began, trainer = self.present, time.monotonic(), self._module.trainer
+        """Take the state of a peer if the run has begun; else wait for the other ranks and start
+        alike.
+        """
+        present = self.present
+        began = time.monotonic()
+        trainer = self._module.trainer
         # Ranks that start together train the same parameters, too.
-        settings = zlib.crc32(repr((self._settings(), joining.trained_names(self._module))).encode())
+        settings = zlib.crc32(
+            repr((self._settings(), joining.trained_names(self._module))).encode()
+        )
         restarted = os.environ.get(RESTARTED) == "1"
         while True:
             late = time.monotonic() - began > START_S
@@ -218,8 +233,8 @@ class DCTElasticStrategy(DCTStrategy):
                     break
             elif len({one.num_bytes for one in headers}) > 1:
                 raise ValueError(
-                    "The ranks have different settings or models, or are in different fits of their scripts. Those of"
-                    f" rank {self.global_rank}: {self._settings()}"
+                    "The ranks have different settings or models, or are in different fits of"
+                    f" their scripts. Those of rank {self.global_rank}: {self._settings()}"
                 )
             elif len(headers) >= self.world_size or any(one.ready for one in headers):
                 for tensor in (*self._module.parameters(), *self._module.buffers()):
@@ -227,19 +242,26 @@ class DCTElasticStrategy(DCTStrategy):
                     present.spread(same)
                     tensor.detach().copy_(same)
                 # Ranks may have more data or less than the first one.
-                said = present.spread_text(json.dumps(joining.situation_of(self._module, run_length(trainer)[:2])))
+                said = present.spread_text(
+                    json.dumps(joining.situation_of(self._module, run_length(trainer)[:2]))
+                )
                 if present.agree():
                     self._take_situation(json.loads(said))
                     break
             elif late and restarted:
-                raise RuntimeError("This rank was started again, and the others have finished or are gone.")
+                raise RuntimeError(
+                    "This rank was started again, and the others have finished or are gone."
+                )
             time.sleep(0.2)
         if self._given is not None:
             joining.compare_settings(self._given["settings"], self._settings())
             self._take_situation(self._given["situation"])
             restore_from(trainer, dict(self._given["checkpoint"]))
         said = "has joined a run" if self._given is not None else "starts"
-        print(f"lightning_dct: rank {self.global_rank} {said}, {present.size()} ranks are present.", flush=True)
+        print(
+            f"lightning_dct: rank {self.global_rank} {said}, {present.size()} ranks are present.",
+            flush=True,
+        )
 
     def _take_situation(self, situation: Mapping[str, Any]) -> None:
         self.length = RunLength(*situation["length"])
@@ -255,16 +277,28 @@ class DCTElasticStrategy(DCTStrategy):
         return self.length  # as the first rank has expected
 
     def _give(self) -> dict[str, Any]:
-        """This rank's state for a peer, at a meeting: nothing in it changes before the meeting ends."""
+        """This rank's state for a peer, at a meeting: nothing in it changes before the meeting
+        ends.
+        """
         if self._given is not None or self._elastic.step == 0:
             return dict(self._given or {})
         weights = self._elastic.weights
         shared = {name: weights.shared(name) for name in weights.parameters}
         with weights.in_model():
             checkpoint = checkpoint_of(self._module.trainer)
-        checkpoint[STATE_KEY] = {**merge_states([self._state()]), "weights": {}, "shared": {}, "own_decay": {}}
+        checkpoint[STATE_KEY] = {
+            **merge_states([self._state()]),
+            "weights": {},
+            "shared": {},
+            "own_decay": {},
+        }
         situation = joining.situation_of(self._module, self.length[:2])
-        given = {"settings": self._settings(), "situation": situation, "checkpoint": checkpoint, "shared": shared}
+        given = {
+            "settings": self._settings(),
+            "situation": situation,
+            "checkpoint": checkpoint,
+            "shared": shared,
+        }
         return {**self._elastic.give(), **given}
 
     def _take(self, given: Mapping[str, Any]) -> None:
@@ -280,12 +314,15 @@ class DCTElasticStrategy(DCTStrategy):
     def set_density(self, density: float) -> None:
         """Refuse it: ranks come to a step at different times, or not at all (ValueError)."""
         raise ValueError(
-            f"`strategy='dct_elastic'` cannot set density={density!r} in mid-run, because its ranks come to a step at"
-            " different times. Give `density` to the strategy, or use `strategy='dct'`."
+            f"`strategy='dct_elastic'` cannot set density={density!r} in mid-run, because its ranks"
+            " come to a step at different times. Give `density` to the strategy, or use"
+            " `strategy='dct'`."
         )
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the user's step; a rank that is behind or slow passes over it, with the last output and no gradients."""
+        """Run the user's step; a rank that is behind or slow passes over it, with the last output
+        and no gradients.
+        """
         if not self._elastic.trains:
             return {**self._last, "loss": self._last["loss"].clone().requires_grad_()}
         output = super().training_step(*args, **kwargs)
@@ -294,18 +331,22 @@ class DCTElasticStrategy(DCTStrategy):
             self._last = apply_to_collection(dict(told), Tensor, Tensor.detach)
         return output
 
-    def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any
+    ) -> Any:
         """Step, and count it."""
         self._trained = self._elastic.trains
         return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def after_batch(self) -> None:
         """Exchange updates if that is due; Lightning has counted the batch."""
-        updates, now = self._elastic, time.monotonic()
+        updates = self._elastic
+        now = time.monotonic()
         self._seconds += now - self._marked
         if self._trained is not None:
             updates.add_step(self._trained, self._seconds)
-            self._seconds, self._trained = 0.0, None
+            self._seconds = 0.0
+            self._trained = None
         if updates.due:
             updates.exchange_updates()
         self._marked = time.monotonic()
@@ -317,7 +358,9 @@ class DCTElasticStrategy(DCTStrategy):
             self._elastic.note_peer(self._given)
             self._elastic.commit()  # the round in which this rank has joined
             self._given = None
-        self._marked, self._seconds, self._trained = time.monotonic(), 0.0, None
+        self._marked = time.monotonic()
+        self._seconds = 0.0
+        self._trained = None
 
     def on_validation_end(self) -> None:
         """Measure steps without the validation."""
@@ -329,17 +372,25 @@ class DCTElasticStrategy(DCTStrategy):
         super().on_train_end()
         updates = self._elastic
         rows = [["rank", "steps trained", "exchanges"]]
-        rows += [[f"{rank}", f"{done:,}", f"{met:,}"] for rank, (done, met) in sorted(updates.tallies.items())]
+        rows += [
+            [f"{rank}", f"{done:,}", f"{met:,}"]
+            for rank, (done, met) in sorted(updates.tallies.items())
+        ]
         rank_zero_info(
-            f"Ranks that this rank has met in {updates.exchanges} exchanges ({updates.seconds_met:.1f} s);"
-            f" {updates.present.lost} more exchanges have failed:\n" + plain_table(rows)
+            f"Ranks that this rank has met in {updates.exchanges} exchanges"
+            f" ({updates.seconds_met:.1f} s); {updates.present.lost} more exchanges have failed:\n"
+            + plain_table(rows)
         )
         self.present.close()
 
     def on_exception(self, exception: BaseException) -> None:
         """Hand over to the others what this rank has not sent, if its machine asks it to end."""
         if isinstance(exception, SIGTERMException) and self.is_fitting and self._elastic.step:
-            print(f"lightning_dct: rank {self.global_rank} hands over what it has not sent, and leaves.", flush=True)
+            print(
+                f"lightning_dct: rank {self.global_rank} hands over what it has not sent, and"
+                " leaves.",
+                flush=True,
+            )
             self._elastic.apply_all(ready=HANDS_OVER)
         super().on_exception(exception)
 
@@ -351,7 +402,9 @@ class DCTElasticStrategy(DCTStrategy):
 
     # Checkpoints: one rank writes them, as a run of one rank does.
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+    ) -> None:
         """Save from the first rank that is present."""
         if self._writes():
             with self._by_itself():
@@ -366,7 +419,9 @@ class DCTElasticStrategy(DCTStrategy):
     def _writes(self) -> bool:
         return (self.global_rank if self.synchronizer is None else self.present.rank()) == 0
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
         """Load a checkpoint, or what a peer has given to this rank.
 
         Raises:
@@ -377,12 +432,18 @@ class DCTElasticStrategy(DCTStrategy):
         with self._by_itself():
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         if self._module.trainer.state.fn == TrainerFn.FITTING:
-            while not joining.compare_starts(self.present, checkpoint, self.global_rank, checkpoint_path, START_S):
-                self._join()  # with a rank that is started again; the others may have begun meanwhile
+            while not joining.compare_starts(
+                self.present, checkpoint, self.global_rank, checkpoint_path, START_S
+            ):
+                # with a rank that is started again; the others may have begun meanwhile
+                self._join()
                 if self._given is not None:
                     return dict(self._given["checkpoint"])
-            if not checkpoint.get(STATE_KEY, {}).get("exchange_clocks"):  # clocks begin anew, as after plain DDP
-                self.length = self.length._replace(steps=max(1.0, self.length.steps - checkpoint["global_step"]))
+            # Clocks begin anew, as after plain DDP.
+            if not checkpoint.get(STATE_KEY, {}).get("exchange_clocks"):
+                self.length = self.length._replace(
+                    steps=max(1.0, self.length.steps - checkpoint["global_step"])
+                )
         return checkpoint
 
 

@@ -1,19 +1,22 @@
-"""Exchanges updates among the ranks that are present, and lets a rank catch up that has missed some.
+"""Exchanges updates among the ranks that are present, and lets a rank catch up that has missed
+some.
 
     present r      a_r = w_r - S,   c_r = the entries of a_r that reach a threshold         as in ``dct``
                    all-gather of a header: the step, the steps trained, the pace
                    all-gather of c_r and the buffers that have changed on a rank, then the vote
     committed      m = f / W * sum of c_r,   S += m,   w_r += m - c_r                       W: those that have sent
 
-Decoupled weight decay is no update: senders tell by how much they have decayed, and the shared weights decay by the
-mean (:class:`~lightning_dct.sync.shared_decay.OwnDecay`).
+Decoupled weight decay is no update: senders tell by how much they have decayed, and the shared
+weights decay by the mean (:class:`~lightning_dct.sync.shared_decay.OwnDecay`).
 
-Nothing changes before the vote. So a rank that has failed before it is behind by this round and has lost nothing: at
-its next meeting it takes the shared weights ``S'`` of a peer, and ``w_r += S' - S``, less ``c_r`` if the others have
-added that. Between two exchanges ranks do not depend on each other.
+Nothing changes before the vote. So a rank that has failed before it is behind by this round and has
+lost nothing: at its next meeting it takes the shared weights ``S'`` of a peer, and ``w_r += S' -
+S``, less ``c_r`` if the others have added that. Between two exchanges ranks do not depend on each
+other.
 
-*Every rank has the same step.* A rank that has missed some passes over the steps up to that of the others without
-training; a slow one does the same at the end of each round (skipped iterations: Luo et al., *Hop*, ASPLOS 2019).
+*Every rank has the same step.* A rank that has missed some passes over the steps up to that of the
+others without training; a slow one does the same at the end of each round (skipped iterations: Luo
+et al., *Hop*, ASPLOS 2019).
 """
 
 import math
@@ -42,15 +45,17 @@ from lightning_dct.sync.shared_weights import IN_PLACE, as_real
 from lightning_dct.sync.updates import UpdateSynchronizer
 from lightning_dct.traffic import all_gather_bytes
 
-# A rank as fast as this share of the median trains every step. Its time for a step is the median of its last steps: one
-# in which it was stopped, or the first of a process, does not make it a slow rank.
+# A rank as fast as this share of the median trains every step. Its time for a step is the median of
+# its last steps: one in which it was stopped, or the first of a process, does not make it a slow
+# rank.
 AS_FAST = 0.75
 LAST_STEPS = 32
 # Attempts to meet the others before a rank leaves.
 FAREWELLS = 3
 # In a header.
 HANDS_OVER = 2
-# Rounds of which a rank knows in which quorum they were: one that has missed more starts with nothing held back.
+# Rounds of which a rank knows in which quorum they were: one that has missed more starts with
+# nothing held back.
 REMEMBERED = 100
 COSINE = "agreement of 0"
 # Of a cosine of 1 in a header.
@@ -66,10 +71,10 @@ class Header(NamedTuple):
         trained: Of these, how many it has trained since its last exchange.
         num_bytes: Bytes that it would send.
         nanoseconds: Its time for a step.
-        ready: 1 if a joining rank starts with those that are there, or any other leaves; ``HANDS_OVER`` if it gives the
-            others what it has not sent.
-        cosine: The mean cosine that it takes the ranks' gradients to have, in parts of ``WHOLE``. That of the first
-            rank that is not behind counts.
+        ready: 1 if a joining rank starts with those that are there, or any other leaves;
+            ``HANDS_OVER`` if it gives the others what it has not sent.
+        cosine: The mean cosine that it takes the ranks' gradients to have, in parts of ``WHOLE``.
+            That of the first rank that is not behind counts.
         history: A checksum of the rounds that its shared weights have taken, and of their quorums.
         buffers: A bit for each buffer that has changed since the last exchange.
     """
@@ -85,8 +90,13 @@ class Header(NamedTuple):
     buffers: int = 0
 
 
-def gather_headers(present: PresentRanks, own: Header, patience_s: float | None = None) -> list[Header]:
-    """The headers of all ranks of a meeting; empty if that has failed. The wait is that of ``PresentRanks.gather``."""
+def gather_headers(
+    present: PresentRanks, own: Header, patience_s: float | None = None
+) -> list[Header]:
+    """The headers of all ranks of a meeting; empty if that has failed.
+
+    The wait is that of ``PresentRanks.gather``.
+    """
     gathered = present.gather(torch.tensor(own, dtype=torch.int64), patience_s)
     return [] if gathered is None else [Header(*row) for row in gathered.tolist()]
 
@@ -121,10 +131,12 @@ class ElasticUpdates(UpdateSynchronizer):
         self._times: deque[float] = deque(maxlen=LAST_STEPS)
         self.tallies: dict[int, tuple[int, int]] = {}
         self._said: list[int] = []
-        # Of all tensors together, in parts of `WHOLE`: the coherence of any number of ranks follows from it.
+        # Of all tensors together, in parts of `WHOLE`: the coherence of any number of ranks follows
+        # from it.
         self._cosine = WHOLE
         self._round = 0
-        # By round, the quorum in which this rank has committed it. And its payload of a round that has failed.
+        # By round, the quorum in which this rank has committed it. And its payload of a round that
+        # has failed.
         self._commits: deque[tuple[int, int]] = deque(maxlen=REMEMBERED)
         self._history = 0
         self._unsure: tuple[int, int, list[tuple[list[str], BucketPlan, Tensor]]] | None = None
@@ -137,10 +149,14 @@ class ElasticUpdates(UpdateSynchronizer):
     @property
     def trains(self) -> bool:
         """Whether this rank trains the next step, or passes over it."""
-        return self.step >= self.resume_at and (not self.train_until or self.step < self.train_until)
+        return self.step >= self.resume_at and (
+            not self.train_until or self.step < self.train_until
+        )
 
     def after_step(self, optimizer: Optimizer, was_made: bool = True) -> None:
-        """Count a step; the exchange comes when the batch ends, where a checkpoint can be made for a joiner."""
+        """Count a step; the exchange comes when the batch ends, where a checkpoint can be made for
+        a joiner.
+        """
         rounds = self._count_step(optimizer)
         self._decay(rounds, optimizer, was_made)
         if self.project is not None:
@@ -157,19 +173,24 @@ class ElasticUpdates(UpdateSynchronizer):
 
     def exchange_updates(self) -> None:
         """Meet the others and exchange updates with them; nothing happens if that fails."""
-        self.due, began = False, time.monotonic()
-        self.train_until, self._round = 0, self.present.round
+        self.due = False
+        began = time.monotonic()
+        self.train_until = 0
+        self._round = self.present.round
         self.continue_training()
         with self.traffic.timed("exchange", "seconds_waiting"):
-            met = self.present.meet()  # a rank that is behind has the others' shared weights afterwards
+            # A rank that is behind has the others' shared weights afterwards.
+            met = self.present.meet()
         if met:
             self._exchange()
         self.seconds_met += time.monotonic() - began
 
     def apply_all(self, ready: int = 1) -> None:
-        """Meet the others once more before leaving: a rank that has missed the last exchange takes it from them.
+        """Meet the others once more before leaving: a rank that has missed the last exchange takes
+        it from them.
 
-        With ``HANDS_OVER`` this rank gives them what it has moved and not sent, because the run goes on without it.
+        With ``HANDS_OVER`` this rank gives them what it has moved and not sent, because the run
+        goes on without it.
         """
         self.continue_training()
         self._round = self.present.round
@@ -180,13 +201,19 @@ class ElasticUpdates(UpdateSynchronizer):
                 return
 
     def _say_farewell(self, headers: list[Header], ready: int) -> bool:
-        """End a meeting without updates; return whether its end, and what ranks hand over, is taken.
+        """End a meeting without updates; return whether its end, and what ranks hand over, is
+        taken.
 
-        A joiner has the weights from before the meeting, so nothing changes if there is one. Then a rank tries again.
+        A joiner has the weights from before the meeting, so nothing changes if there is one. Then a
+        rank tries again.
         """
         present = self.present
         givers = [place for place, header in enumerate(headers) if header.ready == HANDS_OVER]
-        takes = givers and min(header.step for header in headers) >= 0 and len({one.history for one in headers}) == 1
+        takes = (
+            givers
+            and min(header.step for header in headers) >= 0
+            and len({one.history for one in headers}) == 1
+        )
         rows = None
         if takes:
             names = self._the_rounds.names
@@ -205,18 +232,25 @@ class ElasticUpdates(UpdateSynchronizer):
         return rows is not None or ready < 2
 
     def _exchange(self) -> None:
-        rounds, present = self._the_rounds, self.present
+        rounds = self._the_rounds
+        present = self.present
         buckets = self._plans(rounds, rounds.steps)
         sampled = torch.empty(0)
         if rounds.coherence.has_begun(rounds.steps):
-            sampled = torch.cat([one.entries for one in self._samples(rounds, self._optimizers()[0]).values()])
+            sampled = torch.cat(
+                [one.entries for one in self._samples(rounds, self._optimizers()[0]).values()]
+            )
             rounds.coherence.skip()
         # Those of all buffers, of which ranks then send those that have changed on one of them.
         decayed = rounds.own_decay.of(rounds.names if rounds.decays else ()).view(torch.uint8)
         compressed = sum(plan.layout.num_bytes for _, plan in buckets)
         num_bytes = decayed.numel() + compressed + self.buffers.num_bytes + sampled.nbytes
         nanoseconds = int(1e9 * median(self._times or (0.0,)))
-        shared = {"cosine": self._cosine, "history": self._history, "buffers": self.buffers.changed()}
+        shared = {
+            "cosine": self._cosine,
+            "history": self._history,
+            "buffers": self.buffers.changed(),
+        }
         header = Header(self._rank, rounds.steps, self._trained, num_bytes, nanoseconds, **shared)
         with self.traffic.timed("exchange", "seconds_waiting"):
             headers = gather_headers(present, header)
@@ -225,15 +259,17 @@ class ElasticUpdates(UpdateSynchronizer):
             return
         histories = [header.history for header in headers if header.step >= 0 and not header.ready]
         if len(histories) < len(headers) or len(set(histories)) > 1:
-            # A joiner has the weights from before this exchange, so all keep what they would send. A rank that leaves
-            # has none to send. Ranks that have met others in rounds of the same number take the weights of the most.
+            # A joiner has the weights from before this exchange, so all keep what they would send.
+            # A rank that leaves has none to send. Ranks that have met others in rounds of the same
+            # number take the weights of the most.
             apart = self._history != mode(histories)
             if self._say_farewell(headers, ready=0):
                 self.commit()
                 if apart:
                     present.forget()
             return
-        step, own = max(header.step for header in headers), headers[present.rank()]
+        step = max(header.step for header in headers)
+        own = headers[present.rank()]
         sizes = {header.num_bytes for header in headers if header.step == step}
         if len(sizes) > 1:
             raise ValueError(
@@ -241,14 +277,22 @@ class ElasticUpdates(UpdateSynchronizer):
                 + ", ".join(f"rank {h.rank}: {h.num_bytes} bytes" for h in headers)
                 + "). Use the same model, settings and version of lightning_dct on every rank."
             )
-        if own.step < step:  # a rank that is behind reads what the others send with the settings that they have by now
+        if (
+            own.step < step
+            # a rank that is behind reads what the others send with the settings that they have by now
+        ):
             self._choose_settings(step)
             buckets = self._plans(rounds, step)
-        senders = [place for place, header in enumerate(headers) if header.step == step and header.trained > 0]
+        senders = [
+            place
+            for place, header in enumerate(headers)
+            if header.step == step and header.trained > 0
+        ]
         changed = reduce(or_, [headers[place].buffers for place in senders], 0)
         uncompressed = self.buffers.to_bytes(changed)
         size = sizes.pop() - self.buffers.num_bytes + uncompressed.numel()
-        sent, payloads = torch.zeros(size, dtype=torch.uint8), []
+        sent = torch.zeros(size, dtype=torch.uint8)
+        payloads = []
         self.feedback.begin()
         if sends := present.rank() in senders:
             self._forget_thresholds([names for names, _ in buckets])
@@ -257,7 +301,8 @@ class ElasticUpdates(UpdateSynchronizer):
             sent = torch.cat([decayed, *payloads, uncompressed, sampled.view(torch.uint8)])
         self.traffic.add(bytes_of_buffers=all_gather_bytes(uncompressed.numel(), present.size()))
         self.exchange.everyone.count(all_gather_bytes(size, present.size()))
-        this_round, quorum = present.round, present.quorum
+        this_round = present.round
+        quorum = present.quorum
         with self.traffic.timed("exchange", "seconds_waiting"):
             rows = present.gather(sent)
             agreed = present.agree()
@@ -272,28 +317,42 @@ class ElasticUpdates(UpdateSynchronizer):
         if senders:
             how = Sending(gains=self._gains(self._decide(rounds, step), len(senders)))
             rows_sent = self._decay_as_agreed(rows[senders])
-            self._take(buckets, rows_sent, senders.index(present.rank()) if sends else None, changed, how)
+            self._take(
+                buckets, rows_sent, senders.index(present.rank()) if sends else None, changed, how
+            )
         if own.step < step:
             self.resume_at = step
         self._note(headers, step)
         self._trained = 0
 
     def _decay_as_agreed(self, rows: Tensor) -> Tensor:
-        """Decay the shared weights by the mean of what the senders' rows begin with; return the rest of the rows."""
+        """Decay the shared weights by the mean of what the senders' rows begin with; return the
+        rest of the rows.
+        """
         rounds = self._the_rounds
         if not rounds.decays:
             return rows
         size = rounds.own_decay.of(rounds.names).nbytes
         factors = rows[:, :size].contiguous().view(torch.float64)
         same = (factors == factors[0]).all(0)  # a mean of equal numbers may be another one
-        rounds.own_decay.take(rounds.names, torch.where(same, factors[0], factors.mean(0)).tolist(), self.weights)
+        rounds.own_decay.take(
+            rounds.names, torch.where(same, factors[0], factors.mean(0)).tolist(), self.weights
+        )
         return rows[:, size:]
 
     def _take(
-        self, buckets: list[tuple[list[str], BucketPlan]], rows: Tensor, own: int | None, changed: int, how: Sending
+        self,
+        buckets: list[tuple[list[str], BucketPlan]],
+        rows: Tensor,
+        own: int | None,
+        changed: int,
+        how: Sending,
     ) -> None:
-        """Add what the senders have sent, ``[senders, bytes]``; ``own`` is this rank's row, ``changed`` the buffers."""
-        rounds, start = self._the_rounds, 0
+        """Add what the senders have sent, ``[senders, bytes]``; ``own`` is this rank's row,
+        ``changed`` the buffers.
+        """
+        rounds = self._the_rounds
+        start = 0
         decay = self._decide(rounds, rounds.steps).kept
         with self.traffic.timed("apply"):
             for names, plan in buckets:
@@ -352,7 +411,9 @@ class ElasticUpdates(UpdateSynchronizer):
 
     def _compress(self, names: list[str], plan: BucketPlan) -> Tensor:
         with self.traffic.timed("compress"):
-            return self.exchange.pack(self.feedback, self._in_place(names), plan, set(), PLAIN, due=sum(plan.sizes))
+            return self.exchange.pack(
+                self.feedback, self._in_place(names), plan, set(), PLAIN, due=sum(plan.sizes)
+            )
 
     def _in_place(self, names: list[str]) -> Bucket:
         bucket = self.weights.bucket(names)
@@ -376,7 +437,9 @@ class ElasticUpdates(UpdateSynchronizer):
         return {"step": self.step, "buffers": dict(self.buffers.agreed), **known}
 
     def catch_up(self, given: Mapping[str, Any]) -> None:
-        """Take a peer's shared weights, and keep what this rank has moved and the peers have not added."""
+        """Take a peer's shared weights, and keep what this rank has moved and the peers have not
+        added.
+        """
         self.continue_training()
         commits = dict(given["commits"])
         kept = self._round in commits
@@ -390,8 +453,10 @@ class ElasticUpdates(UpdateSynchronizer):
         for name, shared in given["shared"].items():
             if name not in self.weights.parameters:
                 continue
-            base, own = self.weights.shared(name), self.weights.own(name)
-            base.mul_(self._the_rounds.own_decay.factors.pop(name, 1.0))  # as the peers' have decayed
+            base = self.weights.shared(name)
+            own = self.weights.own(name)
+            # As the peers' have decayed.
+            base.mul_(self._the_rounds.own_decay.factors.pop(name, 1.0))
             own.add_(shared - base) if kept else own.copy_(shared)
             base.copy_(shared)
         self.resume_at = max(self.resume_at, int(given["step"]))
@@ -399,23 +464,33 @@ class ElasticUpdates(UpdateSynchronizer):
 
     def note_peer(self, given: Mapping[str, Any]) -> None:
         """Take what a peer knows of earlier rounds."""
-        self._commits, self._history = deque(given["commits"], maxlen=REMEMBERED), given["history"]
+        self._commits = deque(given["commits"], maxlen=REMEMBERED)
+        self._history = given["history"]
         self.buffers.agreed = {name: buffer.clone() for name, buffer in given["buffers"].items()}
 
     # What the ranks have done.
 
     def _note(self, headers: list[Header], step: int) -> None:
-        """Count what the ranks have done, and decide how many steps this one trains until the next exchange."""
+        """Count what the ranks have done, and decide how many steps this one trains until the next
+        exchange.
+        """
         for header in headers:
             trained, exchanges = self.tallies.get(header.rank, (0, 0))
             self.tallies[header.rank] = trained + header.trained, exchanges + 1
         ranks = sorted(header.rank for header in headers)
         if ranks != self._said:
             self._said = ranks
-            rank_zero_info(f"After {step:,} optimizer steps {len(ranks)} ranks are present: {ranks}.")
+            rank_zero_info(
+                f"After {step:,} optimizer steps {len(ranks)} ranks are present: {ranks}."
+            )
         paces = sorted(header.nanoseconds for header in headers if header.nanoseconds)
-        own, length = headers[self.present.rank()].nanoseconds, self.config.local_steps
-        if own and step >= self.config.warmup_steps and own * AS_FAST > (usual := paces[(len(paces) - 1) // 2]):
+        own = headers[self.present.rank()].nanoseconds
+        length = self.config.local_steps
+        if (
+            own
+            and step >= self.config.warmup_steps
+            and own * AS_FAST > (usual := paces[(len(paces) - 1) // 2])
+        ):
             self.train_until = step + max(1, round((length - step % length) * usual / own))
 
     @property
@@ -430,7 +505,8 @@ def refuse_not_in_place(names: Mapping[Tensor, str]) -> None:
         if parameter.requires_grad and not is_in_place:
             layout = "" if parameter.is_contiguous() else ", and not contiguous"
             raise ValueError(
-                f"`strategy='dct_elastic'` exchanges contiguous parameters of float32 or float64 on the CPU, and"
-                f" {name!r} is {parameter.dtype} on {parameter.device}{layout}. Use `strategy='dct'`, or a mixed"
-                " precision, which keeps weights in float32, and `parameter.data.contiguous()`."
+                "`strategy='dct_elastic'` exchanges contiguous parameters of float32 or float64 on"
+                f" the CPU, and {name!r} is {parameter.dtype} on {parameter.device}{layout}. Use"
+                " `strategy='dct'`, or a mixed precision, which keeps weights in float32, and"
+                " `parameter.data.contiguous()`."
             )

@@ -1,4 +1,6 @@
-"""Compares a rank with the others before it starts with them or joins them, and takes their settings."""
+"""Compares a rank with the others before it starts with them or joins them, and takes their
+settings.
+"""
 
 import zlib
 from collections.abc import Mapping, Sequence
@@ -18,24 +20,37 @@ from lightning_dct.elastic.present import PresentRanks
 
 
 def settings_of(module: Module, config: DCTConfig, fit: int) -> dict[str, str]:
-    """Settings that a rank which joins must have, too. The trained parameters may change during a fit."""
-    parameters = {name: said.rpartition(" ")[0] for name, said in describe_parameters(module).items()}
+    """Settings that a rank which joins must have, too.
+
+    The trained parameters may change during a fit.
+    """
+    parameters = {
+        name: said.rpartition(" ")[0] for name, said in describe_parameters(module).items()
+    }
     chosen = {name: repr(value) for name, value in vars(config).items() if name != "kernel"}
     versions = {"lightning_dct": __version__, "torch": torch.__version__}
-    return {**chosen, **versions, "parameters": f"{zlib.crc32(repr(parameters).encode()):x}", "fit": str(fit)}
+    return {
+        **chosen,
+        **versions,
+        "parameters": f"{zlib.crc32(repr(parameters).encode()):x}",
+        "fit": str(fit),
+    }
 
 
 def compare_settings(theirs: Mapping[str, str], own: Mapping[str, str]) -> None:
-    """Compare the settings of a run with those of a rank that joins it (ValueError if they differ)."""
+    """Compare the settings of a run with those of a rank that joins it (ValueError if they
+    differ).
+    """
     if theirs["fit"] != own["fit"]:
         raise ValueError(
-            f"This rank is in fit {own['fit']} of its process, and the run that it would join is in fit"
-            f" {theirs['fit']}. A rank that is started again can join the first fit only: use a script for each fit."
+            f"This rank is in fit {own['fit']} of its process, and the run that it would join is in"
+            f" fit {theirs['fit']}. A rank that is started again can join the first fit only: use a"
+            " script for each fit."
         )
     if theirs != own:
         raise ValueError(
-            f"The settings of this rank differ from those of the run that it joins, {theirs}: it has {own}. Use the"
-            " same on all ranks."
+            f"The settings of this rank differ from those of the run that it joins, {theirs}: it"
+            f" has {own}. Use the same on all ranks."
         )
 
 
@@ -47,28 +62,34 @@ def trained_names(module: Module) -> list[str]:
 def compare_starts(
     present: PresentRanks, checkpoint: Mapping[str, Any], rank: int, path: Any, patience_s: float
 ) -> bool:
-    """Compare the checkpoints from which ranks start (ValueError if they differ), and whether all have read theirs.
+    """Compare the checkpoints from which ranks start (ValueError if they differ), and whether all
+    have read theirs.
 
-    This waits ``patience_s`` seconds for the slowest. If one has gone or is slower, the ranks must meet again.
+    This waits ``patience_s`` seconds for the slowest. If one has gone or is slower, the ranks must
+    meet again.
     """
     tensors = [value for value in checkpoint["state_dict"].values() if isinstance(value, Tensor)]
     digest = zlib.crc32(repr([checksum_of(tensor) for tensor in tensors]).encode())
     # In a header's fields, because another rank may send one in this meeting.
-    seen = gather_headers(present, Header(digest, int(checkpoint["global_step"]), 0, 0, 0), patience_s)
+    seen = gather_headers(
+        present, Header(digest, int(checkpoint["global_step"]), 0, 0, 0), patience_s
+    )
     if not seen:
         present.agree()  # that the meeting has failed
     if len(set(seen)) > 1:
         raise ValueError(
-            f"The ranks start with different checkpoints; that of rank {rank} is {path}. Copy the same file and folder"
-            " to every machine."
+            f"The ranks start with different checkpoints; that of rank {rank} is {path}. Copy the"
+            " same file and folder to every machine."
         )
     return bool(seen)
 
 
 def situation_of(module: pl.LightningModule, length: Sequence[Any]) -> dict[str, Any]:
-    """What a rank takes from this one when it starts with it or joins it, beside its state, as plain data.
+    """What a rank takes from this one when it starts with it or joins it, beside its state, as
+    plain data.
 
-    The folders of checkpoint callbacks are there because that rank may find another version of a logger's folder.
+    The folders of checkpoint callbacks are there because that rank may find another version of a
+    logger's folder.
     """
     found = [getattr(one, "dirpath", None) for one in module.trainer.checkpoint_callbacks]
     folders = [None if path is None else str(path) for path in found]

@@ -1,10 +1,12 @@
-"""The ranks that are present: a quorum of torchft, and a group of theirs that is made anew when it changes.
+"""The ranks that are present: a quorum of torchft, and a group of theirs that is made anew when it
+changes.
 
     meet      wait for the others, in a quorum; a rank that is behind first takes the state of a peer
     gather    every rank's bytes, in the group of this quorum
     agree     whether this rank takes what was gathered; a rank that does not is behind at the next meeting
 
-Each rank is a replica group of its own, with a ``Manager`` and a store. The *lighthouse* forms the quorums.
+Each rank is a replica group of its own, with a ``Manager`` and a store. The *lighthouse* forms the
+quorums.
 """
 
 import logging
@@ -34,18 +36,23 @@ LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 RESTARTED = "LIGHTNING_DCT_RESTARTED"
 # How long an exchange waits for a rank that is alive and has not come.
 PATIENCE_S = 10.0
-# A rank that is not heard of for so long is gone: half a second is not enough where two cores run four ranks.
+# A rank that is not heard of for so long is gone: half a second is not enough where two cores run
+# four ranks.
 HEARTBEAT_S = 2.0
-# How long a collective or a transfer may wait for a rank that has stopped since the quorum: at first, and at most after
-# some have timed out, because a rank cannot tell one that has stopped from a slow link.
-TRANSFER_S, LONGEST_TRANSFER_S = 8.0, 128.0
+# How long a collective or a transfer may wait for a rank that has stopped since the quorum: at
+# first, and at most after some have timed out, because a rank cannot tell one that has stopped from
+# a slow link.
+TRANSFER_S = 8.0
+LONGEST_TRANSFER_S = 128.0
 # How many failed meetings in a row bring one more warning.
 WARN_EVERY = 10
 # A lighthouse that has not answered gets less time, because each exchange asks it again.
 UNLIT_S = 2.0
-# How long a rank waits for the others' next exchange, which may be a validation away; and how often it looks meanwhile
-# whether the lighthouse is there, because a manager whose lighthouse dies does not answer any more.
-MEETING_S, LOOK_S = 3600.0, 10.0
+# How long a rank waits for the others' next exchange, which may be a validation away; and how often
+# it looks meanwhile whether the lighthouse is there, because a manager whose lighthouse dies does
+# not answer any more.
+MEETING_S = 3600.0
+LOOK_S = 10.0
 
 
 def import_torchft() -> Any:
@@ -62,8 +69,8 @@ def import_torchft() -> Any:
     if found != VERSION:
         other = f", and {found} is installed" if found else ""
         raise ImportError(
-            f"`strategy='dct_elastic'` needs torchft {VERSION}{other}: `pip install '.[elastic]'` in a clone of"
-            " lightning_dct."
+            f"`strategy='dct_elastic'` needs torchft {VERSION}{other}: `pip install '.[elastic]'`"
+            " in a clone of lightning_dct."
         )
     import torchft
 
@@ -72,7 +79,9 @@ def import_torchft() -> Any:
 
 
 def start_lighthouse(host: str = "127.0.0.1", patience_s: float = PATIENCE_S) -> tuple[Any, str]:
-    """A lighthouse, by default for this machine alone, which lives as long as the first result, and its address."""
+    """A lighthouse, by default for this machine alone, which lives as long as the first result, and
+    its address.
+    """
     import_torchft()
     from torchft.coordination import LighthouseServer
 
@@ -87,12 +96,14 @@ def start_lighthouse(host: str = "127.0.0.1", patience_s: float = PATIENCE_S) ->
 
 
 class PresentRanks:
-    """This rank among those that are present; a :class:`~lightning_dct.exchange.collectives.Link` takes it as a group.
+    """This rank among those that are present; a :class:`~lightning_dct.exchange.collectives.Link`
+    takes it as a group.
 
     Args:
         rank: This rank's number among those that were asked for.
         lighthouse: Its address, such as ``http://10.0.0.1:29510``.
-        give: Returns the state for a rank that is behind; called in a thread while this rank waits in :meth:`meet`.
+        give: Returns the state for a rank that is behind; called in a thread while this rank waits
+            in :meth:`meet`.
         take: Takes that state from a peer, within :meth:`meet`.
 
     Attributes:
@@ -101,13 +112,19 @@ class PresentRanks:
         transfer_s: How long a collective or a transfer may wait, in seconds.
     """
 
-    def __init__(self, rank: int, lighthouse: str, give: Callable[[], Any], take: Callable[[Any], None]) -> None:
+    def __init__(
+        self, rank: int, lighthouse: str, give: Callable[[], Any], take: Callable[[Any], None]
+    ) -> None:
         torchft = import_torchft()
         where = urlsplit(lighthouse)
         if not where.hostname or not where.port:
-            raise ValueError(f"{LIGHTHOUSE} must be an address such as 'http://10.0.0.1:29510'; got {lighthouse!r}.")
+            raise ValueError(
+                f"{LIGHTHOUSE} must be an address such as 'http://10.0.0.1:29510'; got"
+                f" {lighthouse!r}."
+            )
         host = name_of_this_host(where.hostname)
-        self._lighthouse, self._is_lit = lighthouse, True
+        self._lighthouse = lighthouse
+        self._is_lit = True
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         self._group = torchft.ProcessGroupGloo(timeout=timedelta(seconds=TRANSFER_S))
         self._transport = _transport(host)
@@ -125,14 +142,16 @@ class PresentRanks:
             store_addr=host,
             store_port=self._store.port,
             lighthouse_addr=lighthouse,
-            # Quorums are in the order of these names, so the lowest rank that is present comes first.
+            # Quorums are in the order of these names, so the lowest rank that is present comes
+            # first.
             replica_id=f"{rank:06}",
             hostname=host,
             checkpoint_transport=self._transport,
             init_sync=False,
         )
         _tell_quorums_apart(self._manager, self._group)
-        self._size, self._rank = 1, 0
+        self._size = 1
+        self._rank = 0
         self.lost = self._failed_in_a_row = 0
         self.trouble = ""
         self.transfer_s = TRANSFER_S
@@ -152,26 +171,34 @@ class PresentRanks:
 
     @property
     def quorum(self) -> int:
-        """The number of the group of the last quorum; a failed meeting is followed by another group."""
+        """The number of the group of the last quorum; a failed meeting is followed by another
+        group.
+        """
         return int(self._manager._quorum_id)
 
     def meet(self) -> bool:
-        """Wait for the other ranks that are alive, and return whether there is a group with them."""
+        """Wait for the other ranks that are alive, and return whether there is a group with
+        them.
+        """
         began = time.monotonic()
         while self._answers() and time.monotonic() < began + MEETING_S:
             try:
                 self._manager.start_quorum()
-                self._size, self._rank = self._manager.num_participants(), self._manager.participating_rank()
+                self._size = self._manager.num_participants()
+                self._rank = self._manager.participating_rank()
             except Exception as error:  # torchft's clients raise many kinds of errors
                 self.trouble = _first_line(error)
-                self._manager._quorum_future = None  # it would raise the same error at the next meeting
+                self._manager._quorum_future = (
+                    None  # it would raise the same error at the next meeting
+                )
                 continue
             return self._manager.errored() is None or self.agree()
         self.lost += 1
         return False
 
     def gather(self, sent: Tensor, patience_s: float | None = None) -> Tensor | None:
-        """The tensors that all ranks of the meeting have sent: shape ``[ranks, *sent.shape]``; None if that has failed.
+        """The tensors that all ranks of the meeting have sent: shape ``[ranks, *sent.shape]``; None
+        if that has failed.
 
         ``patience_s`` is how long to wait for the others, by default as for any transfer.
         """
@@ -215,16 +242,19 @@ class PresentRanks:
             failed = error
         self.trouble = _first_line(failed) if failed else "a rank has left"
         self.lost += 1
-        if "timed out" in self.trouble.lower():  # let transfers take twice as long from the next group on
+        # Let transfers take twice as long from the next group on.
+        if "timed out" in self.trouble.lower():
             self.transfer_s = min(2 * self.transfer_s, LONGEST_TRANSFER_S)
             self._manager._timeout = longer = timedelta(seconds=self.transfer_s)
             self._group.set_timeout(longer)
-            self._transport._checkpoint_lock.timeout = self.transfer_s  # for which a giver waits for its reader
+            # For which a giver waits for its reader.
+            self._transport._checkpoint_lock.timeout = self.transfer_s
         if self._failed_in_a_row % WARN_EVERY == 0:
             warnings.warn(
-                f"An exchange has failed: {self.trouble}. Nothing is lost. This rank tries again at the next one, in"
-                f" which a transfer may take {self.transfer_s:g} seconds. If this goes on, check the links between the"
-                " ranks, or send less with a lower `density`.",
+                f"An exchange has failed: {self.trouble}. Nothing is lost. This rank tries again at"
+                f" the next one, in which a transfer may take {self.transfer_s:g} seconds. If this"
+                " goes on, check the links between the ranks, or send less with a lower"
+                " `density`.",
                 stacklevel=2,
             )
         self._failed_in_a_row += 1
@@ -240,16 +270,19 @@ class PresentRanks:
             self._manager.shutdown(wait=False)
 
     def _answers(self) -> bool:
-        was_lit, where = self._is_lit, urlsplit(self._lighthouse)
+        was_lit = self._is_lit
+        where = urlsplit(self._lighthouse)
         patience_s = TRANSFER_S if was_lit else UNLIT_S
         try:
             socket.create_connection((where.hostname, where.port), timeout=patience_s).close()
             self._is_lit = True
         except OSError as error:
-            self._is_lit, self.trouble = False, f"the lighthouse at {self._lighthouse} does not answer ({error})"
+            self._is_lit = False
+            self.trouble = f"the lighthouse at {self._lighthouse} does not answer ({error})"
         if was_lit and not self._is_lit:
             rank_zero_warn(
-                f"An exchange is lost: {self.trouble}. This rank trains on by itself until the lighthouse is back."
+                f"An exchange is lost: {self.trouble}. This rank trains on by itself until the"
+                " lighthouse is back."
             )
         return self._is_lit
 
@@ -257,9 +290,12 @@ class PresentRanks:
 def _tell_quorums_apart(manager: Any, group: Any) -> None:
     """Have a group look for its ranks by the round, too.
 
-    A lighthouse that was started again counts quorums anew, and a store still has the addresses of the earlier ones.
+    A lighthouse that was started again counts quorums anew, and a store still has the addresses of
+    the earlier ones.
     """
-    client, configure, latest = manager._client, group.configure, [0]
+    client = manager._client
+    configure = group.configure
+    latest = [0]
 
     def ask(**asked: Any) -> Any:
         found = client._quorum(**asked)
@@ -276,7 +312,8 @@ def _transport(host: str) -> Any:
 
     made: Any = HTTPTransport(timeout=timedelta(seconds=TRANSFER_S), num_chunks=0)
     port = made._server.socket.getsockname()[1]
-    made.address = lambda: f"http://{host}:{port}/checkpoint/"  # its own is a name, which peers may not know
+    # Its own is a name, which peers may not know.
+    made.address = lambda: f"http://{host}:{port}/checkpoint/"
     made._server.RequestHandlerClass.log_message = lambda *_: None
     disallow = made.disallow_checkpoint
 
@@ -284,7 +321,9 @@ def _transport(host: str) -> Any:
         try:
             disallow()
         except TimeoutError:
-            made._disallowed = False  # or it would release the lock of a slow reader, and never give again
+            made._disallowed = (
+                False  # or it would release the lock of a slow reader, and never give again
+            )
             raise
 
     made.disallow_checkpoint = disallow_or_leave

@@ -1,1 +1,3 @@
-"""Embedding tables over ranks: placement, caches of remembered rows, messages of changes, the module around them."""
+"""Embedding tables over ranks: placement, caches of remembered rows, messages of changes, the
+module around them.
+"""

@@ -1,4 +1,6 @@
-"""The look-ups of a batch: checks and flattens ids and offsets, finds the distinct rows, pools rows into bags."""
+"""The look-ups of a batch: checks and flattens ids and offsets, finds the distinct rows, pools rows
+into bags.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,8 +16,8 @@ from lightning_dct.kernels import add_in_order
 
 # Told where an id of a growing table is negative.
 HASHES = (
-    "Make ids of strings by `lightning_dct.string_ids`, and other hashes positive by `ids & (2**63 - 1)`. Python's"
-    " `hash` of a string makes no ids: it is another number in each process."
+    "Make ids of strings by `lightning_dct.string_ids`, and other hashes positive by `ids & (2**63"
+    " - 1)`. Python's `hash` of a string makes no ids: it is another number in each process."
 )
 
 
@@ -31,9 +33,12 @@ class Features(NamedTuple):
     @classmethod
     def of(cls, tables: Sequence[EmbeddingTable]) -> "Features":
         """Those of some tables."""
-        listed = [(name, number, table) for number, table in enumerate(tables) for name in table.features]
+        listed = [
+            (name, number, table) for number, table in enumerate(tables) for name in table.features
+        ]
         names, numbers, owners = zip(*listed, strict=True)
-        is_mean, rows = tuple(table.pooling == "mean" for table in owners), tuple(table.rows for table in tables)
+        is_mean = tuple(table.pooling == "mean" for table in owners)
+        rows = tuple(table.rows for table in tables)
         return cls(names, numbers, is_mean, rows, tuple(table.name for table in tables))
 
 
@@ -41,13 +46,14 @@ class Features(NamedTuple):
 class Bags:
     """Flattened look-ups, on the device of the ids.
 
-    A bag's number is ``sample * features + feature``, or counts through feature after feature if features have
-    different numbers of samples.
+    A bag's number is ``sample * features + feature``, or counts through feature after feature if
+    features have different numbers of samples.
     """
 
     tables: Tensor  # shape `[lookups]`, int64
     rows: Tensor  # shape `[lookups]`, int64
-    # Shape `[lookups]`, int64: the bag of each look-up; None if each bag has one look-up, in this order.
+    # Shape `[lookups]`, int64: the bag of each look-up; None if each bag has one look-up, in this
+    # order.
     bags: Tensor | None
     divisors: Tensor | None  # shape `[bags, 1]`, int64: of each bag's sum; None for plain sums
     weights: Tensor | None  # shape `[lookups]`: factors of rows
@@ -59,7 +65,9 @@ class Bags:
         return self.bags is None and self.divisors is None and self.weights is None
 
     def pool(self, rows: Tensor) -> Tensor:
-        """Sum or average rows (``[lookups, dim]``), times their weights, into bags (``[*shape, dim]``)."""
+        """Sum or average rows (``[lookups, dim]``), times their weights, into bags (``[*shape,
+        dim]``).
+        """
         if self.weights is not None:
             rows = rows * self.weights.to(rows).unsqueeze(1)
         if self.bags is None and self.divisors is None:
@@ -78,7 +86,9 @@ class Bags:
         return pooled.view(*self.shape, rows.shape[1])
 
     def spread(self, gradient: Tensor) -> Tensor:
-        """Map the gradient of bags (``[*shape, dim]``) to that of look-ups (``[lookups, dim]``), without weights."""
+        """Map the gradient of bags (``[*shape, dim]``) to that of look-ups (``[lookups, dim]``),
+        without weights.
+        """
         flat = gradient.reshape(-1, gradient.shape[-1])
         if self.divisors is not None:
             flat = flat / self.divisors.to(flat.device)
@@ -107,7 +117,8 @@ def read_bags(
     weights: Tensor | None = None,
     samples: Sequence[int] | None = None,
 ) -> Bags:
-    """Check and flatten ids and offsets as :meth:`lightning_dct.ShardedEmbeddingBags.forward` takes them.
+    """Check and flatten ids and offsets as :meth:`lightning_dct.ShardedEmbeddingBags.forward` takes
+    them.
 
     Raises:
         TypeError: One of them is no tensor.
@@ -118,8 +129,12 @@ def read_bags(
     for name, given in (("ids", ids), ("offsets", offsets), ("per_sample_weights", weights)):
         _check_is_tensor(name, given)
     for name, given in (("ids", ids), ("offsets", offsets)):
-        if given is not None and (given.is_floating_point() or given.is_complex() or given.dtype == torch.bool):
-            raise ValueError(f"`{name}` must be whole numbers, int64 or int32; they are {given.dtype}.")
+        if given is not None and (
+            given.is_floating_point() or given.is_complex() or given.dtype == torch.bool
+        ):
+            raise ValueError(
+                f"`{name}` must be whole numbers, int64 or int32; they are {given.dtype}."
+            )
     ids = ids.detach().to(torch.int64)
     table_of = torch.tensor(features.table_of, device=ids.device)
     bags: Tensor | None
@@ -127,20 +142,28 @@ def read_bags(
     if offsets is None:
         if ids.ndim != 2 or ids.shape[1] != number:
             raise ValueError(
-                f"Without `offsets`, `ids` must have the shape [samples, {number}] (one row for each feature); they"
-                f" have {list(ids.shape)}. Give `offsets` for bags of several rows."
+                f"Without `offsets`, `ids` must have the shape [samples, {number}] (one row for"
+                f" each feature); they have {list(ids.shape)}. Give `offsets` for bags of several"
+                " rows."
             )
-        flat, tables, shape = ids.reshape(-1), table_of.repeat(len(ids)), tuple(ids.shape)
+        flat = ids.reshape(-1)
+        tables = table_of.repeat(len(ids))
+        shape = tuple(ids.shape)
         bags = divisors = None
     else:
-        flat, ends = ids, offsets.detach().to(ids.device, torch.int64)
+        flat = ids
+        ends = offsets.detach().to(ids.device, torch.int64)
         bags, divisors, shape = _read_offsets(flat, ends, features, samples)
-        feature = bags % number if len(shape) == 2 else torch.bucketize(bags, _ends_of(samples, bags), right=True)
+        feature = (
+            bags % number
+            if len(shape) == 2
+            else torch.bucketize(bags, _ends_of(samples, bags), right=True)
+        )
         tables = table_of[feature]
     if weights is not None and (weights.shape != flat.shape or not weights.is_floating_point()):
         raise ValueError(
-            f"`per_sample_weights` must be one floating-point number for each of the {flat.numel()} look-ups; they have"
-            f" shape {list(weights.shape)} and dtype {weights.dtype}."
+            f"`per_sample_weights` must be one floating-point number for each of the {flat.numel()}"
+            f" look-ups; they have shape {list(weights.shape)} and dtype {weights.dtype}."
         )
     _check_range(flat, tables, features)
     return Bags(tables, flat, bags, divisors, weights, shape)
@@ -151,8 +174,8 @@ def _check_is_tensor(name: str, given: Any) -> None:
         return
     of_strings = " Ids of strings are made by `lightning_dct.string_ids`." if name == "ids" else ""
     raise TypeError(
-        f"`{name}` must be a tensor, and it is {type(given).__name__!r}. Make one of a list or an array by"
-        f" `torch.as_tensor({name})`.{of_strings}"
+        f"`{name}` must be a tensor, and it is {type(given).__name__!r}. Make one of a list or an"
+        f" array by `torch.as_tensor({name})`.{of_strings}"
     )
 
 
@@ -162,19 +185,24 @@ def _read_offsets(
     """The bag of each look-up, the bags' divisors, and their shape."""
     number = len(features.names)
     if samples is not None and len(samples) != number:
-        raise ValueError(f"`samples` must have a number for each of the {number} features; it has {len(samples)}.")
+        raise ValueError(
+            f"`samples` must have a number for each of the {number} features; it has"
+            f" {len(samples)}."
+        )
     num_bags = ends.numel() - 1
     fits = num_bags % number == 0 if samples is None else num_bags == sum(samples)
     if flat.ndim != 1 or ends.ndim != 1 or num_bags < 0 or not fits:
         bags_asked = f"{number} * samples" if samples is None else str(sum(samples))
         raise ValueError(
-            f"With `offsets`, `ids` must have the shape [lookups] and `offsets` [{bags_asked} + 1]; they"
-            f" have {list(flat.shape)} and {list(ends.shape)}."
+            f"With `offsets`, `ids` must have the shape [lookups] and `offsets` [{bags_asked} + 1];"
+            f" they have {list(flat.shape)} and {list(ends.shape)}."
         )
     lengths = ends.diff()
     if bool((ends[0] != 0) | (ends[-1] != flat.numel()) | (lengths < 0).any()):
         raise ValueError(f"`offsets` must ascend from 0 to the number of look-ups, {flat.numel()}.")
-    given = torch.repeat_interleave(torch.arange(num_bags, device=flat.device), lengths, output_size=flat.numel())
+    given = torch.repeat_interleave(
+        torch.arange(num_bags, device=flat.device), lengths, output_size=flat.numel()
+    )
     counts = lengths.clamp(min=1)
     is_mean = torch.tensor(features.is_mean, device=flat.device)
     if samples is None:  # from feature after feature to sample after sample
@@ -183,8 +211,12 @@ def _read_offsets(
         divisors = torch.where(is_mean, counts.view(number, each).T, 1).reshape(-1, 1)
         shape: tuple[int, ...] = (each, number)
     else:
-        of_bags = is_mean.repeat_interleave(torch.tensor(samples, device=flat.device), output_size=num_bags)
-        bags, divisors, shape = given, torch.where(of_bags, counts, 1).view(-1, 1), (num_bags,)
+        of_bags = is_mean.repeat_interleave(
+            torch.tensor(samples, device=flat.device), output_size=num_bags
+        )
+        bags = given
+        divisors = torch.where(of_bags, counts, 1).view(-1, 1)
+        shape = (num_bags,)
     return bags, divisors if any(features.is_mean) else None, shape
 
 
@@ -202,9 +234,11 @@ def _check_range(flat: Tensor, tables: Tensor, features: Features) -> None:
     table = int(tables[first])
     rows = features.table_rows[table]
     if rows == ID_SPACE:
-        has, remedy = "takes ids from 0 to 2**63 - 1", HASHES
+        has = "takes ids from 0 to 2**63 - 1"
+        remedy = HASHES
     else:
-        has, remedy = f"has {rows} rows", "Correct the ids or the number of rows."
+        has = f"has {rows} rows"
+        remedy = "Correct the ids or the number of rows."
     raise IndexError(
         f"Id {int(flat[first])} is out of range: table {features.table_names[table]} {has}"
         f" ({int(bad.sum())} of {flat.numel()} ids are out of range). {remedy}"
@@ -219,7 +253,8 @@ class DistinctRows:
         wanted: For each owner, the places there: ascending, distinct.
         sizes: For each owner, the number of them.
         lookups: For each owner, the number of look-ups of these rows.
-        inverse: Shape ``[lookups]``, int64: the distinct row of each look-up, counted through all owners.
+        inverse: Shape ``[lookups]``, int64: the distinct row of each look-up, counted through all
+            owners.
     """
 
     def __init__(self, bags: Bags, placement: RowOwners, device: torch.device) -> None:

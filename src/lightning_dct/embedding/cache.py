@@ -1,8 +1,10 @@
-"""A bounded index of rows: which have a slot, which is the least recently requested one. No communication.
+"""A bounded index of rows: which have a slot, which is the least recently requested one.
 
-A rank has one such index for the rows of all other ranks that it remembers, and one for its own rows that others
-remember. A row is named by a peer and its place there. The time of a request is proportional to its rows, not to those
-of the index.
+No communication.
+
+A rank has one such index for the rows of all other ranks that it remembers, and one for its own
+rows that others remember. A row is named by a peer and its place there. The time of a request is
+proportional to its rows, not to those of the index.
 """
 
 from collections import deque
@@ -39,14 +41,18 @@ INDEX_BYTES = 24 + 24 + 32
 
 
 class RowCache:
-    """At most ``capacity`` rows, or those of one larger request. If it is unbounded, rows stay until :meth:`release`.
+    """At most ``capacity`` rows, or those of one larger request.
 
-    A hash table finds the slots of whole arrays of rows at a time. It contains only slots, and the search compares the
-    row at a slot with the sought one. So an eviction deletes nothing: a stale entry leads to a slot with another row,
-    and the search continues. A table that is half full is rebuilt without stale entries, so the cost of an insertion
-    does not depend on the number of rows.
+    If it is unbounded, rows stay until :meth:`release`.
 
-    With ``with_peers`` a row is named by a peer and a number, and methods that take rows take their peers, too.
+    A hash table finds the slots of whole arrays of rows at a time. It contains only slots, and the
+    search compares the row at a slot with the sought one. So an eviction deletes nothing: a stale
+    entry leads to a slot with another row, and the search continues. A table that is half full is
+    rebuilt without stale entries, so the cost of an insertion does not depend on the number of
+    rows.
+
+    With ``with_peers`` a row is named by a peer and a number, and methods that take rows take their
+    peers, too.
 
     Attributes:
         row_at: By slot: its row, -1 where it is free.
@@ -71,9 +77,13 @@ class RowCache:
         self._fill_queue()
 
     def _fill_queue(self) -> None:
-        # Slots and the times of their requests, oldest first, then lowest first. An entry is stale, and is skipped, if
-        # its slot was requested again or has another row now.
-        used = np.flatnonzero(self.row_at >= 0) if self.capacity < UNBOUNDED else np.empty(0, dtype=np.int64)
+        # Slots and the times of their requests, oldest first, then lowest first. An entry is stale,
+        # and is skipped, if its slot was requested again or has another row now.
+        used = (
+            np.flatnonzero(self.row_at >= 0)
+            if self.capacity < UNBOUNDED
+            else np.empty(0, dtype=np.int64)
+        )
         order = used[np.argsort(self.last_used[used], kind="stable")]
         self._queue = deque([(order, self.last_used[order])])
         self._queued = order.size
@@ -98,7 +108,8 @@ class RowCache:
         slots = np.full(rows.size, -1, dtype=np.int64)
         if not self.num_slots:
             return slots
-        places, sought = self._homes(rows, peers), np.arange(rows.size)
+        places = self._homes(rows, peers)
+        sought = np.arange(rows.size)
         while sought.size:
             found = self._table[places]
             slots[sought] = found  # -1 at a free entry: the row is missing
@@ -107,11 +118,14 @@ class RowCache:
                 is_other |= self.peer_at[found] != peers[sought]
             # Slots with other rows are overwritten in the next round.
             on = np.flatnonzero((found >= 0) & is_other)
-            places, sought = (places[on] + 1) & (self._table.size - 1), sought[on]
+            places = (places[on] + 1) & (self._table.size - 1)
+            sought = sought[on]
         return slots
 
     def release(self, rows: Int64Array, peers: Int64Array | None = None) -> Int64Array:
-        """Free the slots of rows, ``[k]``, distinct, and give them; a KeyError if a row has none."""
+        """Free the slots of rows, ``[k]``, distinct, and give them; a KeyError if a row has
+        none.
+        """
         slots = self.find(rows, peers)
         if (slots < 0).any():
             raise KeyError(f"{int((slots < 0).sum())} rows are not in the cache")
@@ -119,8 +133,13 @@ class RowCache:
         self._free = np.concatenate([self._free, slots])
         return slots
 
-    def admit(self, wanted: Int64Array, slots: Int64Array | None = None, peers: Int64Array | None = None) -> Admission:
-        """Admit rows, ``[k]``, distinct. ``slots`` are those that :meth:`find` has given, if it has."""
+    def admit(
+        self, wanted: Int64Array, slots: Int64Array | None = None, peers: Int64Array | None = None
+    ) -> Admission:
+        """Admit rows, ``[k]``, distinct.
+
+        ``slots`` are those that :meth:`find` has given, if it has.
+        """
         self.requests += 1
         slots = self.find(wanted, peers) if slots is None else slots
         new = slots < 0
@@ -128,16 +147,24 @@ class RowCache:
         misses = wanted[new]
         evicted_slots = self._oldest(len(self) + misses.size - max(self.capacity, wanted.size))
         evicted = self.row_at[evicted_slots]
-        evicted_peers = (self.peer_at[evicted_slots] if peers is not None else 0 * evicted).astype(np.int64)
+        evicted_peers = (self.peer_at[evicted_slots] if peers is not None else 0 * evicted).astype(
+            np.int64
+        )
         self.row_at[evicted_slots] = -1
         free = np.sort(np.concatenate([self._free, evicted_slots]))
         grown = max(misses.size - free.size, 0)
-        taken = np.concatenate([free[: misses.size], np.arange(self.num_slots, self.num_slots + grown)])
+        taken = np.concatenate(
+            [free[: misses.size], np.arange(self.num_slots, self.num_slots + grown)]
+        )
         self._free = free[misses.size :]
         slots[new] = taken
         if grown:  # the new slots are all taken
             for name, dtype in self._dtypes.items():
-                setattr(self, name, np.concatenate([getattr(self, name), np.full(grown, -1, dtype=dtype)]))
+                setattr(
+                    self,
+                    name,
+                    np.concatenate([getattr(self, name), np.full(grown, -1, dtype=dtype)]),
+                )
         self.row_at[taken] = misses
         if peers is not None:
             self.peer_at[taken] = peers[new]
@@ -149,7 +176,9 @@ class RowCache:
         else:
             self._put(taken)
         if self.capacity < UNBOUNDED:
-            self._queue.append((np.sort(slots), np.broadcast_to(np.int64(self.requests), slots.shape)))
+            self._queue.append(
+                (np.sort(slots), np.broadcast_to(np.int64(self.requests), slots.shape))
+            )
             self._queued += slots.size
             if self._queued > 2 * self.num_slots + 1:  # half of it is stale
                 self._fill_queue()
@@ -157,7 +186,9 @@ class RowCache:
 
     def state_dict(self) -> dict[str, Any]:
         """The state as integers and tensors."""
-        arrays = {name: torch.from_numpy(getattr(self, name).astype(np.int64)) for name in self._dtypes}
+        arrays = {
+            name: torch.from_numpy(getattr(self, name).astype(np.int64)) for name in self._dtypes
+        }
         return {"requests": self.requests, **arrays}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -199,7 +230,8 @@ class RowCache:
             self._table[places[free]] = slots[free]
             # If several rows have the same place, one of them gets it.
             on = np.flatnonzero(self._table[places] != slots)
-            places, slots = (places[on] + 1) & (self._table.size - 1), slots[on]
+            places = (places[on] + 1) & (self._table.size - 1)
+            slots = slots[on]
 
     def _homes(self, rows: Int64Array, peers: npt.NDArray[Any] | None) -> Int64Array:
         """Multiplicative hashing (Knuth, The Art of Computer Programming, vol. 3, 6.4)."""

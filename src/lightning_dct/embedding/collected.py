@@ -1,6 +1,8 @@
-"""Collectives between the ranks that use rows and the ranks that own them, and the gradients that arrive.
+"""Collectives between the ranks that use rows and the ranks that own them, and the gradients that
+arrive.
 
-Collectives count every byte. Gradients are taken from autograd, collected from all ranks and put into ``weight.grad``.
+Collectives count every byte. Gradients are taken from autograd, collected from all ranks and put
+into ``weight.grad``.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ MOST_EXPECTED = 16
 
 
 class RowCollectives:
-    """All-to-all between the ranks of a group (None for a single process), with payloads on a device."""
+    """All-to-all between the ranks of a group (None for a single process), with payloads on a
+    device.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self.group = group
@@ -36,12 +40,16 @@ class RowCollectives:
         self.world_size = group.size() if group else 1
         self.peers = [peer for peer in range(self.world_size) if peer != self.rank]
         self.device = device
-        self._keeps_group: RowCollectives | None = None  # of a copy: the group ends with its original
+        self._keeps_group: RowCollectives | None = (
+            None  # of a copy: the group ends with its original
+        )
         # Called before each look-up, to compare what ranks do; a strategy sets it.
         self.come_to: Callable[[str], None] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowCollectives:
-        """A copy for the same ranks with its own device: callbacks that average weights copy the whole model."""
+        """A copy for the same ranks with its own device: callbacks that average weights copy the
+        whole model.
+        """
         copied = RowCollectives(self.group, self.device)
         copied._keeps_group = self
         return copied
@@ -50,8 +58,9 @@ class RowCollectives:
         """The contents of a file, without the group, which no file can hold."""
         if self.group is not None:
             raise TypeError(
-                "Sharded tables cannot be pickled while they have a process group: each rank has rows of its own."
-                " Save a checkpoint with `trainer.save_checkpoint`, or this rank's rows with `state_dict()`."
+                "Sharded tables cannot be pickled while they have a process group: each rank has"
+                " rows of its own. Save a checkpoint with `trainer.save_checkpoint`, or this rank's"
+                " rows with `state_dict()`."
             )
         return super().__reduce__()
 
@@ -64,7 +73,8 @@ class RowCollectives:
         if not (dist.is_available() and dist.is_initialized()):
             return cls(None, device)
         group = cast(dist.ProcessGroup, dist.new_group())
-        # Without this barrier, a rank that destroys the group at once would cut off others that still connect.
+        # Without this barrier, a rank that destroys the group at once would cut off others that
+        # still connect.
         gather_objects(None, group)
         exchange = cls(group, device)
         # torch.distributed keeps a group, with its threads and connections, until it is destroyed.
@@ -76,8 +86,9 @@ class RowCollectives:
     ) -> Int64Array:
         """Send each rank some numbers, such as the sizes of the messages that follow.
 
-        ``numbers``, below 2**31, has a row for each receiver, shape ``[world size, n]``. The result has a row for each
-        sender. A rank whose batch is wrong gives the error as ``fault``, and :data:`FAULT` for each number.
+        ``numbers``, below 2**31, has a row for each receiver, shape ``[world size, n]``. The result
+        has a row for each sender. A rank whose batch is wrong gives the error as ``fault``, and
+        :data:`FAULT` for each number.
 
         Raises:
             PayloadError: A rank sends a number below ``least``.
@@ -100,7 +111,9 @@ class RowCollectives:
             faults = gather_objects(fault, self.group)
             if fault is not None:
                 raise fault
-            rank, theirs = next((rank, each) for rank, each in enumerate(faults) if each is not None)
+            rank, theirs = next(
+                (rank, each) for rank, each in enumerate(faults) if each is not None
+            )
             raise type(theirs)(f"Rank {rank} of the process group: {theirs}")
         check_announced(announced, least)
         return announced
@@ -108,7 +121,8 @@ class RowCollectives:
     def start(
         self, payloads: Mapping[int, Tensor], sizes: Mapping[int, int], traffic: Traffic
     ) -> Callable[[], list[Tensor]]:
-        """Start to send payloads, uint8, and to receive ``sizes`` bytes, both by rank; other ranks exchange nothing.
+        """Start to send payloads, uint8, and to receive ``sizes`` bytes, both by rank; other ranks
+        exchange nothing.
 
         The result waits for what arrives, and returns it by rank.
         """
@@ -116,9 +130,12 @@ class RowCollectives:
         sent = [payloads.get(rank, empty) for rank in range(self.world_size)]
         if self.group is None:
             return lambda: sent
-        lengths, expected = [part.numel() for part in sent], [sizes.get(rank, 0) for rank in range(self.world_size)]
+        lengths = [part.numel() for part in sent]
+        expected = [sizes.get(rank, 0) for rank in range(self.world_size)]
         received = torch.empty(sum(expected), dtype=torch.uint8, device=self.device)
-        work = dist.all_to_all_single(received, torch.cat(sent), expected, lengths, group=self.group, async_op=True)
+        work = dist.all_to_all_single(
+            received, torch.cat(sent), expected, lengths, group=self.group, async_op=True
+        )
         traffic.add(bytes_sent=sum(lengths) - lengths[self.rank])
 
         def wait() -> list[Tensor]:
@@ -132,7 +149,9 @@ def check_announced(announced: Int64Array, least: int) -> None:
     """Refuse numbers below ``least`` (PayloadError)."""
     for rank, numbers in enumerate(announced):
         if (numbers < least).any():
-            raise PayloadError(f"Rank {rank} of the process group announces {numbers.min()} of something.")
+            raise PayloadError(
+                f"Rank {rank} of the process group announces {numbers.min()} of something."
+            )
 
 
 def _destroy(group: dist.ProcessGroup) -> None:
@@ -153,32 +172,48 @@ class CollectedGradients:
         self._parts.append((places, gradient))
 
     def expect(self, arriving: Iterator[tuple[Tensor, Tensor]]) -> None:
-        """Add what ``arriving`` waits for and yields, places and gradients, before any part is read."""
+        """Add what ``arriving`` waits for and yields, places and gradients, before any part is
+        read.
+        """
         if len(self._expected) == MOST_EXPECTED:  # of look-ups without a backward
             self.wait()
         self._expected.append(arriving)
 
     def wait(self) -> list[tuple[Tensor, Tensor]]:
-        """Wait for all parts: places among this rank's rows (int64 ``[k]``) and gradients (``[k, dim]``), in order."""
+        """Wait for all parts: places among this rank's rows (int64 ``[k]``) and gradients (``[k,
+        dim]``), in order.
+        """
         for arriving in self._expected:
             self._parts += arriving
         self._expected = []
         return self._parts
 
     def deliver(
-        self, weight: Tensor, world_size: int, resolve: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+        self,
+        weight: Tensor,
+        world_size: int,
+        resolve: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
     ) -> None:
-        """Add the mean over ``world_size`` ranks to ``weight.grad`` as a sparse tensor, and forget the parts.
+        """Add the mean over ``world_size`` ranks to ``weight.grad`` as a sparse tensor, and forget
+        the parts.
 
-        ``resolve`` maps distinct places and their gradients to ascending rows of ``weight`` and their gradients.
+        ``resolve`` maps distinct places and their gradients to ascending rows of ``weight`` and
+        their gradients.
         """
-        # Some may be of a checkpoint, or of the time before the rows were moved or changed their dtype.
+        # Some may be of a checkpoint, or of the time before the rows were moved or changed their
+        # dtype.
         places, gradients = zip(*self.wait(), strict=True)
         self._parts = []
-        distinct, inverse = torch.unique(torch.cat([p.to(weight.device) for p in places]), return_inverse=True)
+        distinct, inverse = torch.unique(
+            torch.cat([p.to(weight.device) for p in places]), return_inverse=True
+        )
         dtype = torch.promote_types(weight.dtype, torch.float32)
-        summed = torch.zeros(distinct.numel(), gradients[0].shape[1], dtype=dtype, device=weight.device)
-        for part, gradient in zip(inverse.split([p.numel() for p in places]), gradients, strict=True):
+        summed = torch.zeros(
+            distinct.numel(), gradients[0].shape[1], dtype=dtype, device=weight.device
+        )
+        for part, gradient in zip(
+            inverse.split([p.numel() for p in places]), gradients, strict=True
+        ):
             add_rows(summed, part, gradient.to(summed))
         rows, mean = resolve(distinct, summed.div_(world_size).to(weight.dtype))
         gradient = torch.sparse_coo_tensor(
@@ -188,10 +223,15 @@ class CollectedGradients:
 
 
 class DeliverRows(torch.autograd.Function):
-    """Makes backward call ``send_gradient`` with the gradient of ``rows``. It sets the gradient of ``weight``."""
+    """Makes backward call ``send_gradient`` with the gradient of ``rows``.
+
+    It sets the gradient of ``weight``.
+    """
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, rows: Tensor, send_gradient: Callable[[Tensor], None]) -> Tensor:
+    def forward(
+        ctx: Any, weight: Tensor, rows: Tensor, send_gradient: Callable[[Tensor], None]
+    ) -> Tensor:
         """The rows, as they are."""
         ctx.send_gradient = send_gradient
         return rows.view_as(rows)

@@ -1,8 +1,9 @@
 """Look-ups of exact rows, where no gradient is wanted: evaluation, frozen tables.
 
-Outside training ranks may have different numbers of batches, and a collective needs every rank. So in each round every
-rank announces how many rows it requests, or that it has no more batches. It then answers the others until no rank has
-batches. The modules of one model share their rounds: ranks may request rows of different modules in the same round.
+Outside training ranks may have different numbers of batches, and a collective needs every rank. So
+in each round every rank announces how many rows it requests, or that it has no more batches. It
+then answers the others until no rank has batches. The modules of one model share their rounds:
+ranks may request rows of different modules in the same round.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from lightning_dct.wire.positions import PayloadError, PositionCode, reading
 if TYPE_CHECKING:
     from lightning_dct.embedding.sharded import ShardedEmbeddingBags
 
-# What a round announces: the module's index, and the number of rows or that there are no more batches.
+# What a round announces: the module's index, and the number of rows or that there are no more
+# batches.
 ANNOUNCED_EXACT = 2
 FINISHED = -1
 
@@ -54,21 +56,27 @@ def exact_round(module: ShardedEmbeddingBags, wanted: list[Int64Array] | None) -
     The result has the rows of all owners, ``[k, dim]``; it is None if all ranks have finished.
     """
     modules = module.evaluated_with or (module,)  # in the same order on every rank
-    exchange, placement, traffic = modules[0].exchange_group, module.placement, module.evaluation_traffic
-    weight, row_bytes = module.weight, module.embedding_dim * module.weight.element_size()
+    exchange = modules[0].exchange_group
+    placement = module.placement
+    traffic = module.evaluation_traffic
+    weight = module.weight
+    row_bytes = module.embedding_dim * module.weight.element_size()
     places = [np.empty(0, dtype=np.int64)] * placement.world_size if wanted is None else wanted
     which = modules.index(module)
     numbers = [(which, FINISHED if wanted is None else len(part)) for part in places]
     announced = exchange.announce(np.array(numbers, dtype=np.int64), traffic, FINISHED)
     requested = announced[:, 0]
     if (requested < 0).any() or (requested >= len(modules)).any():
-        raise PayloadError(f"A rank requests module {requested.max()} of {len(modules)} sharded tables.")
+        raise PayloadError(
+            f"A rank requests module {requested.max()} of {len(modules)} sharded tables."
+        )
     if wanted is None and (announced[:, 1] == FINISHED).all():
         return None
     payloads: dict[int, Tensor] = {}
     codes: dict[int, PositionCode] = {}
     for peer in exchange.peers:
-        count, universe = max(int(announced[peer, 1]), 0), modules[requested[peer]].placement.owned_rows[exchange.rank]
+        count = max(int(announced[peer, 1]), 0)
+        universe = modules[requested[peer]].placement.owned_rows[exchange.rank]
         if count > universe:
             raise PayloadError(f"Rank {peer} requests {count} rows where there are {universe}.")
         codes[peer] = PositionCode(universe, count)
@@ -80,7 +88,9 @@ def exact_round(module: ShardedEmbeddingBags, wanted: list[Int64Array] | None) -
     for peer, code in codes.items():
         with reading(f"Ids that rank {peer} of the process group requests"):
             requested_places = code.decode(requests[peer], code.capacity).cpu().numpy()
-        answers[peer] = modules[requested[peer]].own_rows(requested_places).view(-1).view(torch.uint8)
+        answers[peer] = (
+            modules[requested[peer]].own_rows(requested_places).view(-1).view(torch.uint8)
+        )
         sizes[peer] = len(places[peer]) * row_bytes
     received = exchange.start(answers, sizes, traffic)()
     rows = [part.clone().view(weight.dtype).view(-1, module.embedding_dim) for part in received]

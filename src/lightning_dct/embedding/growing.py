@@ -1,7 +1,9 @@
-"""Embedding bags whose tables grow: ids are any whole numbers, and an id gets a row when it is looked up often enough.
+"""Embedding bags whose tables grow: ids are any whole numbers, and an id gets a row when it is
+looked up often enough.
 
-Messages, caches and residuals are those of :class:`~lightning_dct.ShardedEmbeddingBags`. They name rows by keys, which
-an eviction does not change. Only the owner knows which keys have rows, and in which slots::
+Messages, caches and residuals are those of :class:`~lightning_dct.ShardedEmbeddingBags`. They name
+rows by keys, which an eviction does not change. Only the owner knows which keys have rows, and in
+which slots::
 
     id is looked up too rarely       it has the table's default row; its gradient is dropped
     id is looked up often enough     it has a row of its own, which starts as the default row
@@ -21,26 +23,36 @@ from torch.optim import Optimizer
 from lightning_dct.config import check_integer
 from lightning_dct.embedding.cache import CACHE_ARRAYS, RowCache
 from lightning_dct.embedding.optimizers import group_of
-from lightning_dct.embedding.owners import ID_SPACE, Int64Array, RowOwners, initial_rows, place_by_hash
+from lightning_dct.embedding.owners import (
+    ID_SPACE,
+    Int64Array,
+    RowOwners,
+    initial_rows,
+    place_by_hash,
+)
 from lightning_dct.embedding.pruning import is_row_state
 from lightning_dct.embedding.sharded import ShardedEmbeddingBags
 from lightning_dct.step_hooks import before_steps_while_alive
 
 
 class RowDirectory:
-    """The keys that have rows, at most ``capacity``, and their slots; and as many keys that are being counted.
+    """The keys that have rows, at most ``capacity``, and their slots; and as many keys that are
+    being counted.
 
-    A key gets a row when it was requested in ``admit_after`` look-ups. All ranks' requests in one look-up count as one,
-    so the count does not depend on the number of ranks. A new row replaces the least recently requested one.
+    A key gets a row when it was requested in ``admit_after`` look-ups. All ranks' requests in one
+    look-up count as one, so the count does not depend on the number of ranks. A new row replaces
+    the least recently requested one.
     """
 
     def __init__(self, capacity: int, admit_after: int) -> None:
         self.admit_after = admit_after
-        self.rows, self.counted = RowCache(capacity), RowCache(capacity)
+        self.rows = RowCache(capacity)
+        self.counted = RowCache(capacity)
         self.parts = {"rows": self.rows, "counted": self.counted}
 
     def request(self, keys: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """Count a look-up of keys, ``[k]``, ascending and distinct, and make rows for those that are due.
+        """Count a look-up of keys, ``[k]``, ascending and distinct, and make rows for those that
+        are due.
 
         If these are more than fit, the first keys get rows.
 
@@ -66,15 +78,24 @@ class RowDirectory:
         for part, cache in self.parts.items():
             cache.load_state_dict(state[part])
 
-    def merge(self, states: Sequence[Mapping[str, Any]], is_own: Callable[[Int64Array], Any]) -> Int64Array:
-        """Merge the states of all owners of another size; return this owner's oldest keys, whose rows do not fit."""
+    def merge(
+        self, states: Sequence[Mapping[str, Any]], is_own: Callable[[Int64Array], Any]
+    ) -> Int64Array:
+        """Merge the states of all owners of another size; return this owner's oldest keys, whose
+        rows do not fit.
+        """
         evicted = {}
         for part, cache in self.parts.items():
             saved = [state[part] for state in states]
-            arrays = {name: np.concatenate([state[name].numpy() for state in saved]) for name in CACHE_ARRAYS}
+            arrays = {
+                name: np.concatenate([state[name].numpy() for state in saved])
+                for name in CACHE_ARRAYS
+            }
             rows = arrays["row_at"]
             own = np.flatnonzero((rows >= 0) & is_own(rows))
-            newest, older = np.split(own[np.lexsort((rows[own], -arrays["last_used"][own]))], [cache.capacity])
+            newest, older = np.split(
+                own[np.lexsort((rows[own], -arrays["last_used"][own]))], [cache.capacity]
+            )
             evicted[part] = rows[older]
             # All owners count the same look-ups.
             requests = max(int(state["requests"]) for state in saved)
@@ -84,27 +105,32 @@ class RowDirectory:
 
 
 class GrowingEmbeddingBags(ShardedEmbeddingBags):
-    """:class:`~lightning_dct.ShardedEmbeddingBags` without a number of rows: any id from 0 to ``2**63 - 1`` is valid.
+    """:class:`~lightning_dct.ShardedEmbeddingBags` without a number of rows: any id from 0 to
+    ``2**63 - 1`` is valid.
 
-    A hash of table and id says which rank owns a row. The owner makes the row when the id was looked up in
-    ``admit_after`` training look-ups. An id without a row gives its table's default row, which is random and never
-    trained. A new row starts as the default row. When an owner's share of ``max_rows`` is full, the least recently
-    requested row is evicted, with its optimizer state. If its id is looked up again, it starts at the default row.
+    A hash of table and id says which rank owns a row. The owner makes the row when the id was
+    looked up in ``admit_after`` training look-ups. An id without a row gives its table's default
+    row, which is random and never trained. A new row starts as the default row. When an owner's
+    share of ``max_rows`` is full, the least recently requested row is evicted, with its optimizer
+    state. If its id is looked up again, it starts at the default row.
 
-    With ``n`` tables, ids of ``2**63 / n`` (rounded down to a power of two) and more are hashed to the bits that those
-    below have. So two large ids share a row with the probability that two hashes of that length collide.
+    With ``n`` tables, ids of ``2**63 / n`` (rounded down to a power of two) and more are hashed to
+    the bits that those below have. So two large ids share a row with the probability that two
+    hashes of that length collide.
 
     Use a second module for tables of fixed size.
 
     Args:
         num_tables: Number of tables.
         embedding_dim: Entries a row.
-        max_rows: Most rows of all tables and ranks together. Each rank allocates its share at the start. It should be
-            several times the number of distinct rows in a batch of all ranks.
-        admit_after: Training look-ups in which an id must occur before it gets a row. As many ids as ``max_rows`` are
-            counted at a time.
-        initial_bound: Default rows are uniform on ``[-bound, bound)``; ``1 / sqrt(max_rows)`` when None.
-        **settings: The other arguments of :class:`~lightning_dct.ShardedEmbeddingBags`; ``seed`` is of default rows.
+        max_rows: Most rows of all tables and ranks together. Each rank allocates its share at the
+            start. It should be several times the number of distinct rows in a batch of all ranks.
+        admit_after: Training look-ups in which an id must occur before it gets a row. As many ids
+            as ``max_rows`` are counted at a time.
+        initial_bound: Default rows are uniform on ``[-bound, bound)``; ``1 / sqrt(max_rows)`` when
+            None.
+        **settings: The other arguments of :class:`~lightning_dct.ShardedEmbeddingBags`; ``seed`` is
+            of default rows.
 
     Raises:
         TypeError: A setting has the wrong type.
@@ -131,8 +157,12 @@ class GrowingEmbeddingBags(ShardedEmbeddingBags):
         self.num_rows = self.max_rows = max_rows
         self.admit_after = admit_after
         tables = np.arange(num_tables)
-        self._default_rows = initial_rows(self.seed, tables, np.zeros_like(tables), self.initial_bound, embedding_dim)
-        self._renewed: list[Tensor] = []  # slots whose optimizer state is still that of an evicted row
+        self._default_rows = initial_rows(
+            self.seed, tables, np.zeros_like(tables), self.initial_bound, embedding_dim
+        )
+        self._renewed: list[
+            Tensor
+        ] = []  # slots whose optimizer state is still that of an evicted row
 
     def extra_repr(self) -> str:
         """What ``print`` shows."""
@@ -155,12 +185,14 @@ class GrowingEmbeddingBags(ShardedEmbeddingBags):
     def _made_alone(self) -> None:
         if len(self.directory.rows):
             raise RuntimeError(
-                "A process that has made rows of growing tables by itself cannot become one of several. Save a"
-                " checkpoint before, and continue from it: `trainer.fit(ckpt_path=...)`."
+                "A process that has made rows of growing tables by itself cannot become one of"
+                " several. Save a checkpoint before, and continue from it:"
+                " `trainer.fit(ckpt_path=...)`."
             )
 
     def _watch_optimizers(self) -> None:
-        # The optimizers of the rows: without `reset_states`, a new row would step with an evicted row's state.
+        # The optimizers of the rows: without `reset_states`, a new row would step with an evicted
+        # row's state.
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         this = weakref.ref(self)
 
@@ -172,7 +204,9 @@ class GrowingEmbeddingBags(ShardedEmbeddingBags):
 
     def __getstate__(self) -> dict[str, Any]:
         """The state of a copy or a file: a copy has optimizers of its own."""
-        return {name: value for name, value in super().__getstate__().items() if name != "_optimizers"}
+        return {
+            name: value for name, value in super().__getstate__().items() if name != "_optimizers"
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Continue from it."""
@@ -181,13 +215,19 @@ class GrowingEmbeddingBags(ShardedEmbeddingBags):
 
     def initial(self, owner: int, places: Int64Array) -> Tensor:
         """The default rows of keys' tables, ``[n, embedding_dim]``, as ``weight`` holds them."""
-        return self._default_rows[torch.from_numpy(self.placement.tables_of(owner, places))].to(self.weight)
+        return self._default_rows[torch.from_numpy(self.placement.tables_of(owner, places))].to(
+            self.weight
+        )
 
     def own_rows(self, places: Int64Array) -> Tensor:
-        """A copy of this rank's rows by their keys, ``[n, embedding_dim]``; default rows for keys without a row."""
+        """A copy of this rank's rows by their keys, ``[n, embedding_dim]``; default rows for keys
+        without a row.
+        """
         rows = self.initial(self.exchange_group.rank, places)
         slots = torch.from_numpy(self.directory.rows.find(places)).to(self.weight.device)
-        return torch.where((slots >= 0).unsqueeze(1), self.weight.detach()[slots.clamp(min=0)], rows)
+        return torch.where(
+            (slots >= 0).unsqueeze(1), self.weight.detach()[slots.clamp(min=0)], rows
+        )
 
     @torch.no_grad()
     def note_requests(self, places: list[Int64Array]) -> None:
@@ -212,19 +252,26 @@ class GrowingEmbeddingBags(ShardedEmbeddingBags):
         return slots[order], gradient[order]
 
     def reset_states(self, optimizers: Iterable[Optimizer]) -> None:
-        """Reset the optimizer state of new rows: to zero, or to the ``initial_accumulator_value`` of ``Adagrad``."""
-        found = [(one, group) for one in optimizers if (group := group_of(self.weight, one)) is not None]
+        """Reset the optimizer state of new rows: to zero, or to the ``initial_accumulator_value``
+        of ``Adagrad``.
+        """
+        found = [
+            (one, group) for one in optimizers if (group := group_of(self.weight, one)) is not None
+        ]
         self._optimizers.update(one for one, _ in found)
         if not (found and self._renewed):
             return
-        slots, self._renewed = torch.cat([part.to(self.weight.device) for part in self._renewed]), []
+        slots = torch.cat([part.to(self.weight.device) for part in self._renewed])
+        self._renewed = []
         for optimizer, group in found:
             state = optimizer.state.get(self.weight, {})
             for name, value in state.items():
                 if is_row_state(value, self.weight) and value.is_sparse:
                     state[name] = _without(value, slots)
                 elif is_row_state(value, self.weight):
-                    value[slots] = group.get("initial_accumulator_value", 0.0) if name == "sum" else 0.0
+                    value[slots] = (
+                        group.get("initial_accumulator_value", 0.0) if name == "sum" else 0.0
+                    )
 
     def get_extra_state(self) -> dict[str, Any]:
         """The clock, and the directory if the ``state_dict`` has the rows."""
@@ -238,14 +285,17 @@ class GrowingEmbeddingBags(ShardedEmbeddingBags):
         if "directory" in state and not self.saved_in_shards:
             self.directory.load_state_dict(state["directory"])
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *arguments: Any
+    ) -> None:
         rows = state_dict.get(f"{prefix}weight")
         if rows is None or (self.is_materialized and rows.shape == self.weight.shape):
             super()._load_from_state_dict(state_dict, prefix, *arguments)
             return
         arguments[4].append(
-            f"`{prefix}weight` has shape {list(rows.shape)}. Growing tables take this rank's rows, with the same"
-            " `max_rows`, after `materialize()`. Else continue from a checkpoint: `trainer.fit(ckpt_path=...)`."
+            f"`{prefix}weight` has shape {list(rows.shape)}. Growing tables take this rank's rows,"
+            " with the same `max_rows`, after `materialize()`. Else continue from a checkpoint:"
+            " `trainer.fit(ckpt_path=...)`."
         )
 
 

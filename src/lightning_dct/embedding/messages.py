@@ -1,10 +1,12 @@
-"""Messages about rows as bytes: the ids of a request, changed entries, and whole rows. No communication.
+"""Messages about rows as bytes: the ids of a request, changed entries, and whole rows.
 
-*Ids* take little more bits than their entropy. Look-ups are uneven: some rows are in every batch, most in hardly any.
-Among rows with the same number of requests, a request is a uniform choice, for which
-:class:`~lightning_dct.wire.positions.PositionCode` (or its bitmap, if the request takes most of a group) needs almost
-the fewest bits. So rows are grouped by the power of two below their count. Both ends count the same requests, so they
-know the same groups.
+No communication.
+
+*Ids* take little more bits than their entropy. Look-ups are uneven: some rows are in every batch,
+most in hardly any. Among rows with the same number of requests, a request is a uniform choice, for
+which :class:`~lightning_dct.wire.positions.PositionCode` (or its bitmap, if the request takes most
+of a group) needs almost the fewest bits. So rows are grouped by the power of two below their count.
+Both ends count the same requests, so they know the same groups.
 
 ==============  ===================================================================================
 part            bits
@@ -15,16 +17,17 @@ positions       for each group, places among its rows in ascending order
 ==============  ===================================================================================
 
 *Changed entries* are those that exceed their table's threshold. The receiver reads them with
-:func:`~lightning_dct.wire.payload.unpack`. Both ends know the rows and their order. The size follows from the number of
-rows: for each table, ``density`` times its entries among them. So no rank announces a size. The sender keeps the
-entries that do not fit::
+:func:`~lightning_dct.wire.payload.unpack`. Both ends know the rows and their order. The size
+follows from the number of rows: for each table, ``density`` times its entries among them. So no
+rank announces a size. The sender keeps the entries that do not fit::
 
     rows [k, d]            to be sent: rows + addend
     sent                   the entries with |a| >= tau(table), the largest of them if there are too many
     left                   rows - decoded(sent)
 
-*Whole rows* are in the same format if that is fp32 or bf16, else in int8 with a scale for each row: residuals of rows
-that leave a cache, which no end remembers any longer, and changes of rows whose copies are outdated.
+*Whole rows* are in the same format if that is fp32 or bf16, else in int8 with a scale for each row:
+residuals of rows that leave a cache, which no end remembers any longer, and changes of rows whose
+copies are outdated.
 """
 
 import math
@@ -37,18 +40,31 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lightning_dct.compress.threshold import GUARD_RESELECT, entries_at, keep_largest, kth_magnitude, nudge
+from lightning_dct.compress.threshold import (
+    GUARD_RESELECT,
+    entries_at,
+    keep_largest,
+    kth_magnitude,
+    nudge,
+)
 from lightning_dct.embedding.owners import Int64Array
 from lightning_dct.kernels import cpu_kernel, positions_of
 from lightning_dct.kernels.bits import nonzero_indices, num_bytes, pack_bits, unpack_bits
 from lightning_dct.kernels.plain import SMALLEST_THRESHOLD
 from lightning_dct.wire.payload import PayloadLayout, pack, unpack_values
 from lightning_dct.wire.positions import PayloadError, PositionCode
-from lightning_dct.wire.rows import decode_rows, encode_rows, row_scales_num_bytes, row_values_num_bytes
+from lightning_dct.wire.rows import (
+    decode_rows,
+    encode_rows,
+    row_scales_num_bytes,
+    row_values_num_bytes,
+)
 
-# The guard aims a little high: a surplus is cut to the largest entries, but a shortfall is sent as padding.
+# The guard aims a little high: a surplus is cut to the largest entries, but a shortfall is sent as
+# padding.
 GUARD_AIM = 1.05
-# Requests between two groupings; in the beginning, rows are also grouped whenever the number of requests has doubled.
+# Requests between two groupings; in the beginning, rows are also grouped whenever the number of
+# requests has doubled.
 REGROUP_EVERY = 64
 # Requests between two halvings of the counts.
 HALVE_EVERY = 1024
@@ -60,19 +76,24 @@ Float64Array = npt.NDArray[np.float64]
 
 
 class RequestCode:
-    """Encodes and decodes ascending distinct places below ``universe``, the number of the owner's rows."""
+    """Encodes and decodes ascending distinct places below ``universe``, the number of the owner's
+    rows.
+    """
 
     def __init__(self, universe: int) -> None:
         self.universe = universe
         self._group(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
 
     def learn(self, rows: Int64Array, counts: Int64Array) -> None:
-        """Group ascending rows, ``[n]``, by their counts of requests, ``[n]``; ignore rows with count 0."""
+        """Group ascending rows, ``[n]``, by their counts of requests, ``[n]``; ignore rows with
+        count 0.
+        """
         seen = counts > 0
         self._group(rows[seen], np.frexp(counts[seen])[1].astype(np.int64) - 1)
 
     def _group(self, rows: Int64Array, groups: Int64Array) -> None:
-        self._rows, self._groups = rows, groups.astype(np.uint8)
+        self._rows = rows
+        self._groups = groups.astype(np.uint8)
         number = int(groups.max()) + 1 if groups.size else 0
         self._members = [rows[groups == group] for group in range(number)]
         # The last group is "all rows".
@@ -84,15 +105,23 @@ class RequestCode:
         found = np.searchsorted(self._rows, places)
         inside = found < self._rows.size
         known[inside] = self._rows[found[inside]] == places[inside]
-        groups, seen = self._groups[found[known]], places[known]
-        parts = [np.searchsorted(members, seen[groups == group]) for group, members in enumerate(self._members)]
+        groups = self._groups[found[known]]
+        seen = places[known]
+        parts = [
+            np.searchsorted(members, seen[groups == group])
+            for group, members in enumerate(self._members)
+        ]
         parts.append(places[~known])
         bits = [
-            torch.tensor([part.size >> place & 1 for place in range(size.bit_length())], dtype=torch.uint8)
+            torch.tensor(
+                [part.size >> place & 1 for place in range(size.bit_length())], dtype=torch.uint8
+            )
             for part, size in zip(parts, self._sizes, strict=True)
         ]
         codes = zip(self._codes([part.size for part in parts]), parts, strict=True)
-        bits += [code.encode_bits(torch.from_numpy(part)) for code, part in codes if code is not None]
+        bits += [
+            code.encode_bits(torch.from_numpy(part)) for code, part in codes if code is not None
+        ]
         return pack_bits(torch.cat(bits))
 
     def _codes(self, counts: list[int]) -> list[PositionCode | None]:
@@ -101,7 +130,9 @@ class RequestCode:
         return [PositionCode(size, count) if 0 < count < size else None for size, count in both]
 
     def decode(self, data: Tensor, most: int) -> Int64Array:
-        """Undo :meth:`encode`. More than ``most`` places are refused: corrupt bits could claim all of a large table.
+        """Undo :meth:`encode`.
+
+        More than ``most`` places are refused: corrupt bits could claim all of a large table.
 
         Raises:
             PayloadError: The bytes are not a request.
@@ -115,13 +146,17 @@ class RequestCode:
         if any(count > size for count, size in zip(counts, self._sizes, strict=True)):
             raise PayloadError("a request for rows claims more of them than there are")
         if sum(counts) > most:
-            raise PayloadError(f"a request for rows claims {sum(counts)} of them, for {most} look-ups")
+            raise PayloadError(
+                f"a request for rows claims {sum(counts)} of them, for {most} look-ups"
+            )
         codes = self._codes(counts)
         lengths = [0 if code is None else code.num_bits for code in codes]
         if rest.numel() < sum(lengths):
             raise PayloadError("a request for rows ends too early")
         if data.numel() != (needed := num_bytes(sum(widths) + sum(lengths))):
-            raise PayloadError(f"a request for rows has {data.numel()} bytes, but its content takes {needed}")
+            raise PayloadError(
+                f"a request for rows has {data.numel()} bytes, but its content takes {needed}"
+            )
         *parts, _ = rest.split([*lengths, rest.numel() - sum(lengths)])
         *grouped, others = [
             np.arange(count) if code is None else code.decode_bits(part, count).numpy()
@@ -135,7 +170,10 @@ class RequestCode:
 
     def state_dict(self) -> dict[str, Any]:
         """The groups."""
-        return {"rows": torch.from_numpy(self._rows.copy()), "groups": torch.from_numpy(self._groups.astype(np.int64))}
+        return {
+            "rows": torch.from_numpy(self._rows.copy()),
+            "groups": torch.from_numpy(self._groups.astype(np.int64)),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore saved groups."""
@@ -151,9 +189,13 @@ class Message(NamedTuple):
     dim: int
 
     def some_num_bytes(self, count: int) -> int:
-        """Bytes of :func:`encode_some` for ``count`` of the rows (PayloadError: there are not so many)."""
+        """Bytes of :func:`encode_some` for ``count`` of the rows (PayloadError: there are not so
+        many).
+        """
         if count > self.num_rows:
-            raise PayloadError(f"An owner announces {count} rows where {self.num_rows} were requested.")
+            raise PayloadError(
+                f"An owner announces {count} rows where {self.num_rows} were requested."
+            )
         whole = whole_num_bytes(count, self.dim, self.layout.value_format)
         return PositionCode(self.num_rows, count).num_bytes + whole
 
@@ -168,12 +210,16 @@ class SentRows(NamedTuple):
 
 
 def message_about(row_tables: Int64Array, dim: int, density: float, value_format: str) -> Message:
-    """The form of a message about rows; ``row_tables``, shape ``[k]``, ascending, has the table of each."""
+    """The form of a message about rows; ``row_tables``, shape ``[k]``, ascending, has the table of
+    each.
+    """
     counts = np.bincount(row_tables)
     tables = np.flatnonzero(counts)
     sizes = tuple((counts[tables] * dim).tolist())
     capacities = tuple(entries_at(density, size) for size in sizes)
-    return Message(PayloadLayout(sizes, capacities, value_format), tables.tolist(), row_tables.size, dim)
+    return Message(
+        PayloadLayout(sizes, capacities, value_format), tables.tolist(), row_tables.size, dim
+    )
 
 
 def compress_changes(
@@ -181,21 +227,26 @@ def compress_changes(
 ) -> SentRows:
     """Add to rows, select entries of the sums, and pack them.
 
-    Zeros are never sent, because 1bit has none. If a table has infinite or NaN sums, only those are sent: ``rows``
-    keeps its old values there, and ``left`` is NaN or infinite.
+    Zeros are never sent, because 1bit has none. If a table has infinite or NaN sums, only those are
+    sent: ``rows`` keeps its old values there, and ``left`` is NaN or infinite.
 
     Args:
         rows: Shape ``[k, dim]``, fp32 or fp64, contiguous. ``scale * addend`` is added in place.
         addend: Shape ``[k, dim]``. Not changed.
         message: The form of the message.
-        thresholds: One for each table of the module; 0 if none was selected yet, or if everything is sent. Changed in
-            place: the guard moves them towards their targets by the counts of this message.
+        thresholds: One for each table of the module; 0 if none was selected yet, or if everything
+            is sent. Changed in place: the guard moves them towards their targets by the counts of
+            this message.
         scale: 1 or -1.
     """
-    layout, flat, added = message.layout, rows.view(-1), addend.reshape(-1)
+    layout = message.layout
+    flat = rows.view(-1)
+    added = addend.reshape(-1)
     edges = list(accumulate(layout.tensor_sizes, initial=0))
     news, bases = (tensor.split(layout.tensor_sizes) for tensor in (added, flat))
-    for new, base, table, target in zip(news, bases, message.tables, layout.capacities, strict=True):
+    for new, base, table, target in zip(
+        news, bases, message.tables, layout.capacities, strict=True
+    ):
         if target == base.numel():
             thresholds[table] = 0  # everything is sent
         elif thresholds[table] == 0:
@@ -204,25 +255,37 @@ def compress_changes(
     flags = torch.zeros(layout.flags_num_bytes, dtype=torch.uint8, device=flat.device)
     kernel = cpu_kernel("auto" if flat.is_cpu else "torch")  # that of torch works on any device
     values, reached = kernel.select(news, bases, edges[:-1], limits.tolist(), scale, flags)
-    counts, positions = reached, positions_of(flags, len(values))
+    counts = reached
+    positions = positions_of(flags, len(values))
     finite = np.ones(len(bases), dtype=np.bool_)
     broken = values.isfinite().logical_not_()
     if (some_broken := bool(broken.any())) or len(values) > layout.capacity:
-        table_of = torch.searchsorted(torch.tensor(edges[1:], device=flat.device), positions, right=True)
+        table_of = torch.searchsorted(
+            torch.tensor(edges[1:], device=flat.device), positions, right=True
+        )
         if some_broken:
             finite[table_of[broken].cpu().numpy()] = False
             keep = broken | torch.from_numpy(finite).to(flat.device)[table_of]
-            positions, values, table_of = positions[keep], values[keep], table_of[keep]
+            positions = positions[keep]
+            values = values[keep]
+            table_of = table_of[keep]
             reached = torch.bincount(table_of, minlength=len(bases)).tolist()
         if len(values) > layout.capacity:
             # Those that exceed their table's threshold by the largest factors are sent.
-            over = torch.from_numpy(np.where(finite, limits, np.inf)).to(flat.device, flat.dtype)[table_of]
-            # In fp64 the largest float over the smallest threshold is finite; infinite over infinite is NaN.
+            over = torch.from_numpy(np.where(finite, limits, np.inf)).to(flat.device, flat.dtype)[
+                table_of
+            ]
+            # In fp64 the largest float over the smallest threshold is finite; infinite over
+            # infinite is NaN.
             excess = (values.to(torch.float64) / over).nan_to_num_(nan=math.inf)
             kept = nonzero_indices(keep_largest(excess, layout.capacity)[0])
-            positions, values, table_of = positions[kept], values[kept], table_of[kept]
+            positions = positions[kept]
+            values = values[kept]
+            table_of = table_of[kept]
         counts = torch.bincount(table_of, minlength=len(bases)).tolist()
-        flags = torch.zeros_like(flags).index_add_(0, positions >> 3, (1 << (positions & 7)).to(torch.uint8))
+        flags = torch.zeros_like(flags).index_add_(
+            0, positions >> 3, (1 << (positions & 7)).to(torch.uint8)
+        )
     _guard(message, thresholds, reached, finite.tolist(), bases)
     payload = pack(layout, flags, values, counts, flat.new_empty(0, dtype=torch.uint8))
     received = unpack_values(layout, payload, counts)
@@ -237,7 +300,9 @@ def encode_whole(rows: Tensor, value_format: str) -> Tensor:
 def whole_num_bytes(num_rows: int, dim: int, value_format: str) -> int:
     """Bytes of :func:`encode_whole`."""
     row_format = WHOLE_FORMATS[value_format]
-    return row_values_num_bytes(row_format, num_rows * dim) + row_scales_num_bytes(row_format, num_rows)
+    return row_values_num_bytes(row_format, num_rows * dim) + row_scales_num_bytes(
+        row_format, num_rows
+    )
 
 
 def decode_whole(data: Tensor, num_rows: int, dim: int, value_format: str) -> Tensor:
@@ -247,27 +312,43 @@ def decode_whole(data: Tensor, num_rows: int, dim: int, value_format: str) -> Te
     return decode_rows(values, num_rows * dim, None, scales, row_format).view(num_rows, dim)
 
 
-def encode_some(rows: Tensor, known: Tensor, chosen: Tensor, message: Message) -> tuple[Tensor, int]:
-    """Which of the rows, ``[k, dim]``, are chosen (bool, ``[k]``), then these less what is known; and their number."""
+def encode_some(
+    rows: Tensor, known: Tensor, chosen: Tensor, message: Message
+) -> tuple[Tensor, int]:
+    """Which of the rows, ``[k, dim]``, are chosen (bool, ``[k]``), then these less what is known;
+    and their number.
+    """
     some = nonzero_indices(chosen)
     places = PositionCode(message.num_rows, len(some)).encode(some)
-    return torch.cat([places, encode_whole(rows[some] - finite(known[some]), message.layout.value_format)]), len(some)
+    return torch.cat(
+        [places, encode_whole(rows[some] - finite(known[some]), message.layout.value_format)]
+    ), len(some)
 
 
 def finite(copies: Tensor) -> Tensor:
-    """Copies to which whole rows are added: from zero where they are not finite, which no sum would mend."""
+    """Copies to which whole rows are added: from zero where they are not finite, which no sum would
+    mend.
+    """
     return copies.nan_to_num(0.0, 0.0, 0.0)
 
 
 def decode_some(data: Tensor, count: int, message: Message) -> tuple[Tensor, Tensor]:
-    """Undo :func:`encode_some`: the chosen rows' places among all, ``[count]``, and they, ``[count, dim]``, fp32."""
+    """Undo :func:`encode_some`: the chosen rows' places among all, ``[count]``, and they, ``[count,
+    dim]``, fp32.
+    """
     code = PositionCode(message.num_rows, count)
     places, rows = data.tensor_split([code.num_bytes])
-    return code.decode(places, count), decode_whole(rows, count, message.dim, message.layout.value_format)
+    return code.decode(places, count), decode_whole(
+        rows, count, message.dim, message.layout.value_format
+    )
 
 
 def _guard(
-    message: Message, thresholds: Float64Array, reached: list[int], finite: list[bool], sums: Sequence[Tensor]
+    message: Message,
+    thresholds: Float64Array,
+    reached: list[int],
+    finite: list[bool],
+    sums: Sequence[Tensor],
 ) -> None:
     parts = zip(sums, message.tables, reached, message.layout.capacities, finite, strict=True)
     for part, table, count, target, is_finite in parts:
@@ -276,4 +357,6 @@ def _guard(
         if count > GUARD_RESELECT * target and is_finite:
             thresholds[table] = kth_magnitude(part, target)
         else:
-            thresholds[table] = nudge(float(thresholds[table]), count, target, part.numel(), GUARD_AIM)
+            thresholds[table] = nudge(
+                float(thresholds[table]), count, target, part.numel(), GUARD_AIM
+            )

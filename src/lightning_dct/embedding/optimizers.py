@@ -1,7 +1,9 @@
-"""Optimizers for rows: Adagrad with one accumulator a row, whose state for rows of 16 entries is a sixteenth of theirs.
+"""Optimizers for rows: Adagrad with one accumulator a row, whose state for rows of 16 entries is a
+sixteenth of theirs.
 
-One optimizer serves a whole model, so that Lightning's automatic optimization does: ``RowWiseAdagrad`` with Adagrad for
-the dense parameters, ``AdamWithRows`` with AdamW. Optimizers that take no sparse gradients are refused.
+One optimizer serves a whole model, so that Lightning's automatic optimization does:
+``RowWiseAdagrad`` with Adagrad for the dense parameters, ``AdamWithRows`` with AdamW. Optimizers
+that take no sparse gradients are refused.
 """
 
 import weakref
@@ -18,11 +20,13 @@ from lightning_dct.sync.optimizer_trial import error_of_sparse_gradients
 
 
 class RowWiseAdagrad(Optimizer):
-    """Adagrad whose accumulator is the mean square of a row's gradient, for parameters with sparse gradients.
+    """Adagrad whose accumulator is the mean square of a row's gradient, for parameters with sparse
+    gradients.
 
-    With ``G`` the gradient of row ``i``: ``s_i += mean(G ** 2)``, ``row_i -= lr * G / (sqrt(s_i) + eps)``. Rows
-    without a gradient stay as they are. Parameters with dense gradients get ordinary Adagrad, so one optimizer serves
-    a whole model. (FBGEMM and TorchRec have the same "row-wise Adagrad".)
+    With ``G`` the gradient of row ``i``: ``s_i += mean(G ** 2)``, ``row_i -= lr * G / (sqrt(s_i) +
+    eps)``. Rows without a gradient stay as they are. Parameters with dense gradients get ordinary
+    Adagrad, so one optimizer serves a whole model. (FBGEMM and TorchRec have the same "row-wise
+    Adagrad".)
 
     Args:
         params: Parameters or groups of them.
@@ -49,15 +53,18 @@ class RowWiseAdagrad(Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    _update(parameter, parameter.grad, self.state[parameter], group["lr"], group["eps"])
+                    _update(
+                        parameter, parameter.grad, self.state[parameter], group["lr"], group["eps"]
+                    )
         return loss
 
 
 class AdamWithRows(Optimizer):
-    """AdamW for parameters with dense gradients, and :class:`RowWiseAdagrad` for those with sparse ones.
+    """AdamW for parameters with dense gradients, and :class:`RowWiseAdagrad` for those with sparse
+    ones.
 
-    So the networks of a recommender train with Adam, its embedding rows with row-wise Adagrad, and a LightningModule
-    has one optimizer. Give rows a group of their own for another learning rate::
+    So the networks of a recommender train with Adam, its embedding rows with row-wise Adagrad, and
+    a LightningModule has one optimizer. Give rows a group of their own for another learning rate::
 
         AdamWithRows([{"params": model.tables.parameters(), "lr": 0.03}, {"params": model.mlps.parameters()}], lr=1e-3)
 
@@ -103,7 +110,13 @@ class AdamWithRows(Optimizer):
                 if parameter.grad is None:
                     continue
                 if parameter.grad.is_sparse:
-                    _update(parameter, parameter.grad, self.state[parameter], group["lr"], group["row_eps"])
+                    _update(
+                        parameter,
+                        parameter.grad,
+                        self.state[parameter],
+                        group["lr"],
+                        group["row_eps"],
+                    )
                 else:
                     dense.append(parameter)
             self._step_dense(group, dense)
@@ -116,7 +129,8 @@ class AdamWithRows(Optimizer):
                 state["exp_avg"] = torch.zeros_like(parameter)
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
         first, second, steps = (
-            [self.state[parameter][name] for parameter in parameters] for name in ("exp_avg", "exp_avg_sq", "step")
+            [self.state[parameter][name] for parameter in parameters]
+            for name in ("exp_avg", "exp_avg_sq", "step")
         )
         beta_1, beta_2 = group["betas"]
         adamw(
@@ -138,11 +152,16 @@ class AdamWithRows(Optimizer):
 
 def group_of(weight: Tensor, optimizer: Optimizer) -> dict[str, Any] | None:
     """The parameter group with the rows; None if the optimizer does not have them."""
-    return next((group for group in optimizer.param_groups if any(p is weight for p in group["params"])), None)
+    return next(
+        (group for group in optimizer.param_groups if any(p is weight for p in group["params"])),
+        None,
+    )
 
 
 def refuse_optimizers_without_rows(module: nn.Module) -> None:
-    """Refuse optimizers of a module's rows that take no sparse gradients, before their first step (ValueError)."""
+    """Refuse optimizers of a module's rows that take no sparse gradients, before their first step
+    (ValueError).
+    """
     this = weakref.ref(module)
     tried: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
@@ -156,25 +175,34 @@ def refuse_optimizers_without_rows(module: nn.Module) -> None:
         tried.add(optimizer)
         if (error := error_of_sparse_gradients(optimizer)) is not None:
             raise ValueError(
-                f"`{type(optimizer).__name__}` does not step the rows of {rows.name!r}, whose gradients are sparse"
-                f" ({str(error)[:200]}). Use `lightning_dct.AdamWithRows`, which is AdamW for networks and"
-                " `RowWiseAdagrad` for rows, with two groups: `AdamWithRows([{'params': tables.parameters(), 'lr':"
-                " 0.03}, {'params': others}], lr=1e-3)`. Or `RowWiseAdagrad`, `Adagrad` or `SGD` for all parameters."
+                f"`{type(optimizer).__name__}` does not step the rows of {rows.name!r}, whose"
+                f" gradients are sparse ({str(error)[:200]}). Use `lightning_dct.AdamWithRows`,"
+                " which is AdamW for networks and `RowWiseAdagrad` for rows, with two groups:"
+                " `AdamWithRows([{'params': tables.parameters(), 'lr': 0.03}, {'params':"
+                " others}], lr=1e-3)`. Or `RowWiseAdagrad`, `Adagrad` or `SGD` for all"
+                " parameters."
             )
 
     before_steps_while_alive(module, before_step)
 
 
-def _update(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], learning_rate: float, eps: float) -> None:
+def _update(
+    parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], learning_rate: float, eps: float
+) -> None:
     if not state:
-        state["sum"] = parameter.new_zeros(len(parameter)) if gradient.is_sparse else torch.zeros_like(parameter)
+        state["sum"] = (
+            parameter.new_zeros(len(parameter))
+            if gradient.is_sparse
+            else torch.zeros_like(parameter)
+        )
     sums = state["sum"]
     if not gradient.is_sparse:
         sums.addcmul_(gradient, gradient)
         parameter.addcdiv_(gradient, sums.sqrt().add_(eps), value=-learning_rate)
         return
     gradient = gradient.coalesce()
-    rows, values = gradient.indices()[0], gradient.values()
+    rows = gradient.indices()[0]
+    values = gradient.values()
     # The added dimension treats vectors as rows of one entry.
     sums[rows] += values.square().unsqueeze(-1).flatten(1).mean(dim=1)
     scale = sums[rows].sqrt_().add_(eps).view(-1, *(1 for _ in values.shape[1:]))

@@ -1,4 +1,6 @@
-"""This rank's rows of sharded tables: makes, loads and reads them, and gives them to ``state_dict``."""
+"""This rank's rows of sharded tables: makes, loads and reads them, and gives them to
+``state_dict``.
+"""
 
 import warnings
 from collections.abc import Sequence
@@ -13,13 +15,21 @@ from lightning_dct.activations.module import CompressedModule
 from lightning_dct.embedding.bags import Features
 from lightning_dct.embedding.collected import RowCollectives
 from lightning_dct.embedding.optimizers import refuse_optimizers_without_rows
-from lightning_dct.embedding.owners import Int64Array, RowOwners, UnmadeRows, in_parts, initial_rows, place_tables
+from lightning_dct.embedding.owners import (
+    Int64Array,
+    RowOwners,
+    UnmadeRows,
+    in_parts,
+    initial_rows,
+    place_tables,
+)
 from lightning_dct.embedding.pruning import PIECES, KeptPieces
 from lightning_dct.embedding.tables import EmbeddingTable, fill_rows
 
 
 class OwnedRows(CompressedModule):
-    """The rows of some tables that this rank owns; :class:`~lightning_dct.ShardedEmbeddingBags` exchanges them.
+    """The rows of some tables that this rank owns; :class:`~lightning_dct.ShardedEmbeddingBags`
+    exchanges them.
 
     Args:
         tables: The tables, of one dim and dtype.
@@ -40,13 +50,17 @@ class OwnedRows(CompressedModule):
         self.seed = seed
         bounds = np.array([table.interval for table in tables], dtype=np.float64)
         # Of each table, half the width and the middle of the interval of its initial values.
-        self.initial_bound: list[float] = ((bounds[:, 1] - bounds[:, 0]) / 2).astype(np.float32).tolist()
+        self.initial_bound: list[float] = (
+            ((bounds[:, 1] - bounds[:, 0]) / 2).astype(np.float32).tolist()
+        )
         self._centres: list[float] = (bounds.sum(axis=1) / 2).astype(np.float32).tolist()
-        # This rank's rows of all tables, [owned rows, embedding_dim]; their kept pieces if they are pruned.
+        # This rank's rows of all tables, [owned rows, embedding_dim]; their kept pieces if they are
+        # pruned.
         self.weight: Tensor = cast(Any, UnmadeRows)(dtype=tables[0].dtype)
         # Rows that were loaded before there was a place for them, of each table.
         self._loaded: Sequence[Tensor] | None = None
-        # Whether `state_dict` leaves the rows out, while a strategy saves or loads, which has files for them.
+        # Whether `state_dict` leaves the rows out, while a strategy saves or loads, which has files
+        # for them.
         self.saved_in_shards = False
         # Of pruned rows; see `pruning`.
         self.kept: KeptPieces | None = None
@@ -66,13 +80,17 @@ class OwnedRows(CompressedModule):
     def materialize(self) -> None:
         """Make this rank's rows, once; a collective call if there are several ranks.
 
-        Rows of whole tables that were loaded before become this rank's, as far as it owns them. So do those that a
-        process made by itself, before it became one of several; of growing tables it must have made none.
+        Rows of whole tables that were loaded before become this rank's, as far as it owns them. So
+        do those that a process made by itself, before it became one of several; of growing tables
+        it must have made none.
         """
         if self.is_materialized:
-            if not (dist.is_initialized() and self.placement.world_size == 1 < dist.get_world_size()):
+            if not (
+                dist.is_initialized() and self.placement.world_size == 1 < dist.get_world_size()
+            ):
                 return
-            made, self._loaded = self.weight, self._made_alone()
+            made = self.weight
+            self._loaded = self._made_alone()
             self.weight = cast(Any, UnmadeRows)(made.requires_grad, made.device, made.dtype)
         if not torch.sparse.check_sparse_tensor_invariants.is_enabled():
             # This is the default. Setting it keeps torch's sparse optimizers from warning.
@@ -91,9 +109,11 @@ class OwnedRows(CompressedModule):
         return self.own_rows(np.arange(self.capacity())).split(self.table_rows)
 
     def load_tables(self, whole: Sequence[Tensor]) -> None:
-        """Overwrite this rank's rows with those of whole tables, ``[rows, dim]`` each, in the order of the tables.
+        """Overwrite this rank's rows with those of whole tables, ``[rows, dim]`` each, in the order
+        of the tables.
 
-        Before :meth:`materialize` the tensors are kept, as they are, until then. Call it on every rank.
+        Before :meth:`materialize` the tensors are kept, as they are, until then. Call it on every
+        rank.
 
         Raises:
             ValueError: A table has another shape.
@@ -101,7 +121,9 @@ class OwnedRows(CompressedModule):
         shapes = [(rows, self.embedding_dim) for rows in self.table_rows]
         for table, rows, shape in zip(self.tables, whole, shapes, strict=True):
             if rows.shape != shape:
-                raise ValueError(f"Table {table.name!r} has shape {list(rows.shape)} instead of {list(shape)}.")
+                raise ValueError(
+                    f"Table {table.name!r} has shape {list(rows.shape)} instead of {list(shape)}."
+                )
         self._loaded = whole
         if self.is_materialized:
             self._loaded = None
@@ -109,20 +131,23 @@ class OwnedRows(CompressedModule):
             for number, start, stop, place in self.placement.ranges(self.exchange_group.rank):
                 for places in in_parts(start, stop):
                     at = place + int(places[0]) - start
-                    self.weight.detach()[at : at + places.size] = whole[number][places[0] : places[-1] + 1].to(
-                        self.weight
-                    )
+                    self.weight.detach()[at : at + places.size] = whole[number][
+                        places[0] : places[-1] + 1
+                    ].to(self.weight)
             self.rows_replaced()
 
     def _take(self, rows: Tensor, masks: Tensor | None) -> None:
-        """Overwrite this rank's rows with these, of all tables or of this rank, and the masks of their pieces."""
+        """Overwrite this rank's rows with these, of all tables or of this rank, and the masks of
+        their pieces.
+        """
         is_whole = rows.shape == (sum(self.table_rows), self.embedding_dim)
         if is_whole and masks is None:
             self.load_tables(rows.split(self.table_rows))
             return
         if is_whole and masks is not None:
             own = self.placement.numbers_of(self.exchange_group.rank)
-            rows, masks = rows[own], masks[own]
+            rows = rows[own]
+            masks = masks[own]
         self.set_kept(None if masks is None else KeptPieces(masks.numpy()))
         if self.kept is None:
             self.weight.detach().copy_(rows)
@@ -139,12 +164,19 @@ class OwnedRows(CompressedModule):
 
     def initialize_rows(self) -> None:
         """Set all of this rank's rows to their initial values."""
-        rank, weight = self.exchange_group.rank, self.weight.detach()
+        rank = self.exchange_group.rank
+        weight = self.weight.detach()
         for places in in_parts(0, len(weight)):
             weight[places[0] : places[-1] + 1] = self.initial(rank, places)
         for number, start, stop, place in self.placement.ranges(rank):
             if callable(self.tables[number].initial):
-                fill_rows(self.tables[number], self.seed, number, start, weight[place : place + stop - start])
+                fill_rows(
+                    self.tables[number],
+                    self.seed,
+                    number,
+                    start,
+                    weight[place : place + stop - start],
+                )
 
     def initial(self, owner: int, places: Int64Array) -> Tensor:
         """The initial values of an owner's rows, ``[n, embedding_dim]``, as ``weight`` holds them.
@@ -152,7 +184,9 @@ class OwnedRows(CompressedModule):
         Zeros for tables whose rows a function makes: only their owners know them.
         """
         tables, rows = self.placement.rows_of(owner, places)
-        made = initial_rows(self.seed, tables, rows, self.initial_bound, self.embedding_dim, self._centres)
+        made = initial_rows(
+            self.seed, tables, rows, self.initial_bound, self.embedding_dim, self._centres
+        )
         return made.to(self.weight)
 
     def reset_memory(self) -> None:
@@ -160,13 +194,17 @@ class OwnedRows(CompressedModule):
         raise NotImplementedError
 
     def rows_replaced(self, places: Int64Array | None = None) -> None:
-        """Have the other ranks receive these of this rank's rows whole, or all, because they were replaced."""
+        """Have the other ranks receive these of this rank's rows whole, or all, because they were
+        replaced.
+        """
         raise NotImplementedError
 
     def own_rows(self, places: Int64Array) -> Tensor:
         """A copy of this rank's rows at some places, ``[n, embedding_dim]``, without a gradient."""
         if self.kept is None:
-            return self.weight.detach().index_select(0, torch.from_numpy(places).to(self.weight.device))
+            return self.weight.detach().index_select(
+                0, torch.from_numpy(places).to(self.weight.device)
+            )
         initial = self.initial(self.exchange_group.rank, places)
         return self.kept.expand(self.weight.detach(), places, initial)
 
@@ -180,14 +218,18 @@ class OwnedRows(CompressedModule):
             self.weight.data = self.weight.new_empty(shape)
 
     def resolve(self, places: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """Map places (``[k]``, int64, ascending) and their gradients to rows of ``weight``, ascending, and theirs."""
+        """Map places (``[k]``, int64, ascending) and their gradients to rows of ``weight``,
+        ascending, and theirs.
+        """
         if self.kept is None:
             return places, gradient
         found, at = (part.to(places.device) for part in self.kept.find(places.cpu().numpy()))
         return at, gradient.view(-1, self.weight.shape[1])[found]
 
     def note_requests(self, places: list[Int64Array]) -> None:
-        """Use the requests for this rank's rows in a training look-up: distinct places of each rank."""
+        """Use the requests for this rank's rows in a training look-up: distinct places of each
+        rank.
+        """
         if self.row_requests is not None:
             for requested in places:
                 self.row_requests[torch.from_numpy(requested)] += 1
@@ -207,12 +249,15 @@ class OwnedRows(CompressedModule):
         if not self.saved_in_shards:
             self.row_requests = state["row_requests"].clone() if "row_requests" in state else None
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if not self.saved_in_shards and self.is_materialized and self.exchange_group.peers:
             warnings.warn(
-                f"`state_dict()` of {self.name!r} has the rows of rank {self.exchange_group.rank} only. Save a"
-                " checkpoint with the Trainer, or write whole tables with `lightning_dct.gather_tables`.",
+                f"`state_dict()` of {self.name!r} has the rows of rank {self.exchange_group.rank}"
+                " only. Save a checkpoint with the Trainer, or write whole tables with"
+                " `lightning_dct.gather_tables`.",
                 stacklevel=2,
             )
         if self.saved_in_shards:
@@ -221,18 +266,26 @@ class OwnedRows(CompressedModule):
             # Whole rows, so that every module can load them.
             destination[f"{prefix}weight"] = self.own_rows(np.arange(self.capacity()))
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
-        key, dim = f"{prefix}weight", self.embedding_dim
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *arguments: Any
+    ) -> None:
+        key = f"{prefix}weight"
+        dim = self.embedding_dim
         is_loaded = key in state_dict and state_dict[key] is None  # by `load_tables`
-        rows, masks = state_dict.pop(key, None), state_dict.get(f"{prefix}_extra_state", {}).get("kept")
+        rows = state_dict.pop(key, None)
+        masks = state_dict.get(f"{prefix}_extra_state", {}).get("kept")
         super()._load_from_state_dict(state_dict, prefix, *arguments)
-        missing, errors = arguments[2], arguments[4]
+        missing = arguments[2]
+        errors = arguments[4]
         # While tables are saved in shards, their rows are in files of their own.
         if key in missing and (rows is not None or is_loaded or self.saved_in_shards):
             missing.remove(key)
         elif key in missing and f"{prefix}_extra_state" in state_dict and arguments[1]:  # strict
             # Of a Trainer's checkpoint; a state dict of other names lacks both.
-            errors.append(f"`{key}` is in the folder beside a Trainer's checkpoint: use `trainer.fit(ckpt_path=...)`.")
+            errors.append(
+                f"`{key}` is in the folder beside a Trainer's checkpoint: use"
+                " `trainer.fit(ckpt_path=...)`."
+            )
         if self.is_materialized:
             self.rows_replaced()
         is_whole = rows is not None and rows.shape == (sum(self.table_rows), dim)
@@ -245,6 +298,6 @@ class OwnedRows(CompressedModule):
         else:
             or_own = f", or the {self.capacity()} of this rank" if self.is_materialized else ""
             errors.append(
-                f"`{key}` has shape {list(rows.shape)}. Give the rows of all tables, one table after the other:"
-                f" {sum(self.table_rows)}{or_own}, of {dim} entries each."
+                f"`{key}` has shape {list(rows.shape)}. Give the rows of all tables, one table"
+                f" after the other: {sum(self.table_rows)}{or_own}, of {dim} entries each."
             )

@@ -1,18 +1,21 @@
 """Gives every rank a row's owner, its place there and its initial value, from its table and number.
 
-A table of fixed size with more rows than a rank's share is cut into blocks, which the ranks own in turn. So no rank
-has all of it, and its frequent rows, which most vocabularies put first, do not all belong to one rank. The other tables
-are not cut. Each of them, largest first, is assigned to the rank with the least load::
+A table of fixed size with more rows than a rank's share is cut into blocks, which the ranks own in
+turn. So no rank has all of it, and its frequent rows, which most vocabularies put first, do not all
+belong to one rank. The other tables are not cut. Each of them, largest first, is assigned to the
+rank with the least load::
 
     table 0 (large)     | block 0 | block 1 | block 2 | block 3 | ...      blocks of equal size, in turn
                            rank 0    rank 1    rank 0    rank 1
     table 1 (small)     | one block |                                      as many rows as the table has
                            rank 1
 
-On its owner every row has a *place*: the owner's rows of table 0 in ascending order, then those of table 1, and so on.
+On its owner every row has a *place*: the owner's rows of table 0 in ascending order, then those of
+table 1, and so on.
 
-Rows of growing tables belong to ranks by a hash. Their places are *keys*: whole numbers below ``2**63`` with the table
-in the highest bits and the id in the others. An id that needs more bits than there are is hashed to them.
+Rows of growing tables belong to ranks by a hash. Their places are *keys*: whole numbers below
+``2**63`` with the table in the highest bits and the id in the others. An id that needs more bits
+than there are is hashed to them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,7 +34,8 @@ Int64Array = npt.NDArray[np.int64]
 
 # Blocks of a cut table that each rank gets: enough to spread the frequent rows, few enough to list.
 BLOCKS_PER_RANK = 16
-# Ids of a growing table are below this, which is the number of rows that such a table is said to have.
+# Ids of a growing table are below this, which is the number of rows that such a table is said to
+# have.
 ID_SPACE = 2**63
 _KEY_BITS = 63
 # Rows that are filled or copied at a time, so that no second copy of a table ever exists.
@@ -72,7 +76,9 @@ class RowOwners:
 
     @cached_property
     def _bases(self) -> Int64Array:
-        """Place of each rank's first row of each table, shape ``[world size, tables + 1]``; the last is the end."""
+        """Place of each rank's first row of each table, shape ``[world size, tables + 1]``; the
+        last is the end.
+        """
         bases = np.zeros((self.world_size, len(self.table_rows) + 1), dtype=np.int64)
         for rank in range(self.world_size):
             for table, start, stop, _ in self.ranges(rank):
@@ -98,15 +104,21 @@ class RowOwners:
         return np.searchsorted(self._bases[rank], places, side="right") - 1
 
     def rows_of(self, rank: int, places: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """The tables and rows at places of a rank, all shape ``[n]``: the inverse of :meth:`locate`."""
+        """The tables and rows at places of a rank, all shape ``[n]``: the inverse of
+        :meth:`locate`.
+        """
         tables = self.tables_of(rank, places)
         sizes, first = self._blocks
         block, within = np.divmod(places - self._bases[rank, tables], sizes[tables])
-        rows: Int64Array = (block * self.world_size + (rank - first[tables]) % self.world_size) * sizes[tables] + within
+        rows: Int64Array = (
+            block * self.world_size + (rank - first[tables]) % self.world_size
+        ) * sizes[tables] + within
         return tables, rows
 
     def numbers_of(self, rank: int) -> Tensor:
-        """Which of the rows of all tables, one table after the other, a rank owns, by place: int64."""
+        """Which of the rows of all tables, one table after the other, a rank owns, by place:
+        int64.
+        """
         tables, rows = self.rows_of(rank, np.arange(self.owned_rows[rank]))
         return torch.from_numpy(np.cumsum([0, *self.table_rows])[tables] + rows)
 
@@ -117,11 +129,16 @@ def place_tables(table_rows: Sequence[int], world_size: int) -> RowOwners:
     All tables of a module have the same dimension, so rows measure their bytes.
     """
     total_rows = sum(table_rows)
-    block_rows, first_rank = list(table_rows), [0] * len(table_rows)
+    block_rows = list(table_rows)
+    first_rank = [0] * len(table_rows)
     # Shares of all rows and of all look-ups: of each table, and of each rank.
     shares = np.array([[rows / total_rows, 1 / len(table_rows)] for rows in table_rows])
     loads = np.zeros((world_size, 2))
-    cut = [table for table, rows in enumerate(table_rows) if rows * world_size > total_rows and rows >= world_size > 1]
+    cut = [
+        table
+        for table, rows in enumerate(table_rows)
+        if rows * world_size > total_rows and rows >= world_size > 1
+    ]
     for turn, table in enumerate(cut):
         # Each cut table starts on another rank, because its first block has the most frequent rows.
         first_rank[table] = turn % world_size
@@ -170,7 +187,9 @@ def place_by_hash(num_tables: int, world_size: int) -> HashedOwners:
 
 
 class UnmadeRows(nn.parameter.UninitializedParameter):
-    """Rows before :meth:`~lightning_dct.ShardedEmbeddingBags.materialize`, which can be frozen already."""
+    """Rows before :meth:`~lightning_dct.ShardedEmbeddingBags.materialize`, which can be frozen
+    already.
+    """
 
     _allowed_methods: ClassVar[Any] = [
         *vars(nn.parameter.UninitializedTensorMixin)["_allowed_methods"],  # type: ignore[attr-defined]
@@ -186,11 +205,12 @@ def initial_rows(
     dim: int,
     centres: Sequence[float] | None = None,
 ) -> Tensor:
-    """Rows ``rows`` of ``tables``, both shape ``[n]``: fp32 ``[n, dim]``, uniform on ``[-bound, bound)`` of the table.
+    """Rows ``rows`` of ``tables``, both shape ``[n]``: fp32 ``[n, dim]``, uniform on ``[-bound,
+    bound)`` of the table.
 
-    ``bounds`` has an entry for each table, and so has ``centres``, which are added. The owner's row, and the copy on a
-    rank that requests it for the first time, both start from this value. So they differ only by the changes of
-    training.
+    ``bounds`` has an entry for each table, and so has ``centres``, which are added. The owner's
+    row, and the copy on a rank that requests it for the first time, both start from this value. So
+    they differ only by the changes of training.
     """
     bound_of = np.array(bounds, dtype=np.float32)[tables]
     state = np.full(1, seed % 2**64, dtype=np.uint64)
@@ -212,8 +232,8 @@ def initial_rows(
 def mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """Hash 64-bit numbers to others, one to one, in place.
 
-    This is the finaliser of SplitMix64 (Steele, Lea and Flood, *Fast splittable pseudorandom number generators*, OOPSLA
-    2014).
+    This is the finaliser of SplitMix64 (Steele, Lea and Flood, *Fast splittable pseudorandom number
+    generators*, OOPSLA 2014).
     """
     state ^= state >> np.uint64(30)
     state *= np.uint64(0xBF58476D1CE4E5B9)

@@ -1,4 +1,6 @@
-"""Embedding bags whose tables are spread over the ranks, which exchange changes instead of values."""
+"""Embedding bags whose tables are spread over the ranks, which exchange changes instead of
+values.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -24,21 +26,25 @@ from lightning_dct.traffic import Traffic
 
 
 class ShardedEmbeddingBags(OwnedRows):
-    """Embedding tables spread over the ranks, which send each other thresholded *changes* instead of values.
+    """Embedding tables spread over the ranks, which send each other thresholded *changes* instead
+    of values.
 
-    A rank requests each distinct row of a batch once. The owner sends the entries that have changed by more than their
-    table's threshold since it last sent them. The rank sums the gradients of a row and sends the entries above another
-    threshold. Both ends keep the rest and send it later. The sum over ranks is divided by the number of ranks, so any
-    number of ranks trains the same model.
+    A rank requests each distinct row of a batch once. The owner sends the entries that have changed
+    by more than their table's threshold since it last sent them. The rank sums the gradients of a
+    row and sends the entries above another threshold. Both ends keep the rest and send it later.
+    The sum over ranks is divided by the number of ranks, so any number of ranks trains the same
+    model.
 
-    ``weight`` has this rank's rows of all tables, shape ``[owned rows, embedding_dim]``. Its gradient is sparse: use
-    ``SGD``, ``Adagrad``, ``SparseAdam`` or :class:`~lightning_dct.RowWiseAdagrad`. ``DCTStrategy`` creates it with
-    :meth:`materialize` when the processes have started. Under another strategy of the Trainer, call that in
-    ``configure_model``, and put the parameter's name into ``_ddp_params_and_buffers_to_ignore`` of the LightningModule;
-    its checkpoints have the rows of rank 0 only.
+    ``weight`` has this rank's rows of all tables, shape ``[owned rows, embedding_dim]``. Its
+    gradient is sparse: use ``SGD``, ``Adagrad``, ``SparseAdam`` or
+    :class:`~lightning_dct.RowWiseAdagrad`. ``DCTStrategy`` creates it with :meth:`materialize` when
+    the processes have started. Under another strategy of the Trainer, call that in
+    ``configure_model``, and put the parameter's name into ``_ddp_params_and_buffers_to_ignore`` of
+    the LightningModule; its checkpoints have the rows of rank 0 only.
 
-    Where no gradient is wanted, in evaluation or of frozen tables, every rank reads exact rows. A rank without further
-    batches answers the others until all have finished (:meth:`finish_evaluation`, which ``DCTStrategy`` calls).
+    Where no gradient is wanted, in evaluation or of frozen tables, every rank reads exact rows. A
+    rank without further batches answers the others until all have finished
+    (:meth:`finish_evaluation`, which ``DCTStrategy`` calls).
 
     Example::
 
@@ -52,23 +58,26 @@ class ShardedEmbeddingBags(OwnedRows):
         pooled = tables(ids, offsets)    # float [batch, 3, 16]: bought, seen, users
 
     Args:
-        tables: :class:`~lightning_dct.EmbeddingTable` of each table, with one dim and one dtype. Or the rows of each
-            table, with the same settings for all, which the next argument and ``pooling`` and ``initial_bound`` say.
+        tables: :class:`~lightning_dct.EmbeddingTable` of each table, with one dim and one dtype. Or
+            the rows of each table, with the same settings for all, which the next argument and
+            ``pooling`` and ``initial_bound`` say.
         embedding_dim: Entries a row, if ``tables`` are numbers.
-        pooling: ``"sum"`` or ``"mean"`` of a bag's rows, if ``tables`` are numbers; ``"sum"`` when None. An empty bag
-            is zero.
-        density: Share of the requested rows' entries that each direction sends in a step, in (0, 1].
+        pooling: ``"sum"`` or ``"mean"`` of a bag's rows, if ``tables`` are numbers; ``"sum"`` when
+            None. An empty bag is zero.
+        density: Share of the requested rows' entries that each direction sends in a step, in (0,
+            1].
         value_format: ``"fp32"``, ``"bf16"``, ``"2bit"`` or ``"1bit"``, with one scale per table
             and message. The rounding error is sent later.
-        refresh_every: Optimizer steps between two exact selections of the thresholds. In between, a guard moves them a
-            little in every step, to keep the number of entries near its target.
-        cache_rows: Most rows of other ranks to remember, of all of them together. When None, as many as copies,
-            residuals, the owners' mirrors of them and their index fit into twice the bytes of a rank's share of all
-            rows, but at least 1,024. The residual of an evicted row is sent: in fp32 or bf16 if ``value_format`` is
-            that, else in int8 with a scale for the row. A remembered row takes ``8 * dim + 98`` bytes here and
-            ``4 * dim + 98`` on its owner, at most.
-        initial_bound: Rows start uniform on ``[-bound, bound)``, if ``tables`` are numbers; ``1 / sqrt(rows)`` of each
-            table when None.
+        refresh_every: Optimizer steps between two exact selections of the thresholds. In between, a
+            guard moves them a little in every step, to keep the number of entries near its target.
+        cache_rows: Most rows of other ranks to remember, of all of them together. When None, as
+            many as copies, residuals, the owners' mirrors of them and their index fit into twice
+            the bytes of a rank's share of all rows, but at least 1,024. The residual of an evicted
+            row is sent: in fp32 or bf16 if ``value_format`` is that, else in int8 with a scale for
+            the row. A remembered row takes ``8 * dim + 98`` bytes here and ``4 * dim + 98`` on its
+            owner, at most.
+        initial_bound: Rows start uniform on ``[-bound, bound)``, if ``tables`` are numbers; ``1 /
+            sqrt(rows)`` of each table when None.
         seed: Seeds the initial rows.
 
     Raises:
@@ -78,9 +87,18 @@ class ShardedEmbeddingBags(OwnedRows):
 
     agreed = (
         *OwnedRows.agreed,
-        *("table_rows", "embedding_dim", "described", "density", "value_format", "cache_rows", "seed"),
+        *(
+            "table_rows",
+            "embedding_dim",
+            "described",
+            "density",
+            "value_format",
+            "cache_rows",
+            "seed",
+        ),
     )
-    evicted_on_load: Int64Array = np.empty(0, dtype=np.int64)  # keys of growing tables whose rows did not fit
+    # Keys of growing tables whose rows did not fit.
+    evicted_on_load: Int64Array = np.empty(0, dtype=np.int64)
 
     def __init__(
         self,
@@ -95,7 +113,9 @@ class ShardedEmbeddingBags(OwnedRows):
         initial_bound: float | None = None,
         seed: int = 0,
     ) -> None:
-        super().__init__(described_tables(tables, embedding_dim, pooling, initial_bound), seed, refresh_every)
+        super().__init__(
+            described_tables(tables, embedding_dim, pooling, initial_bound), seed, refresh_every
+        )
         check_density("density", density)
         check_choice("value_format", value_format, VALUE_FORMATS)
         if cache_rows is not None:
@@ -111,8 +131,9 @@ class ShardedEmbeddingBags(OwnedRows):
     def extra_repr(self) -> str:
         """The text of ``print``."""
         return (
-            f"{len(self.table_rows)} tables, {self.num_rows} rows, embedding_dim={self.embedding_dim},"
-            f" density={self.density}, value_format={self.value_format!r}"
+            f"{len(self.table_rows)} tables, {self.num_rows} rows,"
+            f" embedding_dim={self.embedding_dim}, density={self.density},"
+            f" value_format={self.value_format!r}"
         )
 
     def forward(
@@ -125,15 +146,18 @@ class ShardedEmbeddingBags(OwnedRows):
         """Look rows up and pool them: :meth:`request`, then ``pooled``.
 
         Args:
-            ids: Whole numbers, ``[batch, features]``; with offsets ``[lookups]``, feature after feature. A table has
-                one feature if its description names no others.
-            offsets: ``[features * batch + 1]``: where each bag starts, feature 0 first, and the end. Bags may be empty.
-            per_sample_weights: One factor for the row of each look-up, in the shape of flattened ``ids``. They get a
-                gradient if they want one. A mean is the weighted sum over the number of rows.
+            ids: Whole numbers, ``[batch, features]``; with offsets ``[lookups]``, feature after
+                feature. A table has one feature if its description names no others.
+            offsets: ``[features * batch + 1]``: where each bag starts, feature 0 first, and the
+                end. Bags may be empty.
+            per_sample_weights: One factor for the row of each look-up, in the shape of flattened
+                ``ids``. They get a gradient if they want one. A mean is the weighted sum over the
+                number of rows.
             samples: The number of bags of each feature, if features have different numbers of them.
 
         Returns:
-            Float ``[batch, features, dim]``; with ``samples`` ``[sum(samples), dim]``, feature after feature.
+            Float ``[batch, features, dim]``; with ``samples`` ``[sum(samples), dim]``, feature
+            after feature.
 
         Raises:
             TypeError: One of them is no tensor, on any rank. Raised on every rank, like the next.
@@ -152,17 +176,21 @@ class ShardedEmbeddingBags(OwnedRows):
     ) -> ChangesLookup | ExactReader:
         """Start the exchange of rows. Arguments as for :meth:`forward`.
 
-        Of the result ``pooled()`` waits for the rows and pools them, and ``rows()`` gives that of each look-up.
+        Of the result ``pooled()`` waits for the rows and pools them, and ``rows()`` gives that of
+        each look-up.
         """
         if not self.is_materialized:
             raise RuntimeError(
-                "The tables have no rows yet. Use `Trainer(strategy='dct')`, or call `materialize()` in"
-                " `configure_model` (or, without a Trainer, after `init_process_group`)."
+                "The tables have no rows yet. Use `Trainer(strategy='dct')`, or call"
+                " `materialize()` in `configure_model` (or, without a Trainer, after"
+                " `init_process_group`)."
             )
         return look_up(self, ids, offsets, per_sample_weights, samples)
 
     def finish_evaluation(self) -> None:
-        """Answer the other ranks until all are out of batches: one collective call for all ``evaluated_with``."""
+        """Answer the other ranks until all are out of batches: one collective call for all
+        ``evaluated_with``.
+        """
         if self.is_materialized and self.exchange_group.peers:
             while exact_round(self, None) is not None:
                 pass
@@ -170,12 +198,20 @@ class ShardedEmbeddingBags(OwnedRows):
     def reset_memory(self) -> None:
         """Drop all copies, residuals and thresholds, as before the first step."""
         empty = self.weight.new_empty(0, self.embedding_dim, dtype=self.remembered_dtype)
-        rank, peers, owned = self.exchange_group.rank, self.exchange_group.peers, self.placement.owned_rows
-        num_peers, num_tables = self.placement.world_size, len(self.table_rows)
-        of_owners, of_users = {peer: owned[peer] for peer in peers}, dict.fromkeys(peers, owned[rank])
+        rank = self.exchange_group.rank
+        peers = self.exchange_group.peers
+        owned = self.placement.owned_rows
+        num_peers = self.placement.world_size
+        num_tables = len(self.table_rows)
+        of_owners = {peer: owned[peer] for peer in peers}
+        of_users = dict.fromkeys(peers, owned[rank])
         # This rank's copies of other ranks' rows, and the other ranks' copies of this rank's rows.
-        self.held: RowStore = RowStore(self.room(), of_owners, num_peers, num_tables, self.initial, empty, True)
-        self.mirrors: RowStore = RowStore(UNBOUNDED, of_users, num_peers, num_tables, self._own_initial, empty, False)
+        self.held: RowStore = RowStore(
+            self.room(), of_owners, num_peers, num_tables, self.initial, empty, True
+        )
+        self.mirrors: RowStore = RowStore(
+            UNBOUNDED, of_users, num_peers, num_tables, self._own_initial, empty, False
+        )
         self.collected: CollectedGradients = CollectedGradients()
         self.lookups: list[ChangesLookup] = []  # those whose gradients may be sent
         self.refresh_requested = True
@@ -203,12 +239,16 @@ class ShardedEmbeddingBags(OwnedRows):
         return (self.held, self.mirrors) if self.is_materialized else ()
 
     def take_answers(self) -> None:
-        """Wait for the answers to the latest look-up, if they are under way, and add them to the copies."""
+        """Wait for the answers to the latest look-up, if they are under way, and add them to the
+        copies.
+        """
         for lookup in self.lookups[-1:]:
             lookup.take_answers()
 
     def rows_replaced(self, places: Int64Array | None = None) -> None:
-        """Have the other ranks receive these of this rank's rows whole, or all, because they were replaced."""
+        """Have the other ranks receive these of this rank's rows whole, or all, because they were
+        replaced.
+        """
         self.mirrors.replaced(places)
 
     def thresholds_in_use(self) -> list[float]:
@@ -217,10 +257,15 @@ class ShardedEmbeddingBags(OwnedRows):
 
     def residual_norm(self) -> float:
         """Euclidean norm of the gradients that this rank has not sent yet; mirrors have none."""
-        return sum(float(rows.residual.norm(dtype=torch.float64)) ** 2 for rows in self.remembered) ** 0.5
+        return (
+            sum(float(rows.residual.norm(dtype=torch.float64)) ** 2 for rows in self.remembered)
+            ** 0.5
+        )
 
     def compression_state(self) -> dict[str, Any]:
-        """This rank's copies, residuals, thresholds and collected gradients; none before :meth:`materialize`."""
+        """This rank's copies, residuals, thresholds and collected gradients; none before
+        :meth:`materialize`.
+        """
         if not self.is_materialized:
             return {}
         self.take_answers()
@@ -228,25 +273,31 @@ class ShardedEmbeddingBags(OwnedRows):
             "placement": asdict(self.placement),
             "held": self.held.state_dict(),
             "mirrors": self.mirrors.state_dict(),
-            "collected": [(places.cpu(), gradient.cpu()) for places, gradient in self.collected.wait()],
+            "collected": [
+                (places.cpu(), gradient.cpu()) for places, gradient in self.collected.wait()
+            ],
         }
 
     def load_compression_state(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Restore this rank's state, or the states of all ranks of another world size.
 
-        With another world size, copies start from the rows' initial values, and the residuals of all ranks are added to
-        the next gradient, scaled so that the model receives the same sum.
+        With another world size, copies start from the rows' initial values, and the residuals of
+        all ranks are added to the next gradient, scaled so that the model receives the same sum.
 
         Raises:
             CheckpointError: The states are of other tables, or corrupt.
         """
         kind = type(self.placement)
         states = [as_one_store(state, len(self.table_rows), self.embedding_dim) for state in states]
-        placements = [check_memory(state, self.table_rows, self.embedding_dim, kind) for state in states]
+        placements = [
+            check_memory(state, self.table_rows, self.embedding_dim, kind) for state in states
+        ]
         if placements == [self.placement]:
             for end, rows in zip(ENDS, self.remembered, strict=True):
                 if states[0][end]["codes"].keys() != rows.codes.keys():
-                    raise CheckpointError(f"The checkpoint's memory of sharded tables has {end!r} of other ranks.")
+                    raise CheckpointError(
+                        f"The checkpoint's memory of sharded tables has {end!r} of other ranks."
+                    )
                 rows.load_state_dict(states[0][end])
             self.collected = CollectedGradients(states[0]["collected"])
             self.rows_replaced(self.evicted_on_load)
@@ -276,7 +327,9 @@ class ShardedEmbeddingBags(OwnedRows):
 
 
 class ShardedEmbeddings(ShardedEmbeddingBags):
-    """:class:`ShardedEmbeddingBags` whose rows are not pooled, for sequences: a row for each look-up."""
+    """:class:`ShardedEmbeddingBags` whose rows are not pooled, for sequences: a row for each
+    look-up.
+    """
 
     def forward(
         self,
@@ -285,12 +338,17 @@ class ShardedEmbeddings(ShardedEmbeddingBags):
         per_sample_weights: Tensor | None = None,
         samples: Sequence[int] | None = None,
     ) -> Tensor:
-        """Look rows up: :meth:`request`, then ``rows``. Arguments and errors are those of the base class.
+        """Look rows up: :meth:`request`, then ``rows``.
+
+        Arguments and errors are those of the base class.
 
         Returns:
-            Float ``[batch, features, dim]`` without offsets; with them ``[lookups, dim]``, in the order of ``ids``.
+            Float ``[batch, features, dim]`` without offsets; with them ``[lookups, dim]``, in the
+            order of ``ids``.
         """
         if per_sample_weights is not None:
-            raise ValueError("Rows that are not pooled have no `per_sample_weights`: multiply them yourself.")
+            raise ValueError(
+                "Rows that are not pooled have no `per_sample_weights`: multiply them yourself."
+            )
         rows = self.request(ids, offsets, None, samples).rows()
         return rows if offsets is not None else rows.view(*ids.shape, -1)

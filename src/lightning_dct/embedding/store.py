@@ -1,11 +1,13 @@
-"""One store of rows for all peers: copies of rows, and the gradients of these rows that were not sent yet.
+"""One store of rows for all peers: copies of rows, and the gradients of these rows that were not
+sent yet.
 
-A rank has two stores. In ``held`` are its copies of the rows of all owners, with residuals. In ``mirrors`` are the
-copies that all users have of its own rows. The copies of both ends are bitwise identical, because both start a row from
-its initial value and add the same messages.
+A rank has two stores. In ``held`` are its copies of the rows of all owners, with residuals. In
+``mirrors`` are the copies that all users have of its own rows. The copies of both ends are bitwise
+identical, because both start a row from its initial value and add the same messages.
 
-``held`` has room for a number of rows, whatever the number of owners. It evicts the least recently requested rows and
-says which: with each request goes a list of evicted rows, which the owner's ``mirrors`` forgets.
+``held`` has room for a number of rows, whatever the number of owners. It evicts the least recently
+requested rows and says which: with each request goes a list of evicted rows, which the owner's
+``mirrors`` forgets.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,23 +38,28 @@ class Evicted(NamedTuple):
 
 
 def bytes_a_row(dim: int, entry_bytes: int = 4) -> int:
-    """Bytes that a remembered row takes at most, on the rank that uses it and on its owner together."""
+    """Bytes that a remembered row takes at most, on the rank that uses it and on its owner
+    together.
+    """
     return 3 * dim * entry_bytes + 2 * (1 + INDEX_BYTES + CODE_BYTES)
 
 
 def default_room(own_rows: int, dim: int, row_bytes: int, entry_bytes: int = 4) -> int:
-    """The rows to remember, if no setting says: :data:`SHARES` times the bytes of a rank's own rows pay for them."""
+    """The rows to remember, if no setting says: :data:`SHARES` times the bytes of a rank's own rows
+    pay for them.
+    """
     return max(LEAST_ROWS, SHARES * own_rows * row_bytes // bytes_a_row(dim, entry_bytes))
 
 
 class RowStore:
     """Copies, and optionally residuals, of rows of several peers, by peer and place.
 
-    The next message brings all of a row whose copy is outdated, because it is new or because the owner has replaced the
-    row. Each peer and table has a threshold. The index is always on the CPU.
+    The next message brings all of a row whose copy is outdated, because it is new or because the
+    owner has replaced the row. Each peer and table has a threshold. The index is always on the CPU.
 
     Args:
-        capacity: Most rows, or those of one larger request; ``UNBOUNDED`` if rows stay until :meth:`release`.
+        capacity: Most rows, or those of one larger request; ``UNBOUNDED`` if rows stay until
+            :meth:`release`.
         universes: By peer, the number of rows that places are of.
         num_peers: The number of ranks.
         num_tables: The number of tables.
@@ -75,14 +82,17 @@ class RowStore:
         self.codes = {peer: RequestCode(universe) for peer, universe in universes.items()}
         self.thresholds = np.zeros((num_peers, num_tables), dtype=np.float64)
         self._initial = initial
-        self.copies, self.residual = empty, empty if with_residual else empty[:, :0]
+        self.copies = empty
+        self.residual = empty if with_residual else empty[:, :0]
         self.outdated = empty.new_empty(0, dtype=torch.bool)  # of each copy, where the rows are
 
     def find(self, peer: int, places: Int64Array) -> Int64Array:
         """The slots of rows of a peer, ``[k]``, -1 for missing rows."""
         return self.cache.find(places, np.full(places.size, peer))
 
-    def admit(self, wanted: Mapping[int, Int64Array]) -> tuple[dict[int, Int64Array], dict[int, Evicted]]:
+    def admit(
+        self, wanted: Mapping[int, Int64Array]
+    ) -> tuple[dict[int, Int64Array], dict[int, Evicted]]:
         """Admit rows, by peer their places: ascending and distinct.
 
         Returns:
@@ -92,11 +102,15 @@ class RowStore:
         places = np.concatenate([np.empty(0, dtype=np.int64), *wanted.values()])
         admission = self.cache.admit(places, peers=peers)
         order = np.lexsort((admission.evicted, admission.evicted_peers))
-        gone, gone_peers = admission.evicted[order], admission.evicted_peers[order]
+        gone = admission.evicted[order]
+        gone_peers = admission.evicted_peers[order]
         residuals = self.residual.index_select(0, self._on_device(admission.evicted_slots[order]))
-        cuts = np.searchsorted(gone_peers, np.array([[peer, peer + 1] for peer in wanted]).reshape(-1, 2))
+        cuts = np.searchsorted(
+            gone_peers, np.array([[peer, peer + 1] for peer in wanted]).reshape(-1, 2)
+        )
         evicted = {
-            peer: Evicted(gone[low:high], residuals[low:high]) for peer, (low, high) in zip(wanted, cuts, strict=True)
+            peer: Evicted(gone[low:high], residuals[low:high])
+            for peer, (low, high) in zip(wanted, cuts, strict=True)
         }
         self._make_room()
         self._begin(peers[admission.new], places[admission.new], admission.slots[admission.new])
@@ -114,8 +128,8 @@ class RowStore:
             self.cache.release(places, np.full(places.size, peer))
         except KeyError as error:
             raise PayloadError(
-                f"Rank {peer} has evicted rows that it had not: {error.args[0]}. The two ends' copies differ. Use the"
-                " same checkpoint on every rank."
+                f"Rank {peer} has evicted rows that it had not: {error.args[0]}. The two ends'"
+                " copies differ. Use the same checkpoint on every rank."
             ) from error
 
     def _make_room(self) -> None:
@@ -126,7 +140,11 @@ class RowStore:
         ahead = min(len(self.copies) // 4, self.cache.capacity - len(self.copies))
         for name in ROW_STATE:
             before = getattr(self, name)
-            setattr(self, name, torch.cat([before, before.new_zeros(max(missing, ahead), *before.shape[1:])]))
+            setattr(
+                self,
+                name,
+                torch.cat([before, before.new_zeros(max(missing, ahead), *before.shape[1:])]),
+            )
 
     def _begin(self, peers: Int64Array, places: Int64Array, slots: Int64Array) -> None:
         """Give new rows their initial values."""
@@ -138,7 +156,9 @@ class RowStore:
             self.outdated.index_fill_(0, at, True)
 
     def learn(self) -> None:
-        """Group rows anew by how often they are requested, at the same requests on both ends: after each request."""
+        """Group rows anew by how often they are requested, at the same requests on both ends: after
+        each request.
+        """
         requests = self.cache.requests
         if requests % REGROUP_EVERY == 0 or requests & (requests - 1) == 0:
             for peer, code in self.codes.items():
@@ -151,7 +171,9 @@ class RowStore:
         return torch.from_numpy(slots).to(self.copies.device)
 
     def replaced(self, places: Int64Array | None = None) -> None:
-        """Note that the owner has replaced the rows at these places, or all rows: their copies of all peers."""
+        """Note that the owner has replaced the rows at these places, or all rows: their copies of
+        all peers.
+        """
         if places is None:
             self.outdated.fill_(True)
             return
@@ -160,14 +182,17 @@ class RowStore:
             self.outdated[self._on_device(slots[slots >= 0])] = True
 
     def take_outdated(self, slots: Tensor) -> Tensor:
-        """Whether the copies in slots, ``[k]``, are outdated; the message that is made now ends that."""
+        """Whether the copies in slots, ``[k]``, are outdated; the message that is made now ends
+        that.
+        """
         outdated = self.outdated.index_select(0, slots)
         self.outdated.index_fill_(0, slots, False)
         return outdated
 
     def move(self, device: torch.device, dtype: torch.dtype) -> None:
         """Move copies and residuals, and change their dtype."""
-        self.copies, self.residual = self.copies.to(device, dtype), self.residual.to(device, dtype)
+        self.copies = self.copies.to(device, dtype)
+        self.residual = self.residual.to(device, dtype)
         self.outdated = self.outdated.to(device)
 
     def state_dict(self) -> dict[str, Any]:
@@ -193,5 +218,6 @@ class RowStore:
 def add_entries(rows: Tensor, slots: Tensor, positions: Tensor, values: Tensor) -> None:
     """Add values to ``rows[slots]``, in place, at distinct positions in these rows, flattened."""
     dim = rows.shape[1]
-    flat, entries = rows.view(-1), slots.index_select(0, positions // dim) * dim + positions % dim
+    flat = rows.view(-1)
+    entries = slots.index_select(0, positions // dim) * dim + positions % dim
     flat.index_copy_(0, entries, flat.index_select(0, entries).add_(values.to(rows.dtype)))

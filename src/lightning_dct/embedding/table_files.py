@@ -1,7 +1,9 @@
-"""Saves and loads rows on their owners: no rank ever has a whole table, and any number of ranks can load it.
+"""Saves and loads rows on their owners: no rank ever has a whole table, and any number of ranks can
+load it.
 
-A table of fixed size is one tensor, in its own order of rows, of which each owner writes pieces. Growing tables are one
-tensor for each owner, by slot, together with the owner's directory, which names the keys in the slots::
+A table of fixed size is one tensor, in its own order of rows, of which each owner writes pieces.
+Growing tables are one tensor for each owner, by slot, together with the owner's directory, which
+names the keys in the slots::
 
     tables.table_0                    rows of a table of fixed size
     tables.optimizer_0.sum.table_0    the optimizer's state of these rows
@@ -11,7 +13,8 @@ tensor for each owner, by slot, together with the owner's directory, which names
     tables.rank_0                     rows by slot
     tables.optimizer_0.sum.rank_0     the optimizer's state by slot
 
-Pruned rows are saved whole, ``[rows, PIECES, embedding_dim / PIECES]``, with zeros where no piece is kept.
+Pruned rows are saved whole, ``[rows, PIECES, embedding_dim / PIECES]``, with zeros where no piece
+is kept.
 
 Tensors are written piece by piece, as plain bytes. An index that is no pickle has every checksum::
 
@@ -20,8 +23,8 @@ Tensors are written piece by piece, as plain bytes. An index that is no pickle h
     index          a checksum of what follows; then, as JSON, this folder's name, and of each tensor dtype, shape and
                    pieces (first row, number of rows, rank, offset in that rank's file, checksum)
 
-With the same number of ranks, growing tables keep their slots. With another number, each rank reads the keys of all
-owners, keeps those that it owns now, and reads the pieces with their rows.
+With the same number of ranks, growing tables keep their slots. With another number, each rank reads
+the keys of all owners, keeps those that it owns now, and reads the pieces with their rows.
 """
 
 from __future__ import annotations
@@ -55,7 +58,8 @@ from lightning_dct.embedding.sharded import ShardedEmbeddingBags
 
 INDEX = "index"
 Tables = Mapping[str, ShardedEmbeddingBags]  # by name
-# Adjacent rows of a tensor, which one rank writes: the tensor's name, all its rows, the first of these, and they.
+# Adjacent rows of a tensor, which one rank writes: the tensor's name, all its rows, the first of
+# these, and they.
 Piece = tuple[str, int, int, Tensor]
 
 
@@ -66,7 +70,9 @@ def row_files(ranks: Iterable[int]) -> list[str]:
 
 @contextmanager
 def saved_in_shards(tables: Tables) -> Iterator[None]:
-    """Leave the rows of tables to files of their own: out of ``state_dict``, and as they are in ``load_state_dict``."""
+    """Leave the rows of tables to files of their own: out of ``state_dict``, and as they are in
+    ``load_state_dict``.
+    """
     for module in tables.values():
         module.saved_in_shards = True
     try:
@@ -105,9 +111,12 @@ def load_rows(folder: str, tables: Tables) -> None:
     read_on_all_ranks(load, folder)
 
 
-def _check_same_tables(files: RowFiles, name: str, module: ShardedEmbeddingBags, folder: str) -> None:
+def _check_same_tables(
+    files: RowFiles, name: str, module: ShardedEmbeddingBags, folder: str
+) -> None:
     """Refuse rows of other tables than the model's, which are not damaged (CheckpointError)."""
-    saved, own = files.tables(name), [f"{table.rows:,} rows of dim {table.dim}" for table in module.tables]
+    saved = files.tables(name)
+    own = [f"{table.rows:,} rows of dim {table.dim}" for table in module.tables]
     if isinstance(module, GrowingEmbeddingBags):
         own = [_growing_rows(table.dim) for table in module.tables]
     if saved == own:
@@ -115,15 +124,25 @@ def _check_same_tables(files: RowFiles, name: str, module: ShardedEmbeddingBags,
     if not saved:
         differ = f"no tables were saved under the name {name!r}"
     elif len(saved) != len(own):
-        differ = f"{name!r} had {len(saved)} tables when it was saved, and the model's has {len(own)}"
+        differ = (
+            f"{name!r} had {len(saved)} tables when it was saved, and the model's has {len(own)}"
+        )
     else:
-        number = next(number for number, (before, now) in enumerate(zip(saved, own, strict=True)) if before != now)
+        number = next(
+            number
+            for number, (before, now) in enumerate(zip(saved, own, strict=True))
+            if before != now
+        )
         table = module.tables[number].name
-        differ = f"table {table!r} of {name!r} had {saved[number]} when it was saved, and the model's has {own[number]}"
+        differ = (
+            f"table {table!r} of {name!r} had {saved[number]} when it was saved, and the model's"
+            f" has {own[number]}"
+        )
     raise CheckpointError(
-        f"The checkpoint's rows in {folder!r} are whole, and of other tables: {differ}. Resume with the tables that"
-        " were saved. To start a new run with more rows, load the checkpoint into tables of the saved sizes, write them"
-        " by `lightning_dct.gather_tables`, put new rows behind theirs, and give all to `load_tables`."
+        f"The checkpoint's rows in {folder!r} are whole, and of other tables: {differ}. Resume with"
+        " the tables that were saved. To start a new run with more rows, load the checkpoint into"
+        " tables of the saved sizes, write them by `lightning_dct.gather_tables`, put new rows"
+        " behind theirs, and give all to `load_tables`."
     )
 
 
@@ -132,7 +151,10 @@ def _growing_rows(dim: int) -> str:
 
 
 def load_row_states(folder: str, tables: Tables, optimizers: list[Optimizer]) -> None:
-    """Read the optimizers' state for this rank's rows; a collective call. Errors are those of :func:`load_rows`."""
+    """Read the optimizers' state for this rank's rows; a collective call.
+
+    Errors are those of :func:`load_rows`.
+    """
 
     def load() -> None:
         files = RowFiles(folder)
@@ -141,10 +163,16 @@ def load_row_states(folder: str, tables: Tables, optimizers: list[Optimizer]) ->
                 if group_of(module.weight, optimizer) is None:
                     continue
                 prefix = f"{name}.optimizer_{number}."
-                saved = {key.rpartition(".")[0]: entry for key, entry in files.index.items() if key.startswith(prefix)}
+                saved = {
+                    key.rpartition(".")[0]: entry
+                    for key, entry in files.index.items()
+                    if key.startswith(prefix)
+                }
                 for key, entry in sorted(saved.items()):
                     shape = (len(module.weight), *entry["shape"][1 if module.kept is None else 2 :])
-                    values = torch.zeros(shape, dtype=getattr(torch, entry["dtype"]), device=module.weight.device)
+                    values = torch.zeros(
+                        shape, dtype=getattr(torch, entry["dtype"]), device=module.weight.device
+                    )
                     optimizer.state[module.weight][key.removeprefix(prefix)] = values
                     _load_values(files, name, key, module, values)
 
@@ -172,7 +200,10 @@ def without_rows(state: dict[str, Any], optimizer: Optimizer, tables: Tables) ->
 
 
 def _pieces_of_all(tables: Tables, optimizers: list[Optimizer]) -> Iterator[Piece]:
-    """Everything that this rank writes. Pieces are made one at a time, so that not all of them exist at once."""
+    """Everything that this rank writes.
+
+    Pieces are made one at a time, so that not all of them exist at once.
+    """
     for name, module in tables.items():
         if isinstance(module, GrowingEmbeddingBags):
             module.reset_states(optimizers)
@@ -200,19 +231,24 @@ def _pieces_of(key: str, module: ShardedEmbeddingBags, values: Tensor) -> Iterat
     return _by_table(key, module, values, module.kept)
 
 
-def _by_table(key: str, module: ShardedEmbeddingBags, values: Tensor, kept: KeptPieces | None) -> Iterator[Piece]:
+def _by_table(
+    key: str, module: ShardedEmbeddingBags, values: Tensor, kept: KeptPieces | None
+) -> Iterator[Piece]:
     """Values for each of this rank's rows, or for each kept piece of them."""
     for table, start, places in _own_rows(module):
         if kept is None:
             rows = values[places[0] : places[-1] + 1]
         else:
-            rows = kept.expand(values, places, values.new_zeros(places.size, PIECES, *values.shape[1:]))
+            rows = kept.expand(
+                values, places, values.new_zeros(places.size, PIECES, *values.shape[1:])
+            )
         yield f"{key}.table_{table}", module.table_rows[table], start, rows
 
 
 def _by_rank(key: str, module: ShardedEmbeddingBags, values: Tensor) -> Iterator[Piece]:
     """A tensor that this rank has all of."""
-    for start in range(0, max(len(values), 1), ROWS_AT_A_TIME):  # an empty tensor has an empty piece
+    # An empty tensor has an empty piece.
+    for start in range(0, max(len(values), 1), ROWS_AT_A_TIME):
         rows = values[start : start + ROWS_AT_A_TIME]
         yield f"{key}.rank_{module.exchange_group.rank}", len(values), start, rows
 
@@ -224,13 +260,19 @@ def _own_rows(module: ShardedEmbeddingBags) -> Iterator[tuple[int, int, Int64Arr
             yield table, start + int(places[0]) - place, places
 
 
-def _load_values(files: RowFiles, name: str, key: str, module: ShardedEmbeddingBags, values: Tensor) -> None:
-    """Overwrite ``values``, shape ``[owned rows, ...]``, with this rank's rows of the values saved under ``key``."""
+def _load_values(
+    files: RowFiles, name: str, key: str, module: ShardedEmbeddingBags, values: Tensor
+) -> None:
+    """Overwrite ``values``, shape ``[owned rows, ...]``, with this rank's rows of the values saved
+    under ``key``.
+    """
     if not isinstance(module, GrowingEmbeddingBags):
         _load_by_table(files, key, module, values)
         return
     for owner in _owners(files, name, module)[0]:
-        keys = _read_array(files, f"{_directory_name(name, module)}.rows.row_at.rank_{owner}").numpy()
+        keys = _read_array(
+            files, f"{_directory_name(name, module)}.rows.row_at.rank_{owner}"
+        ).numpy()
         slots = np.where(keys >= 0, module.directory.rows.find(keys), -1)
         for there in in_parts(0, slots.size):
             here = torch.from_numpy(slots[there]).to(values.device)
@@ -244,7 +286,9 @@ def _load_by_table(files: RowFiles, key: str, module: ShardedEmbeddingBags, valu
     for table, start, places in _own_rows(module):
         saved = files.num_rows(f"{key}.table_{table}")
         if saved != module.table_rows[table]:
-            raise ValueError(f"table {table} has {saved} rows instead of {module.table_rows[table]}")
+            raise ValueError(
+                f"table {table} has {saved} rows instead of {module.table_rows[table]}"
+            )
         if module.kept is None:
             files.read(f"{key}.table_{table}", start, values[places[0] : places[-1] + 1])
             continue
@@ -258,7 +302,9 @@ def _load_kept(files: RowFiles, name: str, module: ShardedEmbeddingBags) -> None
     module.set_kept(None)
     read: dict[str, Tensor] = {}
     for part, dtype in (("kept", torch.uint8), ("row_requests", torch.int32)):
-        if any(f"{name}.{part}.table_{table}" in files.index for table in range(len(module.table_rows))):
+        if any(
+            f"{name}.{part}.table_{table}" in files.index for table in range(len(module.table_rows))
+        ):
             read[part] = torch.zeros(module.capacity(), dtype=dtype)
             _load_by_table(files, f"{name}.{part}", module, read[part])
     module.row_requests = read.get("row_requests")
@@ -267,17 +313,25 @@ def _load_kept(files: RowFiles, name: str, module: ShardedEmbeddingBags) -> None
 
 
 def _directory_name(name: str, module: GrowingEmbeddingBags) -> str:
-    """The prefix of the directory's arrays. The number of tables determines what the bits of a key mean."""
+    """The prefix of the directory's arrays.
+
+    The number of tables determines what the bits of a key mean.
+    """
     return f"{name}.of_{len(module.table_rows)}"
 
 
 def _load_directory(files: RowFiles, name: str, module: GrowingEmbeddingBags) -> None:
-    rank, capacity, prefix = module.exchange_group.rank, module.directory.rows.capacity, _directory_name(name, module)
+    rank = module.exchange_group.rank
+    capacity = module.directory.rows.capacity
+    prefix = _directory_name(name, module)
     owners, keeps_slots = _owners(files, name, module)
     fields = module.directory.rows.state_dict()
     states = [
         {
-            part: {field: _read_array(files, f"{prefix}.{part}.{field}.rank_{owner}") for field in fields}
+            part: {
+                field: _read_array(files, f"{prefix}.{part}.{field}.rank_{owner}")
+                for field in fields
+            }
             for part in module.directory.parts
         }
         for owner in owners
@@ -293,18 +347,20 @@ def _load_directory(files: RowFiles, name: str, module: GrowingEmbeddingBags) ->
     module.evicted_on_load = module.directory.merge(states, is_own)
     if more := module.evicted_on_load.size:
         warnings.warn(
-            f"Rank {rank} owns {capacity + more} rows of {name!r} and has room for {capacity}: the {more} least"
-            " recently requested are evicted. Raise `max_rows` to keep them.",
+            f"Rank {rank} owns {capacity + more} rows of {name!r} and has room for {capacity}: the"
+            f" {more} least recently requested are evicted. Raise `max_rows` to keep them.",
             stacklevel=2,
         )
 
 
 def _owners(files: RowFiles, name: str, module: GrowingEmbeddingBags) -> tuple[list[int], bool]:
-    """The owners whose files may have rows of this rank; and whether it is this rank alone, which keeps its slots.
+    """The owners whose files may have rows of this rank; and whether it is this rank alone, which
+    keeps its slots.
 
     That is so if the number of ranks is the same and the saved slots fit.
     """
-    prefix, rank = _directory_name(name, module), module.exchange_group.rank
+    prefix = _directory_name(name, module)
+    rank = module.exchange_group.rank
     start = f"{prefix}.rows.requests.rank_"
     owners = sorted(int(key.removeprefix(start)) for key in files.index if key.startswith(start))
     if not owners:
@@ -349,7 +405,8 @@ def _write_pieces(folder: str, pieces: Iterable[Piece], rank: int) -> dict[str, 
     with _written(f"{folder}/rank-{rank}.rows") as file:
         for name, num_rows, start, rows in pieces:
             data = bytes_of(rows)
-            shape, dtype = [num_rows, *rows.shape[1:]], str(rows.dtype).removeprefix("torch.")
+            shape = [num_rows, *rows.shape[1:]]
+            dtype = str(rows.dtype).removeprefix("torch.")
             tensor = index.setdefault(name, {"dtype": dtype, "shape": shape, "pieces": []})
             tensor["pieces"].append([start, len(rows), rank, offset, zlib.crc32(data)])
             file.write(data)
@@ -374,18 +431,21 @@ class RowFiles:
 
     Raises:
         FileNotFoundError: The folder is missing.
-        ValueError: The index does not match its checksum, belongs to another folder, or is no index.
+        ValueError: The index does not match its checksum, belongs to another folder, or is no
+            index.
     """
 
     def __init__(self, folder: str) -> None:
         self._files, self._folder = url_to_fs(folder)
         if not self._files.isdir(self._folder):
             raise FileNotFoundError(
-                f"The checkpoint's embedding rows should be in {folder!r}, which is not there. Put the folder that was"
-                " saved with the checkpoint beside it."
+                f"The checkpoint's embedding rows should be in {folder!r}, which is not there. Put"
+                " the folder that was saved with the checkpoint beside it."
             )
         index = json.loads(
-            without_checksum(self._files.cat_file(f"{self._folder}/{INDEX}"), f"the index of {folder!r}")
+            without_checksum(
+                self._files.cat_file(f"{self._folder}/{INDEX}"), f"the index of {folder!r}"
+            )
         )
         if index["folder"] != os.path.basename(self._folder):
             raise ValueError(f"the index of {folder!r} belongs to {index['folder']!r}")
@@ -397,7 +457,9 @@ class RowFiles:
         return int(self.index[name]["shape"][0]) if name in self.index else 0
 
     def tables(self, name: str) -> list[str]:
-        """The tables that were saved under the name of a module, in words; none if there are none."""
+        """The tables that were saved under the name of a module, in words; none if there are
+        none.
+        """
         shapes: list[list[int]] = []
         while (key := f"{name}.table_{len(shapes)}") in self.index:
             shapes.append(self.index[key]["shape"])
@@ -405,7 +467,10 @@ class RowFiles:
             return [f"{shape[0]:,} rows of dim {math.prod(shape[1:])}" for shape in shapes]
         growing = re.compile(rf"{re.escape(name)}\.of_(\d+)\.")
         number = next((int(found[1]) for key in self.index if (found := growing.match(key))), 0)
-        dim = next((one["shape"][1] for key, one in self.index.items() if key.startswith(f"{name}.rank_")), 0)
+        dim = next(
+            (one["shape"][1] for key, one in self.index.items() if key.startswith(f"{name}.rank_")),
+            0,
+        )
         return [_growing_rows(dim)] * number
 
     def read(self, name: str, start: int, rows: Tensor) -> None:
@@ -414,27 +479,33 @@ class RowFiles:
         Raises:
             KeyError: There is no tensor of this name.
             FileNotFoundError: A rank's file is missing.
-            ValueError: A piece does not match its checksum, rows are missing, or they have another shape.
+            ValueError: A piece does not match its checksum, rows are missing, or they have another
+                shape.
         """
-        missing, saved = len(rows), self.index[name]
-        dtype, shape = getattr(torch, saved["dtype"]), rows.shape[1:]
+        missing = len(rows)
+        saved = self.index[name]
+        dtype = getattr(torch, saved["dtype"])
+        shape = rows.shape[1:]
         if saved["shape"][1:] != list(shape):
             raise ValueError(f"{name} in {self._folder!r} has shape {saved['shape']}")
         for first, length, rank, offset, checksum in saved["pieces"]:
-            low, high = max(start, first), min(start + len(rows), first + length)
+            low = max(start, first)
+            high = min(start + len(rows), first + length)
             if low >= high:
                 continue
             own = f"{self._folder}/rank-{rank}.rows"
             if not self._files.exists(own):
                 raise FileNotFoundError(
-                    f"The checkpoint's embedding rows of rank {rank} should be in {own!r}, which is not there. Copy it"
-                    " from the host on which that rank has saved it."
+                    f"The checkpoint's embedding rows of rank {rank} should be in {own!r}, which is"
+                    " not there. Copy it from the host on which that rank has saved it."
                 )
             with self._files.open(own, "rb") as file:
                 file.seek(offset)
                 data = bytearray(file.read(length * math.prod(shape) * dtype.itemsize))
             if zlib.crc32(data) != checksum:
-                raise ValueError(f"a piece of {name} in {self._folder!r} does not match its checksum")
+                raise ValueError(
+                    f"a piece of {name} in {self._folder!r} does not match its checksum"
+                )
             values = torch.frombuffer(data, dtype=dtype).view(length, *shape)
             rows[low - start : high - start] = values[low - first : high - first].to(rows)
             missing -= high - low

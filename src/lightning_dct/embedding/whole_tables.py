@@ -1,6 +1,8 @@
-"""Gives tables back whole, for serving: a file a table, which any program with torch reads, in bounded memory.
+"""Gives tables back whole, for serving: a file a table, which any program with torch reads, in
+bounded memory.
 
-The owners send their rows to rank 0, some at a time. It writes them to files that ``torch.load`` reads, or maps::
+The owners send their rows to rank 0, some at a time. It writes them to files that ``torch.load``
+reads, or maps::
 
     serving/items.pt    float32 [rows, dim]
     serving/users.pt
@@ -22,8 +24,8 @@ from lightning_dct.embedding.sharded import ShardedEmbeddingBags
 def gather_tables(tables: ShardedEmbeddingBags, folder: str | Path) -> dict[str, Tensor]:
     """Write each table to a file of its own, ``[rows, dim]``; a collective call.
 
-    No rank ever has more than 65,536 rows beside its own. The folder is one of rank 0, which need not share a disk with
-    others; an existing file is overwritten.
+    No rank ever has more than 65,536 rows beside its own. The folder is one of rank 0, which need
+    not share a disk with others; an existing file is overwritten.
 
     Args:
         tables: The tables; not growing ones, whose rows have no order.
@@ -37,24 +39,39 @@ def gather_tables(tables: ShardedEmbeddingBags, folder: str | Path) -> dict[str,
         RuntimeError: The tables have no rows yet.
     """
     if isinstance(tables, GrowingEmbeddingBags):
-        raise TypeError("Growing tables have no order of rows: save a checkpoint instead, or export what you look up.")
+        raise TypeError(
+            "Growing tables have no order of rows: save a checkpoint instead, or export what you"
+            " look up."
+        )
     if not tables.is_materialized:
-        raise RuntimeError("The tables have no rows yet: call this after `fit`, or after `materialize()`.")
+        raise RuntimeError(
+            "The tables have no rows yet: call this after `fit`, or after `materialize()`."
+        )
     is_writer = tables.exchange_group.rank == 0
     found: dict[str, Tensor] = {}
     for number, table in enumerate(tables.tables):
         whole = None
         if is_writer:
-            whole = _new_file(Path(folder) / f"{quote(table.name, safe='')}.pt", (table.rows, table.dim), tables.weight)
+            whole = _new_file(
+                Path(folder) / f"{quote(table.name, safe='')}.pt",
+                (table.rows, table.dim),
+                tables.weight,
+            )
             found[table.name] = whole
         for start in range(0, table.rows, ROWS_AT_A_TIME):
             _gather_part(tables, number, start, min(start + ROWS_AT_A_TIME, table.rows), whole)
     return found
 
 
-def _gather_part(tables: ShardedEmbeddingBags, number: int, start: int, stop: int, whole: Tensor | None) -> None:
-    """Send rank 0 the rows of a table from ``start`` to ``stop``; there they are written into ``whole``."""
-    exchange, placement, weight = tables.exchange_group, tables.placement, tables.weight
+def _gather_part(
+    tables: ShardedEmbeddingBags, number: int, start: int, stop: int, whole: Tensor | None
+) -> None:
+    """Send rank 0 the rows of a table from ``start`` to ``stop``; there they are written into
+    ``whole``.
+    """
+    exchange = tables.exchange_group
+    placement = tables.placement
+    weight = tables.weight
     ranges: dict[int, list[tuple[int, int, int]]] = {
         rank: [
             (max(low, start), min(high, stop), place + max(start - low, 0))
@@ -64,19 +81,24 @@ def _gather_part(tables: ShardedEmbeddingBags, number: int, start: int, stop: in
         for rank in range(placement.world_size)
     }
     own = [
-        tables.own_rows(places) for low, high, at in ranges[exchange.rank] for places in in_parts(at, at + high - low)
+        tables.own_rows(places)
+        for low, high, at in ranges[exchange.rank]
+        for places in in_parts(at, at + high - low)
     ]
     mine = torch.cat([weight.new_empty(0, tables.embedding_dim), *own])
     row_bytes = mine.shape[1] * mine.element_size()
     counts = {rank: sum(high - low for low, high, _ in parts) for rank, parts in ranges.items()}
     sizes = {rank: count * row_bytes for rank, count in counts.items()} if whole is not None else {}
-    received = exchange.start({0: mine.view(-1).view(torch.uint8)}, sizes, tables.evaluation_traffic)()
+    received = exchange.start(
+        {0: mine.view(-1).view(torch.uint8)}, sizes, tables.evaluation_traffic
+    )()
     if whole is None:
         return
     for rank, parts in ranges.items():
         rows = received[rank].clone().view(weight.dtype).view(-1, tables.embedding_dim)
         for low, high, _ in parts:
-            whole[low:high], rows = rows[: high - low].cpu(), rows[high - low :]
+            whole[low:high] = rows[: high - low].cpu()
+            rows = rows[high - low :]
 
 
 def _new_file(path: Path, shape: tuple[int, int], like: Tensor) -> Tensor:

@@ -29,8 +29,9 @@ from lightning_dct.traffic import Traffic
 from lightning_dct.wire.payload import BE_ALIKE
 from lightning_dct.wire.positions import PayloadError
 
-# The exchange of one bucket. It starts a collective and yields its work, the caller waits for that and resumes it, and
-# so on. It returns what it has received: payloads, or the mean of a bucket that is not compressed.
+# The exchange of one bucket. It starts a collective and yields its work, the caller waits for that
+# and resumes it, and so on. It returns what it has received: payloads, or the mean of a bucket that
+# is not compressed.
 Flow = Generator[dist.Work | Segments | Travel, None, Received | Tensor]
 
 
@@ -42,7 +43,8 @@ class Exchange(ABC):
         link_traversals: See :func:`~lightning_dct.compress.bucket_plan.plan_bucket`.
         num_collectives: For a bucket.
         pieces: The pieces of the model that this rank owns, by label.
-        sums_first: Whether buckets are summed before they are compressed, so a rank has no residual of its own.
+        sums_first: Whether buckets are summed before they are compressed, so a rank has no residual
+            of its own.
         made: Process groups that were made for this exchange.
     """
 
@@ -54,13 +56,21 @@ class Exchange(ABC):
     made: Sequence[dist.ProcessGroup] = ()
 
     @abstractmethod
-    def send(self, bucket: Bucket, plan: BucketPlan, deferred: set[int], feedback: ErrorFeedback, how: Sending) -> Flow:
+    def send(
+        self,
+        bucket: Bucket,
+        plan: BucketPlan,
+        deferred: set[int],
+        feedback: ErrorFeedback,
+        how: Sending,
+    ) -> Flow:
         """Exchange a bucket. Every rank calls this for the same buckets in the same order.
 
         Args:
             bucket: The tensors of this rank.
             plan: How each tensor is sent.
-            deferred: Indices of tensors that this rank's backward did not use. Nothing is sent of them.
+            deferred: Indices of tensors that this rank's backward did not use. Nothing is sent of
+                them.
             feedback: This rank's residuals and thresholds.
             how: The tag, and factors.
         """
@@ -75,27 +85,43 @@ class Exchange(ABC):
         read: Callable[[Received], Tensor] | None = None,
         dense_dtype: torch.dtype | None = None,
     ) -> "Message":
-        """Start exchanging a bucket, or averaging one without compressed tensors; for the arguments see :meth:`send`.
+        """Start exchanging a bucket, or averaging one without compressed tensors; for the arguments
+        see :meth:`send`.
 
-        ``read`` makes the result of received payloads. ``dense_dtype`` is that in which a mean is taken, by default
-        the bucket's.
+        ``read`` makes the result of received payloads. ``dense_dtype`` is that in which a mean is
+        taken, by default the bucket's.
         """
         device = bucket.news[0].device
         if plan.is_dense:
             (buffer,) = bucket.news
-            flow = send_dense(buffer, plan, deferred, feedback, self.everyone, dense_dtype or buffer.dtype, how)
+            flow = send_dense(
+                buffer, plan, deferred, feedback, self.everyone, dense_dtype or buffer.dtype, how
+            )
             return Message(flow, 1, device)
-        return Message(self.send(bucket, plan, deferred, feedback, how), self.num_collectives, device, read)
+        return Message(
+            self.send(bucket, plan, deferred, feedback, how), self.num_collectives, device, read
+        )
 
     def pack(
-        self, feedback: ErrorFeedback, bucket: Bucket, plan: BucketPlan, deferred: set[int], how: Sending, due: int
+        self,
+        feedback: ErrorFeedback,
+        bucket: Bucket,
+        plan: BucketPlan,
+        deferred: set[int],
+        how: Sending,
+        due: int,
     ) -> Tensor:
-        """Compress a bucket into a payload. Counts the ``due`` and the sent entries; those of a GPU once it knows."""
+        """Compress a bucket into a payload.
+
+        Counts the ``due`` and the sent entries; those of a GPU once it knows.
+        """
         payload, entries, dense = compress(feedback, bucket, plan, deferred, how)
         traffic = self.everyone.traffic
         if isinstance(entries, Tensor):
             traffic.add(entries=due)
-            feedback.awaited.on_ready(entries, lambda counts: traffic.add(entries_sent=sum(counts) + dense))
+            feedback.awaited.on_ready(
+                entries, lambda counts: traffic.add(entries_sent=sum(counts) + dense)
+            )
         else:
             traffic.add(entries=due, entries_sent=entries + dense)
         return payload
@@ -108,21 +134,30 @@ class Exchange(ABC):
 
 
 class Message:
-    """A bucket on its way: the handle that :meth:`Exchange.start` returns. Its first collective starts here.
+    """A bucket on its way: the handle that :meth:`Exchange.start` returns.
+
+    Its first collective starts here.
 
     Attributes:
-        result: What ``read`` makes of received payloads, or a mean; None before the message has arrived.
+        result: What ``read`` makes of received payloads, or a mean; None before the message has
+            arrived.
         collectives_left: Collectives that have not been waited for.
         finite: Whether the mean is finite, if :meth:`advance` has checked it.
     """
 
     def __init__(
-        self, flow: Flow, num_collectives: int, device: torch.device, read: Callable[[Received], Any] | None = None
+        self,
+        flow: Flow,
+        num_collectives: int,
+        device: torch.device,
+        read: Callable[[Received], Any] | None = None,
     ) -> None:
         self.collectives_left = num_collectives
         self.result: Any = None
         self.finite = True
-        self._read, self._flow, self._device = read, flow, device
+        self._read = read
+        self._flow = flow
+        self._device = device
         self._future: Future[Any] | None = None
         self._work = next(flow)
 
@@ -130,16 +165,22 @@ class Message:
     def arrived(cls, mean: Tensor) -> "Message":
         """One that had arrived before a run was resumed."""
         message = cls.__new__(cls)
-        message.collectives_left, message.result = 0, mean
+        message.collectives_left = 0
+        message.result = mean
         return message
 
     @property
     def future(self) -> Future[Any]:
-        """A future of the result, for DistributedDataParallel. Request it before the result is there.
+        """A future of the result, for DistributedDataParallel.
 
-        On a GPU torch pickles the result to find its tensors, which is too slow for an exchange of updates.
+        Request it before the result is there.
+
+        On a GPU torch pickles the result to find its tensors, which is too slow for an exchange of
+        updates.
         """
-        self._future = self._future or Future(devices=[] if self._device.type == "cpu" else [self._device])
+        self._future = self._future or Future(
+            devices=[] if self._device.type == "cpu" else [self._device]
+        )
         return self._future
 
     def advance(self, traffic: Traffic, check_finite: bool) -> None:
@@ -155,16 +196,24 @@ class Message:
                 self._work = next(self._flow)
             except StopIteration as finished:
                 received = finished.value
-                mean = received if self._read is None or isinstance(received, Tensor) else self._read(received)
+                mean = (
+                    received
+                    if self._read is None or isinstance(received, Tensor)
+                    else self._read(received)
+                )
                 if check_finite:
-                    self.finite = bool((mean._values() if mean.is_sparse else mean).isfinite().all())
+                    self.finite = bool(
+                        (mean._values() if mean.is_sparse else mean).isfinite().all()
+                    )
                 self.result = mean
                 if self._future is not None:
                     self._future.set_result(mean)
 
 
 def finish(messages: Iterable[Message], traffic: Traffic, check_finite: bool = False) -> None:
-    """Finish messages in the order of sending, collective by collective, and read one while the next is in flight."""
+    """Finish messages in the order of sending, collective by collective, and read one while the
+    next is in flight.
+    """
     while under_way := [message for message in messages if message.collectives_left]:
         for message in under_way:
             message.advance(traffic, check_finite)
@@ -185,10 +234,13 @@ def send_dense(
     dtype: torch.dtype,
     how: Sending,
 ) -> Flow:
-    """Exchange a bucket without compressed tensors, with all of its residuals, in a dtype; updates with their tag."""
+    """Exchange a bucket without compressed tensors, with all of its residuals, in a dtype; updates
+    with their tag.
+    """
     feedback.send_out(buffer, plan, deferred, how.scale, owned=True)
     everyone.traffic.add(entries=buffer.numel(), entries_sent=buffer.numel())
-    sent, tag = buffer.to(dtype), how.tag if feedback.of_updates else 0
+    sent = buffer.to(dtype)
+    tag = how.tag if feedback.of_updates else 0
     work = all_reduce_mean(sent, everyone)
     if tag:
         ends = torch.full((2,), tag, dtype=torch.int32, device=sent.device)
@@ -208,16 +260,23 @@ def send_dense(
 
 
 def _check_tags(ends: list[int]) -> None:
-    largest, least = ends[0], -ends[1]
+    largest = ends[0]
+    least = -ends[1]
     if largest != least:
-        raise PayloadError(f"The ranks exchange whole updates of other tensors, or of another step: {BE_ALIKE}.")
+        raise PayloadError(
+            f"The ranks exchange whole updates of other tensors, or of another step: {BE_ALIKE}."
+        )
 
 
 def unused_tensors(gradients: Tensor, plan: BucketPlan) -> set[int]:
     """Indices of tensors whose gradients are all zero. This waits for a GPU, once.
 
-    With ``find_unused_parameters`` DistributedDataParallel discards the mean of a parameter that no rank has used, so
-    nothing of its residual may be sent.
+    With ``find_unused_parameters`` DistributedDataParallel discards the mean of a parameter that no
+    rank has used, so nothing of its residual may be sent.
     """
     used = [gradients[slice(*bounds)].any() for bounds in plan.bounds]
-    return {index for index, is_used in enumerate(torch.stack(used).tolist() if used else []) if not is_used}
+    return {
+        index
+        for index, is_used in enumerate(torch.stack(used).tolist() if used else [])
+        if not is_used
+    }

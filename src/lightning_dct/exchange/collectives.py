@@ -13,11 +13,12 @@ from torch import Tensor
 
 from lightning_dct.traffic import Traffic, all_gather_bytes, all_reduce_bytes, bytes_between_nodes
 
-# Bytes that gloo sends at a time. On a link of 100 Mbit/s a payload of 700 kB took 60 to 115 ms as a whole, and 60 like
-# this. Smaller segments cost more calls.
+# Bytes that gloo sends at a time. On a link of 100 Mbit/s a payload of 700 kB took 60 to 115 ms as
+# a whole, and 60 like this. Smaller segments cost more calls.
 SEGMENT = 1 << 17
 # Tags of a user's own messages are usually small. All links of a group count together.
-FIRST_TAG, TAGS = 1 << 30, 1 << 29
+FIRST_TAG = 1 << 30
+TAGS = 1 << 29
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 _started: Counter[str] = Counter()
 
@@ -29,8 +30,8 @@ class Link:
     Attributes:
         group: The ranks.
         traffic: The counter.
-        ranks_per_node: How many neighbouring ranks share a node, to count bytes inside a node apart; 1 counts all
-            bytes alike.
+        ranks_per_node: How many neighbouring ranks share a node, to count bytes inside a node
+            apart; 1 counts all bytes alike.
     """
 
     group: dist.ProcessGroup
@@ -63,17 +64,20 @@ class Link:
 
 
 class HostMemory:
-    """Carries a GPU's payloads over gloo: through pinned memory of the host, between neighbours of a ring.
+    """Carries a GPU's payloads over gloo: through pinned memory of the host, between neighbours of
+    a ring.
 
-    gloo's own collectives on tensors of a GPU copy each payload several times, in memory that is new each time. Here a
-    stream beside the current one copies the payload to the host, a thread waits for that in the host's place, and sends
-    from the very memory. So a bucket's copy, its travel, and what GPU and host do next all overlap.
+    gloo's own collectives on tensors of a GPU copy each payload several times, in memory that is
+    new each time. Here a stream beside the current one copies the payload to the host, a thread
+    waits for that in the host's place, and sends from the very memory. So a bucket's copy, its
+    travel, and what GPU and host do next all overlap.
 
         rank r          row r -> pinned memory
         W - 1 times     row (r - step) -> rank r + 1,  row (r - step - 1) <- rank r - 1
         rank r          all other rows -> GPU
 
-    All ranks start the same in the same order. Tags tell the messages apart from each other and from collectives.
+    All ranks start the same in the same order. Tags tell the messages apart from each other and
+    from collectives.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -81,18 +85,27 @@ class HostMemory:
         self._ranks = dist.get_process_group_ranks(group)
 
     def all_gather(self, payload: Tensor) -> tuple["Travel", Tensor]:
-        """Start sending a payload (uint8, ``[size]``) to all ranks; return what to wait for, and payloads by rank."""
-        ranks, rank = len(self._ranks), self._group.rank()
+        """Start sending a payload (uint8, ``[size]``) to all ranks; return what to wait for, and
+        payloads by rank.
+        """
+        ranks = len(self._ranks)
+        rank = self._group.rank()
         gathered = payload.new_empty(ranks, payload.numel())
         host = _room(gathered.shape, payload.device)
-        copied, tag = _copy_beside(payload, host[rank]), self._tags(ranks)
+        copied = _copy_beside(payload, host[rank])
+        tag = self._tags(ranks)
         gathered[rank].copy_(payload)
 
         def travel() -> None:
             copied()
             for step in range(ranks - 1):
-                sent, received = host[(rank - step) % ranks], host[(rank - step - 1) % ranks]
-                self._swap([(sent, self._ranks[(rank + 1) % ranks])], [(received, self._ranks[rank - 1])], tag + step)
+                sent = host[(rank - step) % ranks]
+                received = host[(rank - step - 1) % ranks]
+                self._swap(
+                    [(sent, self._ranks[(rank + 1) % ranks])],
+                    [(received, self._ranks[rank - 1])],
+                    tag + step,
+                )
 
         def arrive() -> None:
             for rows in (slice(0, rank), slice(rank + 1, ranks)):
@@ -100,13 +113,21 @@ class HostMemory:
 
         return Travel(travel, arrive, payload), gathered
 
-    def all_to_all(self, payloads: Tensor, sizes: list[int], expected: list[int]) -> tuple["Travel", Tensor]:
+    def all_to_all(
+        self, payloads: Tensor, sizes: list[int], expected: list[int]
+    ) -> tuple["Travel", Tensor]:
         """Start sending each rank its own payload; return what to wait for, and what arrives."""
-        rank, received = self._group.rank(), payloads.new_empty(sum(expected))
+        rank = self._group.rank()
+        received = payloads.new_empty(sum(expected))
         outgoing, incoming = (_room((sum(n),), payloads.device) for n in (sizes, expected))
-        copied, tag = _copy_beside(payloads, outgoing), self._tags(1)
+        copied = _copy_beside(payloads, outgoing)
+        tag = self._tags(1)
         sent, arriving = (
-            [(part, peer) for part, peer in zip(memory.split(n), self._ranks, strict=True) if part.numel()]
+            [
+                (part, peer)
+                for part, peer in zip(memory.split(n), self._ranks, strict=True)
+                if part.numel()
+            ]
             for memory, n in ((outgoing, sizes), (incoming, expected))
         )
 
@@ -124,10 +145,18 @@ class HostMemory:
         _started[name := self._group.group_name] += count
         return FIRST_TAG + (_started[name] - count) % TAGS
 
-    def _swap(self, sent: list[tuple[Tensor, int]], received: list[tuple[Tensor, int]], tag: int) -> None:
+    def _swap(
+        self, sent: list[tuple[Tensor, int]], received: list[tuple[Tensor, int]], tag: int
+    ) -> None:
         own = self._ranks[self._group.rank()]
-        works = [dist.irecv(memory, source, self._group, tag) for memory, source in received if source != own]
-        works += [dist.isend(memory, target, self._group, tag) for memory, target in sent if target != own]
+        works = [
+            dist.irecv(memory, source, self._group, tag)
+            for memory, source in received
+            if source != own
+        ]
+        works += [
+            dist.isend(memory, target, self._group, tag) for memory, target in sent if target != own
+        ]
         for work in works:
             work.wait()  # type: ignore[union-attr]
 
@@ -135,8 +164,12 @@ class HostMemory:
 class Travel:
     """A payload on its way."""
 
-    def __init__(self, travel: Callable[[], object], arrive: Callable[[], None], payload: Tensor) -> None:
-        self._arrive, self._payload = arrive, payload  # which the stream beside reads
+    def __init__(
+        self, travel: Callable[[], object], arrive: Callable[[], None], payload: Tensor
+    ) -> None:
+        # which the stream beside reads
+        self._arrive = arrive
+        self._payload = payload
         self._done: Future[object] = Future()
 
         def run() -> None:
@@ -159,7 +192,9 @@ def _room(shape: Sequence[int], device: torch.device) -> Tensor:
 
 
 def _copy_beside(payload: Tensor, memory: Tensor) -> Callable[[], None]:
-    """Start copying to host memory on a stream beside the current one; what is returned waits for the end."""
+    """Start copying to host memory on a stream beside the current one; what is returned waits for
+    the end.
+    """
     device = payload.device
     if device.type != "cuda":
         memory.copy_(payload)
@@ -196,32 +231,48 @@ def all_gather_payload(payload: Tensor, link: Link) -> tuple[dist.Work | Segment
     gathered = payload.new_empty(link.size, payload.numel())
     if payload.is_cuda or payload.numel() <= SEGMENT:
         # Older versions of torch have only the second name, and newer ones deprecate it.
-        name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+        name = (
+            "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+        )
         work = getattr(dist, name)(gathered.view(-1), payload, group=link.group, async_op=True)
         return work, gathered
     parts = zip(payload.split(SEGMENT), gathered.split(SEGMENT, dim=1), strict=True)
-    return Segments(
-        [dist.all_gather(list(into.unbind()), part, group=link.group, async_op=True) for part, into in parts]
-    ), gathered
+    return (
+        Segments(
+            [
+                dist.all_gather(list(into.unbind()), part, group=link.group, async_op=True)
+                for part, into in parts
+            ]
+        ),
+        gathered,
+    )
 
 
 def all_to_all(
     payloads: Tensor, sizes: Sequence[int], expected: Sequence[int], link: Link
 ) -> tuple[dist.Work | Travel, Tensor]:
-    """Start sending rank ``r`` its ``sizes[r]`` bytes of ``payloads`` (uint8, one payload after the other).
+    """Start sending rank ``r`` its ``sizes[r]`` bytes of ``payloads`` (uint8, one payload after the
+    other).
 
-    Return the work to wait for, and what arrives, uint8: ``expected[r]`` bytes from rank ``r``, in the ranks' order.
+    Return the work to wait for, and what arrives, uint8: ``expected[r]`` bytes from rank ``r``, in
+    the ranks' order.
     """
     link.count(sum(sizes) - sizes[link.rank])
     if payloads.is_cuda and link.host_memory is not None:
         return link.host_memory.all_to_all(payloads, list(sizes), list(expected))
     received = payloads.new_empty(sum(expected))
-    work = dist.all_to_all_single(received, payloads, list(expected), list(sizes), group=link.group, async_op=True)
+    work = dist.all_to_all_single(
+        received, payloads, list(expected), list(sizes), group=link.group, async_op=True
+    )
     return work, received
 
 
-def spread_payload(payload: Tensor, sizes: Sequence[int], link: Link) -> tuple[dist.Work | Travel, Tensor]:
-    """Start sending one payload of ``sizes[own rank]`` bytes to all ranks; all-gather would need equal sizes."""
+def spread_payload(
+    payload: Tensor, sizes: Sequence[int], link: Link
+) -> tuple[dist.Work | Travel, Tensor]:
+    """Start sending one payload of ``sizes[own rank]`` bytes to all ranks; all-gather would need
+    equal sizes.
+    """
     return all_to_all(payload.repeat(link.size), link.size * [payload.numel()], sizes, link)
 
 
@@ -256,15 +307,17 @@ def broadcast_from_first(payload: Tensor, link: Link) -> None:
 def all_reduce_mean_sparse(gradient: Tensor, link: Link) -> dist.Work:
     """Start averaging a sparse gradient over all ranks, in place and uncompressed.
 
-    As under plain DDP the backend gathers every rank's indices and rows. So sent and dense bytes are the same.
+    As under plain DDP the backend gathers every rank's indices and rows. So sent and dense bytes
+    are the same.
 
     Raises:
         ValueError: The backend is NCCL, which cannot do that.
     """
     if "nccl" in dist.get_backend(link.group):
         raise ValueError(
-            "NCCL cannot average sparse gradients, such as those of `Embedding(sparse=True)`. Use `compress='updates'`,"
-            " which keeps these gradients on their rank, or `sparse=False`, or `process_group_backend='gloo'`."
+            "NCCL cannot average sparse gradients, such as those of `Embedding(sparse=True)`. Use"
+            " `compress='updates'`, which keeps these gradients on their rank, or `sparse=False`,"
+            " or `process_group_backend='gloo'`."
         )
     values = gradient._values()
     sent = all_gather_bytes(gradient._indices().nbytes + values.nbytes, link.size)

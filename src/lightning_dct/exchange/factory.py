@@ -25,10 +25,11 @@ from lightning_dct.failures.lifeline import Lifeline
 from lightning_dct.kernels import check_kernel
 from lightning_dct.traffic import Traffic, all_gather_bytes, all_reduce_bytes
 
-# The exchange in two phases has a second threshold and a second collective. So it must send at most 1 / 1.5 of the
-# bytes, which it does from six ranks on.
+# The exchange in two phases has a second threshold and a second collective. So it must send at most
+# 1 / 1.5 of the bytes, which it does from six ranks on.
 TWO_PHASE_SAVES = 1.5
-# Assumed speed of a link inside a node over a rank's share of the link between nodes, as of NVLink over Ethernet.
+# Assumed speed of a link inside a node over a rank's share of the link between nodes, as of NVLink
+# over Ethernet.
 INSIDE_IS_FASTER = 100
 
 
@@ -41,7 +42,9 @@ class NodeLayout:
     @cached_property
     def nodes(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each node, ascending."""
-        ranks: dict[int, list[int]] = {node: [] for node in sorted({node for node, _ in self.places})}
+        ranks: dict[int, list[int]] = {
+            node: [] for node in sorted({node for node, _ in self.places})
+        }
         for rank, (node, _) in enumerate(self.places):
             ranks[node].append(rank)
         return tuple(map(tuple, ranks.values()))
@@ -92,16 +95,20 @@ def make_exchange(
 ) -> Exchange:
     """Make the exchange that the settings name; all ranks of the job call this together.
 
-    With ``overlap_steps`` it gets a group of its own. Under NCCL the collectives of a group run one after the other, so
-    what a step logs from all ranks would wait for the updates in flight.
+    With ``overlap_steps`` it gets a group of its own. Under NCCL the collectives of a group run one
+    after the other, so what a step logs from all ranks would wait for the updates in flight.
 
-    ``names`` are those of all parameters that are synchronised, now or after unfreezing, in the model's order.
-    :class:`~lightning_dct.sync.gradients.GradientSynchronizer` explains ``defer_unused``.
+    ``names`` are those of all parameters that are synchronised, now or after unfreezing, in the
+    model's order. :class:`~lightning_dct.sync.gradients.GradientSynchronizer` explains
+    ``defer_unused``.
 
     Raises:
-        ValueError: ``exchange="hierarchical"`` does not work with these ranks, or the kernel not on this device.
+        ValueError: ``exchange="hierarchical"`` does not work with these ranks, or the kernel not on
+            this device.
     """
-    config, traffic, timeout = host.config, host.traffic, host._timeout
+    config = host.config
+    traffic = host.traffic
+    timeout = host._timeout
     for device in {parameter.device.type for parameter in names}:
         check_kernel(config.kernel, device)
     parameters = {name: parameter for parameter, name in names.items()}
@@ -122,8 +129,9 @@ def make_exchange(
             name = choice.name
         elif layout.obstacle is not None:
             raise ValueError(
-                "`exchange='hierarchical'` needs several nodes with the same number of ranks, two or more, on each, but"
-                f" {layout.obstacle}. Use `exchange='auto'`, or change what the launcher starts."
+                "`exchange='hierarchical'` needs several nodes with the same number of ranks, two"
+                f" or more, on each, but {layout.obstacle}. Use `exchange='auto'`, or change what"
+                " the launcher starts."
             )
         if name == "hierarchical":
             nodes = [tuple(members[rank] for rank in ranks) for ranks in layout.nodes]
@@ -133,11 +141,16 @@ def make_exchange(
     everyone = Link(made[0] if config.overlap_steps else group, traffic, ranks_per_node)
     exchange: Exchange
     if name == "hierarchical":
-        inside, between = Link(made[-2], traffic, layout.ranks_per_node), Link(made[-1], traffic)
-        pieces = share_model(config, parameters, link_traversals(name, everyone.size, inside.size), inside.size)
+        inside = Link(made[-2], traffic, layout.ranks_per_node)
+        between = Link(made[-1], traffic)
+        pieces = share_model(
+            config, parameters, link_traversals(name, everyone.size, inside.size), inside.size
+        )
         exchange = Hierarchical(everyone, inside, between, pieces, defer_unused)
     elif name == "two_phase":
-        pieces = share_model(config, parameters, link_traversals(name, everyone.size), everyone.size)
+        pieces = share_model(
+            config, parameters, link_traversals(name, everyone.size), everyone.size
+        )
         exchange = TwoPhase(everyone, pieces, defer_unused)
     else:
         exchange = AllGather(everyone)
@@ -145,27 +158,41 @@ def make_exchange(
     return exchange
 
 
-def plan_model(config: DCTConfig, parameters: Mapping[str, Tensor], traversals: float) -> BucketPlan:
+def plan_model(
+    config: DCTConfig, parameters: Mapping[str, Tensor], traversals: float
+) -> BucketPlan:
     """The plan of all tensors after warm-up, as if they were in one bucket."""
     tensors = list(parameters.values())
     plans = Plans(config, traversals)
-    return plans.of(list(parameters), [real_numel(tensor) for tensor in tensors], real_dtype(tensors[0]))
+    return plans.of(
+        list(parameters), [real_numel(tensor) for tensor in tensors], real_dtype(tensors[0])
+    )
 
 
 def share_model(
     config: DCTConfig, parameters: Mapping[str, Tensor], traversals: float, owners: int
 ) -> dict[str, tuple[OwnedPiece, ...]]:
-    """Divide a model among owners; frozen and trained parameters separately, so that both are spread evenly."""
+    """Divide a model among owners; frozen and trained parameters separately, so that both are
+    spread evenly.
+    """
     pieces: dict[str, tuple[OwnedPiece, ...]] = {}
     for trained in (True, False):
-        some = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad == trained}
+        some = {
+            name: parameter
+            for name, parameter in parameters.items()
+            if parameter.requires_grad == trained
+        }
         if some:
             pieces |= share_out(plan_model(config, some, traversals), owners)
     return pieces
 
 
-def choose_for_model(config: DCTConfig, parameters: Mapping[str, Tensor], layout: NodeLayout) -> ExchangeChoice:
-    """The choice of ``exchange="auto"`` for a model's trained parameters, or for all if none is trained."""
+def choose_for_model(
+    config: DCTConfig, parameters: Mapping[str, Tensor], layout: NodeLayout
+) -> ExchangeChoice:
+    """The choice of ``exchange="auto"`` for a model's trained parameters, or for all if none is
+    trained.
+    """
     trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     return choose(partial(plan_model, config, trained or parameters), layout)
 
@@ -178,12 +205,19 @@ class ExchangeChoice(NamedTuple):
 
 
 def choose(plan_for: Callable[[float], BucketPlan], layout: NodeLayout) -> ExchangeChoice:
-    """Choose an exchange for two or more ranks, the same on each; ``plan_for`` plans the model by link traversals."""
+    """Choose an exchange for two or more ranks, the same on each; ``plan_for`` plans the model by
+    link traversals.
+    """
     costs = costs_of(plan_for, layout)
-    name = "two_phase" if TWO_PHASE_SAVES * costs["two_phase"] <= costs["all_gather"] else "all_gather"
+    name = (
+        "two_phase" if TWO_PHASE_SAVES * costs["two_phase"] <= costs["all_gather"] else "all_gather"
+    )
     if costs.get("hierarchical", costs[name]) < costs[name]:
         name = "hierarchical"
-    ranks = f"{len(layout.places)} ranks on {len(layout.nodes)} node{'s' if len(layout.nodes) > 1 else ''}"
+    ranks = (
+        f"{len(layout.places)} ranks on {len(layout.nodes)}"
+        f" node{'s' if len(layout.nodes) > 1 else ''}"
+    )
     what = "bytes sent"
     if layout.obstacle is None:
         what = f"bytes between nodes (those inside count a {INSIDE_IS_FASTER}th)"
@@ -196,9 +230,12 @@ def choose(plan_for: Callable[[float], BucketPlan], layout: NodeLayout) -> Excha
 
 
 def costs_of(plan_for: Callable[[float], BucketPlan], layout: NodeLayout) -> dict[str, float]:
-    """Bytes a rank sends in an exchange, by exchange; bytes inside a node count 1 / ``INSIDE_IS_FASTER``."""
+    """Bytes a rank sends in an exchange, by exchange; bytes inside a node count 1 /
+    ``INSIDE_IS_FASTER``.
+    """
     world_size = len(layout.places)
-    nodes, per_node = len(layout.nodes), layout.ranks_per_node
+    nodes = len(layout.nodes)
+    per_node = layout.ranks_per_node
 
     def ring(num_bytes: float) -> float:
         # Ranks are in the order of the nodes, so one rank of a node sends to another node.
@@ -213,12 +250,17 @@ def costs_of(plan_for: Callable[[float], BucketPlan], layout: NodeLayout) -> dic
     payload = (two_phase.layout.num_bytes + sums_of(two_phase).layout.num_bytes) / world_size
     costs = {
         "all_gather": cost(gathered, ring(all_gather_bytes(gathered.layout.num_bytes, world_size))),
-        "two_phase": cost(two_phase, _cost((world_size - per_node) * payload, (per_node - 1) * payload)),
+        "two_phase": cost(
+            two_phase, _cost((world_size - per_node) * payload, (per_node - 1) * payload)
+        ),
     }
     if layout.obstacle is None:
         plan = plan_for(link_traversals("hierarchical", world_size, per_node))
         payload = plan.layout.num_bytes / per_node
-        inside = all_reduce_bytes(sum(plan.sizes) * plan.dtype.itemsize, per_node) + (per_node - 1) * nodes * payload
+        inside = (
+            all_reduce_bytes(sum(plan.sizes) * plan.dtype.itemsize, per_node)
+            + (per_node - 1) * nodes * payload
+        )
         costs["hierarchical"] = cost(plan, _cost((nodes - 1) * payload, inside))
     return costs
 
@@ -232,8 +274,9 @@ def make_groups(
 ) -> list[dist.ProcessGroup]:
     """Make groups, and return those with this rank, in the order of ``wanted``.
 
-    All ranks of the job call this together. ``group`` has all of them or some, such as those of a pipeline's stage.
-    ``wanted`` lists the ranks of each group that a rank of ``group`` wants; it is the same on all of these ranks.
+    All ranks of the job call this together. ``group`` has all of them or some, such as those of a
+    pipeline's stage. ``wanted`` lists the ranks of each group that a rank of ``group`` wants; it is
+    the same on all of these ranks.
     """
     to_make = list(wanted)
     if group.size() < dist.get_world_size():
@@ -241,7 +284,11 @@ def make_groups(
         to_make = sorted({ranks for theirs in gather_objects(to_make) for ranks in theirs})
     backend = dist.get_backend(group)
     with without_bound_device() if backend == "gloo" else nullcontext():
-        made = {ranks: dist.new_group(list(ranks), timeout=timeout, backend=backend) for ranks in to_make}
-    # A rank that destroys a group at once, as after a fit of no steps, would disconnect others that still connect.
+        made = {
+            ranks: dist.new_group(list(ranks), timeout=timeout, backend=backend)
+            for ranks in to_make
+        }
+    # A rank that destroys a group at once, as after a fit of no steps, would disconnect others that
+    # still connect.
     gather_objects(None, group)
     return [made[ranks] for ranks in wanted if dist.get_rank() in ranks]

@@ -1,7 +1,9 @@
-"""Divides a model among owners: a small tensor belongs to one rank, a large one is cut into pieces of equal size.
+"""Divides a model among owners: a small tensor belongs to one rank, a large one is cut into pieces
+of equal size.
 
-Owners depend on the model's parameters and the settings alone, and not on DistributedDataParallel's buckets. So a
-piece keeps its owner, threshold and residual when buckets are rebuilt and when a run resumes.
+Owners depend on the model's parameters and the settings alone, and not on DistributedDataParallel's
+buckets. So a piece keeps its owner, threshold and residual when buckets are rebuilt and when a run
+resumes.
 """
 
 from collections.abc import Mapping
@@ -13,10 +15,13 @@ from typing import NamedTuple
 from lightning_dct.compress.bucket_plan import BucketPlan, OwnedPiece
 from lightning_dct.wire.values import BITS_PER_VALUE
 
-# An owner sends so many times as many entries of a sum as a rank, but at most a share of it, in a wider format.
-SUM_TIMES, SUM_MOST = 3, 0.75
+# An owner sends so many times as many entries of a sum as a rank, but at most a share of it, in a
+# wider format.
+SUM_TIMES = 3
+SUM_MOST = 0.75
 SUM_FORMATS = {"1bit": "2bit"}
-# Entries that a piece sends at least. Smaller pieces waste more by rounding up; larger ones spread less evenly.
+# Entries that a piece sends at least. Smaller pieces waste more by rounding up; larger ones spread
+# less evenly.
 SMALLEST_PIECE = 32
 
 
@@ -40,13 +45,16 @@ class Shard:
     @cached_property
     def sums(self) -> BucketPlan:
         """The plan of the owner's sums, which have thresholds of their own."""
-        return sums_of(replace(self.packed, names=tuple(f"sum of {name}" for name in self.packed.names)))
+        return sums_of(
+            replace(self.packed, names=tuple(f"sum of {name}" for name in self.packed.names))
+        )
 
 
 def sums_of(plan: BucketPlan) -> BucketPlan:
     """The plan of sums over ranks: three times as many entries, and 2 bits instead of one.
 
-    Ranks send different entries, and a sum grows with the number of ranks that have sent it: ``docs/evidence/sums.md``.
+    Ranks send different entries, and a sum grows with the number of ranks that have sent it:
+    ``docs/evidence/sums.md``.
     """
     pairs = zip(plan.sizes, plan.targets, strict=True)
     targets = (max(t, min(SUM_TIMES * t, int(SUM_MOST * size))) if t else 0 for size, t in pairs)
@@ -55,13 +63,18 @@ def sums_of(plan: BucketPlan) -> BucketPlan:
 
 
 def share_out(model: BucketPlan, owners: int) -> dict[str, tuple[OwnedPiece, ...]]:
-    """Each tensor's pieces in ascending order, by name: about the same number of bytes is sent for each owner."""
-    weights = [_bits(size, target, model) for size, target in zip(model.sizes, model.targets, strict=True)]
+    """Each tensor's pieces in ascending order, by name: about the same number of bytes is sent for
+    each owner.
+    """
+    weights = [
+        _bits(size, target, model) for size, target in zip(model.sizes, model.targets, strict=True)
+    ]
     loads = [0] * owners
     pieces: dict[str, tuple[OwnedPiece, ...]] = {}
     # The heaviest first; its pieces go to the owners with the smallest load.
     for index in sorted(range(len(weights)), key=lambda index: (-weights[index], index)):
-        name, size = model.names[index], model.sizes[index]
+        name = model.names[index]
+        size = model.sizes[index]
         count = max(min(owners, (model.targets[index] or size) // SMALLEST_PIECE), 1)
         edges = [size * number // count for number in range(count + 1)]
         takers = sorted(sorted(range(owners), key=lambda owner: (loads[owner], owner))[:count])
@@ -75,14 +88,17 @@ def share_out(model: BucketPlan, owners: int) -> dict[str, tuple[OwnedPiece, ...
 
 
 def _bits(size: int, target: int, model: BucketPlan) -> int:
-    """About the bits sent of a tensor, as an integer: hosts may differ in the last bit of a float."""
+    """About the bits sent of a tensor, as an integer: hosts may differ in the last bit of a
+    float.
+    """
     if not target:
         return size * model.dtype.itemsize * 8
     return target * (BITS_PER_VALUE[model.value_format] + (size // target).bit_length() + 1)
 
 
 class Cut(NamedTuple):
-    """A bucket divided among owners: each one's shard, and the plan of all shards together, a payload for each.
+    """A bucket divided among owners: each one's shard, and the plan of all shards together, a
+    payload for each.
 
     ``sums`` is that plan for the sums.
     """
@@ -100,21 +116,35 @@ class Cut(NamedTuple):
 def cut(bucket: BucketPlan, pieces: Mapping[str, tuple[OwnedPiece, ...]], owners: int) -> Cut:
     """Divide a bucket among the owners of its pieces; an owner's shard may be empty."""
     rows: list[list[tuple[str, int, int, int, int, tuple[str, int]]]] = [[] for _ in range(owners)]
-    for tensor, (name, size, target) in enumerate(zip(bucket.names, bucket.sizes, bucket.targets, strict=True)):
+    for tensor, (name, size, target) in enumerate(
+        zip(bucket.names, bucket.sizes, bucket.targets, strict=True)
+    ):
         for piece in pieces[name]:
             entries = piece.stop - piece.start
-            part = -(-target * entries // max(size, 1))  # rounded up; with FSDP a rank's shard may be empty
-            start, origin = bucket.bounds[tensor][0] + piece.start, (name, piece.start)
+            # Rounded up; with FSDP a rank's shard may be empty.
+            part = -(-target * entries // max(size, 1))
+            start = bucket.bounds[tensor][0] + piece.start
+            origin = (name, piece.start)
             rows[piece.owner].append((piece.label, entries, part, start, tensor, origin))
     shards = []
     for own in rows:
-        labels, sizes, targets, starts, tensors, origins = zip(*own, strict=True) if own else ((),) * 6
-        plan = replace(bucket, names=labels, sizes=sizes, targets=targets, starts=starts, pieces=origins)
+        labels, sizes, targets, starts, tensors, origins = (
+            zip(*own, strict=True) if own else ((),) * 6
+        )
+        plan = replace(
+            bucket, names=labels, sizes=sizes, targets=targets, starts=starts, pieces=origins
+        )
         shards.append(Shard(plan, tensors))
     plans = [shard.plan for shard in shards]
-    return Cut(tuple(shards), BucketPlan.joined(plans), BucketPlan.joined([sums_of(plan) for plan in plans]))
+    return Cut(
+        tuple(shards),
+        BucketPlan.joined(plans),
+        BucketPlan.joined([sums_of(plan) for plan in plans]),
+    )
 
 
 def owned_by(pieces: Mapping[str, tuple[OwnedPiece, ...]], owner: int) -> dict[str, OwnedPiece]:
     """The pieces of one owner, by label."""
-    return {piece.label: piece for parts in pieces.values() for piece in parts if piece.owner == owner}
+    return {
+        piece.label: piece for parts in pieces.values() for piece in parts if piece.owner == owner
+    }

@@ -16,7 +16,9 @@ _GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
 
 
 def interfaces() -> dict[str, list[str]]:
-    """The addresses of each interface of this host, by its name, IPv4 first; on Linux only, elsewhere none."""
+    """The addresses of each interface of this host, by its name, IPv4 first; on Linux only,
+    elsewhere none.
+    """
     found: dict[str, list[str]] = {name: [] for _, name in socket.if_nameindex()}
     if not Path("/proc/net").exists():
         return found
@@ -39,7 +41,9 @@ def in_words(known: dict[str, list[str]]) -> str:
 
 
 def machine() -> str:
-    """An identity of this host, which its processes share: of a container, if that has a network of its own."""
+    """An identity of this host, which its processes share: of a container, if that has a network of
+    its own.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/net')}"
@@ -60,28 +64,38 @@ def is_loopback(address: str) -> bool:
 
 
 def data_address(backend: str, known: dict[str, list[str]]) -> tuple[str, str]:
-    """The address of this host at which other ranks will reach this one, and what is wrong with it, in words.
+    """The address of this host at which other ranks will reach this one, and what is wrong with it,
+    in words.
 
-    That is the first interface in the backend's variable (``GLOO_SOCKET_IFNAME``, ``NCCL_SOCKET_IFNAME``), else what
-    this host's own name resolves to. NCCL then looks for an interface by itself.
+    That is the first interface in the backend's variable (``GLOO_SOCKET_IFNAME``,
+    ``NCCL_SOCKET_IFNAME``), else what this host's own name resolves to. NCCL then looks for an
+    interface by itself.
     """
     variable = VARIABLES.get(backend, VARIABLES["gloo"])
     # NCCL takes prefixes, "^" for all but these, and "=" for exact names.
-    wanted = [word.strip() for word in os.environ.get(variable, "").lstrip("=").split(",") if word.strip()]
+    wanted = [
+        word.strip() for word in os.environ.get(variable, "").lstrip("=").split(",") if word.strip()
+    ]
     if not wanted or wanted[0].startswith("^"):
         return _address_of_name(), ""
     for name, addresses in known.items():
         if addresses and (name == wanted[0] or (backend == "nccl" and name.startswith(wanted[0]))):
             return addresses[0], ""
     if wanted[0] in known:
-        return "", f"`{variable}={wanted[0]}` names an interface that has no address" if any(known.values()) else ""
+        return "", f"`{variable}={wanted[0]}` names an interface that has no address" if any(
+            known.values()
+        ) else ""
     return "", f"`{variable}={wanted[0]}` names an interface that does not exist"
 
 
 def _address_of_name() -> str:
-    """What this host's name resolves to, if it is an address of this host; gloo takes the loopback otherwise."""
+    """What this host's name resolves to, if it is an address of this host; gloo takes the loopback
+    otherwise.
+    """
     with suppress(OSError):
-        for family, kind, protocol, _, place in socket.getaddrinfo(socket.gethostname(), 0, type=socket.SOCK_STREAM):
+        for family, kind, protocol, _, place in socket.getaddrinfo(
+            socket.gethostname(), 0, type=socket.SOCK_STREAM
+        ):
             with suppress(OSError), socket.socket(family, kind, protocol) as probe:
                 probe.bind(place)
                 return str(place[0])

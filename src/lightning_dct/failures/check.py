@@ -1,7 +1,9 @@
-"""``lightning-dct check``: finds out from two hosts, before a job starts, whether its ranks will reach each other.
+"""``lightning-dct check``: finds out from two hosts, before a job starts, whether its ranks will
+reach each other.
 
-One host listens and the other calls it. Both tell what they are, connect to each other at ports that the system
-chooses, as ranks do, and time the link. Each then prints the same table and one verdict.
+One host listens and the other calls it. Both tell what they are, connect to each other at ports
+that the system chooses, as ranks do, and time the link. Each then prints the same table and one
+verdict.
 """
 
 from __future__ import annotations
@@ -24,7 +26,14 @@ from lightning_dct.__about__ import __version__
 from lightning_dct.config import UsageError
 from lightning_dct.cost.timing import measure_link
 from lightning_dct.failures import sockets
-from lightning_dct.failures.addresses import VARIABLES, data_address, in_words, interfaces, is_loopback, machine
+from lightning_dct.failures.addresses import (
+    VARIABLES,
+    data_address,
+    in_words,
+    interfaces,
+    is_loopback,
+    machine,
+)
 from lightning_dct.failures.hosts import must_connect, plan_of, unreachable
 from lightning_dct.failures.meeting import Job
 from lightning_dct.failures.process_group import FROM_AGENT, meet
@@ -38,7 +47,8 @@ PATIENCE = timedelta(minutes=10)  # for all ranks of a job to come
 PATIENCE_S = 30.0  # for the other host's next message
 REACH_S = 8.0
 PINGS = 20
-FIRST_BYTES, MOST_BYTES = 1 << 18, 1 << 28
+FIRST_BYTES = 1 << 18
+MOST_BYTES = 1 << 28
 ENOUGH_S = 1.0  # of sending, for a rate
 LONGEST_LINE = 1 << 20
 
@@ -99,18 +109,27 @@ def listen(port: int = PORT) -> Report:
         listener = sockets.listen(port)
     except OSError as error:
         raise UsageError(
-            f"port {port}: {error.strerror}. `ss -ltnp | grep {port}` names the process that has it; end it, or give"
-            " another `--port` on both hosts."
+            f"port {port}: {error.strerror}. `ss -ltnp | grep {port}` names the process that has"
+            " it; end it, or give another `--port` on both hosts."
         ) from error
     with listener:
         listener.setblocking(True)
         known = interfaces()
-        print(f"This is {socket.gethostname()} ({in_words(known)}), listening at port {port}. On the other host run")
-        addresses = [one for several in known.values() for one in several if not is_loopback(one)] or ["HOST"]
-        print(f"    lightning-dct check {addresses[0]}" + (f" --port {port}" if port != PORT else ""), flush=True)
+        print(
+            f"This is {socket.gethostname()} ({in_words(known)}), listening at port {port}. On the"
+            " other host run"
+        )
+        addresses = [
+            one for several in known.values() for one in several if not is_loopback(one)
+        ] or ["HOST"]
+        print(
+            f"    lightning-dct check {addresses[0]}" + (f" --port {port}" if port != PORT else ""),
+            flush=True,
+        )
         while True:
             with sockets.accept(listener) as connection:
-                line, hello = _Line(connection), None
+                line = _Line(connection)
+                hello = None
                 with suppress(ValueError, OSError):  # a stranger
                     hello = line.hear()
                 if isinstance(hello, dict) and hello.get("hello") == HELLO:
@@ -131,11 +150,13 @@ def call(host: str, port: int = PORT) -> Report:
         with suppress(OSError):
             own = f" from {address_towards(host)}"
         raise UsageError(
-            f"{host}, port {port}: {why}. Run `lightning-dct check --listen` there. If it runs, let this host in:"
-            f" `sudo ufw allow{own}` there, or compare the address with `ip -brief address` there."
+            f"{host}, port {port}: {why}. Run `lightning-dct check --listen` there. If it runs, let"
+            f" this host in: `sudo ufw allow{own}` there, or compare the address with `ip -brief"
+            " address` there."
         ) from error
     with connection:
-        line, master = _Line(connection), str(connection.getpeername()[0]).removeprefix("::ffff:")
+        line = _Line(connection)
+        master = str(connection.getpeername()[0]).removeprefix("::ffff:")
         line.say({"hello": HELLO, "master": master})
         return _check(line, 1, master)
 
@@ -144,7 +165,10 @@ def _note(rank: int, master: str, backend: str) -> dict[str, Any]:
     known = interfaces()
     address, problem = data_address(backend, known)
     if problem:
-        problem = f"{problem} on host {socket.gethostname()!r}; name one of its interfaces: {in_words(known)}"
+        problem = (
+            f"{problem} on host {socket.gethostname()!r}; name one of its interfaces:"
+            f" {in_words(known)}"
+        )
     towards = ""
     with suppress(OSError):
         towards = address_towards(master)
@@ -172,8 +196,8 @@ def _check(line: _Line, side: int, master: str) -> Report:
         return _checked(line, side, master)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
-            f"the check has ended halfway ({type(error).__name__}: {error}). Start it again on both hosts, with the"
-            " same version of lightning_dct."
+            f"the check has ended halfway ({type(error).__name__}: {error}). Start it again on both"
+            " hosts, with the same version of lightning_dct."
         ) from error
 
 
@@ -197,7 +221,9 @@ def _checked(line: _Line, side: int, master: str) -> Report:
     return report
 
 
-def _reach(line: _Line, side: int, report: Report, plan: dict[str, Any]) -> list[tuple[Any, Any, str]]:
+def _reach(
+    line: _Line, side: int, report: Report, plan: dict[str, Any]
+) -> list[tuple[Any, Any, str]]:
     """Whom each host cannot connect to, of those that it must, and why."""
     one, other = report.notes
     failed: list[tuple[Any, Any, str]] = []
@@ -205,21 +231,31 @@ def _reach(line: _Line, side: int, report: Report, plan: dict[str, Any]) -> list
         # The plan has the addresses by which ranks would call.
         address = plan["firsts"][called["machine"]]["address"]
         if caller["rank"] == side:
-            why = f"{called['host']} has no address" if not address else knock(address, called["port"], REACH_S)
+            why = (
+                f"{called['host']} has no address"
+                if not address
+                else knock(address, called["port"], REACH_S)
+            )
             line.say(why)
         else:
             why = str(line.hear())
         way = f"{caller['host']} → {called['host']} at {address}, ports that the system chooses"
-        is_needed = must_connect({**caller, "address": plan["firsts"][caller["machine"]]["address"]}, called, "gloo")
+        is_needed = must_connect(
+            {**caller, "address": plan["firsts"][caller["machine"]]["address"]}, called, "gloo"
+        )
         is_needed = is_needed or report.backend != "gloo"
-        report.reached.append(f"{way}: {why or 'open'}{'' if is_needed or not why else ' (not needed for gloo)'}")
+        report.reached.append(
+            f"{way}: {why or 'open'}{'' if is_needed or not why else ' (not needed for gloo)'}"
+        )
         if why and is_needed:
             failed.append((caller, {**called, "address": address}, why))
     return failed
 
 
 def _time_link(line: _Line, side: int, report: Report) -> None:
-    """Time round trips, and a second of bytes in each direction; the host that sends takes the time."""
+    """Time round trips, and a second of bytes in each direction; the host that sends takes the
+    time.
+    """
     times = []
     for _ in range(PINGS):
         if side == 1:
@@ -236,7 +272,9 @@ def _time_link(line: _Line, side: int, report: Report) -> None:
     else:
         report.latency = float(line.hear())
     for sender in (0, 1):
-        rate = _send_for_a_while(line, report.latency) if sender == side else _take_for_a_while(line)
+        rate = (
+            _send_for_a_while(line, report.latency) if sender == side else _take_for_a_while(line)
+        )
         report.rates.append(rate)
 
 
@@ -265,26 +303,34 @@ def _take_for_a_while(line: _Line) -> float:
 
 
 def check_job() -> tuple[str, float]:
-    """Have all ranks that torchrun has started meet, connect and time their link; a sentence, and bits a second.
+    """Have all ranks that torchrun has started meet, connect and time their link; a sentence, and
+    bits a second.
 
     Raises:
         UsageError: They cannot; the message says why, on every rank.
     """
     environment = os.environ
-    rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    rank = int(environment["RANK"])
+    world_size = int(environment["WORLD_SIZE"])
     place = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     local_rank = int(environment.get("LOCAL_RANK", 0))
     has_store = environment.get(FROM_AGENT) == "True"
     try:
-        store = meet(Job(rank, world_size, *place, has_store=has_store, local_rank=local_rank), PATIENCE)
+        store = meet(
+            Job(rank, world_size, *place, has_store=has_store, local_rank=local_rank), PATIENCE
+        )
         dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=PATIENCE)
     except RuntimeError as error:
         raise UsageError(str(error)) from error
     link = measure_link(dist.group.WORLD, torch.device("cpu"))  # type: ignore[arg-type]
     del store
     dist.destroy_process_group()
-    return f"All {world_size} ranks reach each other: an empty exchange takes {1e3 * link.latency:.2f} ms.", (
-        link.bits_per_second or 1e11  # further bytes took no time that could be measured
+    return (
+        (
+            f"All {world_size} ranks reach each other: an empty exchange takes"
+            f" {1e3 * link.latency:.2f} ms."
+        ),
+        (link.bits_per_second or 1e11),  # further bytes took no time that could be measured
     )
 
 
@@ -329,4 +375,8 @@ def _why_backend(report: Report) -> str:
     if report.backend == "nccl":
         return ", because both hosts have GPUs"
     having = [note["host"] for note in report.notes if note["gpus"]]
-    return f", because only {having[0]} has GPUs: train with accelerator='cpu'" if having else " on CPUs"
+    return (
+        f", because only {having[0]} has GPUs: train with accelerator='cpu'"
+        if having
+        else " on CPUs"
+    )

@@ -1,27 +1,30 @@
-r"""Compares the order in which ranks do things together, before they wait for each other in different collectives.
+r"""Compares the order in which ranks do things together, before they wait for each other in
+different collectives.
 
-A rank comes to *places*: exchanges, and anything else that takes several ranks, such as a barrier. It numbers the
-places that it shares with another rank, and at the same number both must do the same. Mostly they do, and say nothing.
-A rank *asks* the others if it does something for the first time in this order, or if ranks with uneven batches would
-do it at different places. It waits until all have come to that place:
+A rank comes to *places*: exchanges, and anything else that takes several ranks, such as a barrier.
+It numbers the places that it shares with another rank, and at the same number both must do the
+same. Mostly they do, and say nothing. A rank *asks* the others if it does something for the first
+time in this order, or if ranks with uneven batches would do it at different places. It waits until
+all have come to that place:
 
     rank 0    9: exchange --- 10: barrier, asks ---- waits ---------------- ends, with the places of both ranks
     rank 1    9: exchange --- 10: exchange, waits for rank 0 -- is asked -- ends
 
-Ranks that train with a Trainer also tell in which *batch* they come to an exchange. If one of them leaves out an
-optimizer step, its next exchange would meet that of an earlier batch. It notices that it has had more batches than
-usual since its last such exchange, and asks:
+Ranks that train with a Trainer also tell in which *batch* they come to an exchange. If one of them
+leaves out an optimizer step, its next exchange would meet that of an earlier batch. It notices that
+it has had more batches than usual since its last such exchange, and asks:
 
     rank 0    9: exchange, batch 9 --- 10: exchange, batch 10 - is asked -- ends
     rank 1    9: exchange, batch 9 --- skips batch 10 --- 10: exchange, batch 11, asks -- ends
 
-A rank that stays at a place for ``LATE_S`` asks as well, without waiting: it may be in a collective that another rank
-does not come to, such as one more of what all have done before. Another rank may be in a collective of the user's own
-instead. It says so after as long a time. If all ranks that are missing at a place say so, none of them will come.
+A rank that stays at a place for ``LATE_S`` asks as well, without waiting: it may be in a collective
+that another rank does not come to, such as one more of what all have done before. Another rank may
+be in a collective of the user's own instead. It says so after as long a time. If all ranks that are
+missing at a place say so, none of them will come.
 
-If any rank receives a signal, all ranks act on it at the same *stop point*, such as the end of a step. The hub asks
-each rank how many stop points it has passed, and answers with the largest count plus one. Until then a rank waits at
-its next stop point:
+If any rank receives a signal, all ranks act on it at the same *stop point*, such as the end of a
+step. The hub asks each rank how many stop points it has passed, and answers with the largest count
+plus one. Until then a rank waits at its next stop point:
 
     rank 0    7 passed -- asked: 7 ----------- point 8: waits, receives 9 --- point 9: acts
     rank 1    8 passed ---- asked: 8 -- receives 9 ------------------------- point 9: acts
@@ -34,29 +37,34 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-# Places that a rank remembers. It can be ahead of another by no more than the exchanges it has in flight.
+# Places that a rank remembers. It can be ahead of another by no more than the exchanges it has in
+# flight.
 REMEMBERED = 1024
 ORDER = 8  # places before one that make it another
-# Seconds at a place after which a rank asks about it. A step may take longer, and then an answer says that all is well.
+# Seconds at a place after which a rank asks about it. A step may take longer, and then an answer
+# says that all is well.
 LATE_S = 10.0
 SAME_BATCHES = (
-    "Give every rank the same number of batches, and let all ranks log, gather, stop, validate and save after the same"
-    " step"
+    "Give every rank the same number of batches, and let all ranks log, gather, stop, validate and"
+    " save after the same step"
 )
 SAME_PARAMETERS = (
-    "Change `requires_grad` and the optimizers' `param_groups` on every rank alike, before the same optimizer step"
+    "Change `requires_grad` and the optimizers' `param_groups` on every rank alike, before the same"
+    " optimizer step"
 )
 SAME_STEPS = "Step the same optimizers in the same order on every rank"
 ALL_STEP = (
-    "has made fewer optimizer steps in as many batches. Decide alike on all ranks whether to step, as by the largest"
-    " gradient norm of all, `strategy.reduce(norm, reduce_op='max')`; or set this rank's gradients to zero, and step"
+    "has made fewer optimizer steps in as many batches. Decide alike on all ranks whether to step,"
+    " as by the largest gradient norm of all, `strategy.reduce(norm, reduce_op='max')`; or set this"
+    " rank's gradients to zero, and step"
 )
 EXCHANGE = "an exchange"
 IN_FORWARD = f"{EXCHANGE} in forward"
 
 
 class CollectiveOrder:
-    """One rank's places and stop points, shared by its main thread and the one that listens to the hub.
+    """One rank's places and stop points, shared by its main thread and the one that listens to the
+    hub.
 
     ``counts`` has how many places this rank has come to, by the ranks that share them.
     """
@@ -66,18 +74,25 @@ class CollectiveOrder:
         self._send = send
         self._turn = threading.Condition()
         self.counts: Counter[tuple[int, ...]] = Counter()
-        self._agreed: Counter[tuple[int, ...]] = Counter()  # the last of these places that all agree on
+        # The last of these places that all agree on.
+        self._agreed: Counter[tuple[int, ...]] = Counter()
         self._done: deque[dict[str, Any]] = deque(maxlen=REMEMBERED)
         self._asked: list[dict[str, Any]] = []
-        self._since: float | None = None  # when it has come to its last place, unless it has asked about it
-        # After how many places this rank was found in which collective of the user's own, and since when.
-        self._found, self._found_since = (0, ""), 0.0
+        self._since: float | None = (
+            None  # when it has come to its last place, unless it has asked about it
+        )
+        # After how many places this rank was found in which collective of the user's own, and since
+        # when.
+        self._found = (0, "")
+        self._found_since = 0.0
         # The last things that this rank has done, and all that it has done in such an order.
         self._recent: deque[str] = deque(ORDER * [""], maxlen=ORDER)
-        # Of each exchange, the batch in which this rank has last come to it, and the batches since the time before.
+        # Of each exchange, the batch in which this rank has last come to it, and the batches since
+        # the time before.
         self._batches: dict[str, tuple[int, int]] = {}
         self._usual: set[tuple[str, ...]] = set()
-        # Stop points that this rank has passed, signals of which it does not know yet where all act, and those it does.
+        # Stop points that this rank has passed, signals of which it does not know yet where all
+        # act, and those it does.
         self._passed = 0
         self._signals: set[int] = set()
         self._due: dict[int, list[int]] = {}
@@ -91,12 +106,14 @@ class CollectiveOrder:
         patience_s: float | None = None,
         batch: tuple[int, str] | None = None,
     ) -> str:
-        """Come to the next place, and wait for the others if this rank or one of them asks; how they differ, if so.
+        """Come to the next place, and wait for the others if this rank or one of them asks; how
+        they differ, if so.
 
-        ``what`` is what this rank and its ``peers``, this one included, do there, ``said`` in words. Exchanges begin
-        with ``EXCHANGE``, and are asked about only if they follow others in a new order. The wait ends after
-        ``patience_s``; None for no limit. ``batch`` is the number of this rank's batch, the same on all ranks, and a
-        name for it; None if batches are not known.
+        ``what`` is what this rank and its ``peers``, this one included, do there, ``said`` in
+        words. Exchanges begin with ``EXCHANGE``, and are asked about only if they follow others in
+        a new order. The wait ends after ``patience_s``; None for no limit. ``batch`` is the number
+        of this rank's batch, the same on all ranks, and a name for it; None if batches are not
+        known.
         """
         ranks = tuple(peers)
         with self._turn:
@@ -106,7 +123,8 @@ class CollectiveOrder:
             mine["counts"] = list(self.counts.items())
             mine["batch"] = batch
             self._done.append(mine)
-            is_exchange, order = what.startswith(EXCHANGE), (*self._recent, what)
+            is_exchange = what.startswith(EXCHANGE)
+            order = (*self._recent, what)
             self._recent.append(what if is_exchange else "")
             has_left_out = batch is not None and self._has_left_out(what, batch[0])
             is_usual = order in self._usual and not has_left_out
@@ -117,7 +135,8 @@ class CollectiveOrder:
             if difference := self._answer(theirs, mine):
                 return difference
         if not is_usual:
-            # Also when asked: this rank may share other places with the others than the one that asks.
+            # Also when asked: this rank may share other places with the others than the one that
+            # asks.
             self._send(mine)
         elif not asked:
             return ""
@@ -128,7 +147,9 @@ class CollectiveOrder:
         return ""
 
     def _has_left_out(self, what: str, batch: int) -> bool:
-        """Whether this rank has had more batches than the time before since it has last come to an exchange."""
+        """Whether this rank has had more batches than the time before since it has last come to an
+        exchange.
+        """
         of_optimizer = " ".join(what.split()[:3])  # whatever is exchanged
         before, usual = self._batches.get(of_optimizer, (batch, 0))
         passed = batch - before
@@ -137,29 +158,39 @@ class CollectiveOrder:
         return usual > 0 and passed > usual
 
     def ask_if_late(self) -> float:
-        """Ask about the last place if this rank has been there for long; the seconds after which to look again.
+        """Ask about the last place if this rank has been there for long; the seconds after which to
+        look again.
 
-        If others have asked about a place to which this rank has not come, tell them if it is elsewhere for long.
+        If others have asked about a place to which this rank has not come, tell them if it is
+        elsewhere for long.
         """
-        now, found = time.monotonic(), _own_collective()
+        now = time.monotonic()
+        found = _own_collective()
         with self._turn:
             if self._found != (here := (self.counts.total(), found)):
-                self._found, self._found_since = here, now
+                self._found = here
+                self._found_since = now
             where = found if now - self._found_since >= LATE_S else ""
-            messages = [{"elsewhere": where, "place": one["place"], "peers": one["peers"]} for one in self._asked]
+            messages = [
+                {"elsewhere": where, "place": one["place"], "peers": one["peers"]}
+                for one in self._asked
+            ]
             left = LATE_S if self._since is None else self._since + LATE_S - now
             if left <= 0.0:
-                self._since, left = None, LATE_S
+                self._since = None
+                left = LATE_S
                 messages.append(self._done[-1])
         for message in messages:
             self._send(message)
         return left
 
     def hear(self, message: dict[str, Any]) -> str:
-        """Act on the hub's message about a place or a stop point; how this rank differs from the one that asks, if so.
+        """Act on the hub's message about a place or a stop point; how this rank differs from the
+        one that asks, if so.
 
-        A question is answered now, or when this rank comes to that place. Asked for its stop points, this rank tells
-        how many it has passed, and waits at the next one until it knows where all act on the signal.
+        A question is answered now, or when this rank comes to that place. Asked for its stop
+        points, this rank tells how many it has passed, and waits at the next one until it knows
+        where all act on the signal.
         """
         mine = None
         with self._turn:
@@ -199,14 +230,21 @@ class CollectiveOrder:
         if (theirs["what"], *theirs["peers"]) != (mine["what"], *mine["peers"]):
             both = sorted((theirs, mine), key=lambda one: one["rank"])
             places = " and ".join(f"rank {one['rank']} to {one['said']}" for one in both)
-            alike = all(one["what"].startswith(EXCHANGE) and "values" not in one["what"] for one in both)
+            alike = all(
+                one["what"].startswith(EXCHANGE) and "values" not in one["what"] for one in both
+            )
             remedy = SAME_PARAMETERS if alike and "parameters" in places else SAME_BATCHES
-            if places.count(" of optimizer ") == 2 and theirs["what"].split()[:3] != mine["what"].split()[:3]:
+            if (
+                places.count(" of optimizer ") == 2
+                and theirs["what"].split()[:3] != mine["what"].split()[:3]
+            ):
                 remedy = SAME_STEPS
             difference = f"The ranks have come apart: {places}. {remedy}"
         elif theirs.get("batch") and mine["batch"] and theirs["batch"][0] != mine["batch"][0]:
             both = sorted((theirs, mine), key=lambda one: one["rank"])
-            places = " and ".join(f"rank {one['rank']} to {one['said']}, in {one['batch'][1]}" for one in both)
+            places = " and ".join(
+                f"rank {one['rank']} to {one['said']}, in {one['batch'][1]}" for one in both
+            )
             behind = max(both, key=lambda one: one["batch"][0])["rank"]
             difference = f"The ranks have come apart: {places}. Rank {behind} {ALL_STEP}"
         self._send({"agrees": theirs["place"], "peers": theirs["peers"], "apart": difference})
@@ -214,10 +252,14 @@ class CollectiveOrder:
 
 
 def _own_collective() -> str:
-    """The collective of torch.distributed in which the main thread waits for all ranks, and the line that calls it."""
-    frame, called = sys._current_frames().get(threading.main_thread().ident or 0), ""
+    """The collective of torch.distributed in which the main thread waits for all ranks, and the
+    line that calls it.
+    """
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    called = ""
     while frame is not None and frame.f_globals.get("__name__", "").startswith("torch."):
-        name, frame = frame.f_code.co_name, frame.f_back
+        name = frame.f_code.co_name
+        frame = frame.f_back
         called = called if name == "wrapper" else name  # of a decorator
     # A rank may leave others, such as a broadcast, while the rest is still busy with it.
     if frame is None or not called.startswith(("all_", "barrier", "reduce_scatter")):

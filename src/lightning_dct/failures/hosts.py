@@ -1,4 +1,6 @@
-"""Judges what the hosts of a job say of themselves: versions, interfaces, and whom they can reach."""
+"""Judges what the hosts of a job say of themselves: versions, interfaces, and whom they can
+reach.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,11 @@ MOST_NAMED = 8  # hosts or ranks in a message
 
 
 def plan_of(notes: list[dict[str, Any]], backend: str) -> dict[str, Any]:
-    """What rank 0 makes of all ranks' notes: problems, the first rank of each host, and interfaces to take.
+    """What rank 0 makes of all ranks' notes: problems, the first rank of each host, and interfaces
+    to take.
 
-    ``is_split`` says whether there are several hosts. Interfaces are those of hosts whose name leads back to them.
+    ``is_split`` says whether there are several hosts. Interfaces are those of hosts whose name
+    leads back to them.
     """
     firsts: dict[str, dict[str, Any]] = {}
     for note in sorted(notes, key=lambda one: (not one["is_first"], one["rank"])):
@@ -23,8 +27,13 @@ def plan_of(notes: list[dict[str, Any]], backend: str) -> dict[str, Any]:
     for package in notes[0]["versions"]:
         found = {note["versions"].get(package) for note in notes}
         if len(found) > 1:
-            each = ", ".join(f"{one['host']} has {one['versions'].get(package)}" for one in firsts.values())
-            problems.append(f"the hosts have different versions of {package}: {each}. Install the same one on all")
+            each = ", ".join(
+                f"{one['host']} has {one['versions'].get(package)}" for one in firsts.values()
+            )
+            problems.append(
+                f"the hosts have different versions of {package}: {each}. Install the same one"
+                " on all"
+            )
     chosen: dict[str, tuple[str, str]] = {}
     is_split = len(firsts) > 1
     if is_split and not problems and backend == "gloo":
@@ -44,8 +53,13 @@ def plan_of(notes: list[dict[str, Any]], backend: str) -> dict[str, Any]:
 
 
 def _leads_out(note: dict[str, Any], notes: list[dict[str, Any]]) -> tuple[str, str] | None:
-    """The interface of a host, and its address, by which the hosts reach each other: on the way to ``MASTER_ADDR``."""
-    candidates = [note["towards"], *(one["master"] for one in notes if one["machine"] != note["machine"])]
+    """The interface of a host, and its address, by which the hosts reach each other: on the way to
+    ``MASTER_ADDR``.
+    """
+    candidates = [
+        note["towards"],
+        *(one["master"] for one in notes if one["machine"] != note["machine"]),
+    ]
     for candidate in candidates:
         for name, addresses in note["interfaces"].items():
             if candidate in addresses and not is_loopback(candidate):
@@ -55,15 +69,17 @@ def _leads_out(note: dict[str, Any], notes: list[dict[str, Any]]) -> tuple[str, 
 
 def _no_way_out(note: dict[str, Any]) -> str:
     return (
-        f"the ranks on {note['host']!r} would have the address {note['address']}, which leads every other host to"
-        f" itself. Put `{VARIABLES['gloo']}=NAME` before the command on {note['host']!r}; its interfaces are"
-        f" {in_words(note['interfaces'])}. If none of them is in a network that the other hosts reach, as behind NAT,"
-        " join the hosts by a VPN"
+        f"the ranks on {note['host']!r} would have the address {note['address']}, which leads every"
+        f" other host to itself. Put `{VARIABLES['gloo']}=NAME` before the command on"
+        f" {note['host']!r}; its interfaces are {in_words(note['interfaces'])}. If none of them is"
+        " in a network that the other hosts reach, as behind NAT, join the hosts by a VPN"
     )
 
 
 def must_connect(one: Mapping[str, Any], other: Mapping[str, Any], backend: str) -> bool:
-    """Whether ranks of the first host connect to the other: all to rank 0; gloo's to those of smaller addresses."""
+    """Whether ranks of the first host connect to the other: all to rank 0; gloo's to those of
+    smaller addresses.
+    """
     if other["rank"] == 0 or backend != "gloo":
         return True
     try:
@@ -74,20 +90,25 @@ def must_connect(one: Mapping[str, Any], other: Mapping[str, Any], backend: str)
 
 
 def unreachable(failed: list[tuple[dict[str, Any], dict[str, Any], str]], backend: str) -> str:
-    """The error for hosts that cannot connect to others: who, to whom, and why; empty if all can."""
+    """The error for hosts that cannot connect to others: who, to whom, and why; empty if all
+    can.
+    """
     if not failed:
         return ""
     variable = VARIABLES.get(backend, VARIABLES["gloo"])
     each = "; ".join(
-        f"host {one['host']!r} cannot connect to {other['host']!r} at {other['address']}, port {other['port']} ({why})"
+        f"host {one['host']!r} cannot connect to {other['host']!r} at {other['address']}, port"
+        f" {other['port']} ({why})"
         for one, other, why in failed[:MOST_NAMED]
     )
     callers = " ".join(sorted({one["towards"] or one["address"] for one, _, _ in failed}))
     called = {other["machine"]: other for _, other, _ in failed}
-    where = "; ".join(f"{other['host']!r} has {in_words(other['interfaces'])}" for other in called.values())
+    where = "; ".join(
+        f"{other['host']!r} has {in_words(other['interfaces'])}" for other in called.values()
+    )
     return (
-        f"The ranks cannot start: {each}. The ranks connect at ports that the system chooses, not only at MASTER_PORT."
-        f" If that is a firewall, let the other hosts in at all ports (`sudo ufw allow from {callers}` on the host that"
-        f" is called). If it is the wrong address, name the interface: {where}; put `{variable}=NAME` before the"
-        " command there."
+        f"The ranks cannot start: {each}. The ranks connect at ports that the system chooses, not"
+        " only at MASTER_PORT. If that is a firewall, let the other hosts in at all ports (`sudo"
+        f" ufw allow from {callers}` on the host that is called). If it is the wrong address, name"
+        f" the interface: {where}; put `{variable}=NAME` before the command there."
     )

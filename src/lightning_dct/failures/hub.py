@@ -1,11 +1,14 @@
-"""The hub in the process of rank 0: sends the names of dead and failed ranks, and what ranks ask each other.
+"""The hub in the process of rank 0: sends the names of dead and failed ranks, and what ranks ask
+each other.
 
-A rank reports how it ends: it has left, or it has failed and why. If a connection ends without a report, its process
-has died: the kernel closes the connections of any dead process. A living rank may take any time.
+A rank reports how it ends: it has left, or it has failed and why. If a connection ends without a
+report, its process has died: the kernel closes the connections of any dead process. A living rank
+may take any time.
 
-Anyone on the network can connect until all ranks have. The hub closes connections without the token or with the number
-of a connected rank, and the oldest silent ones if there are many. It sends nothing from such callers to the ranks. A
-rank that the hub has hung up on before the welcome calls again.
+Anyone on the network can connect until all ranks have. The hub closes connections without the token
+or with the number of a connected rank, and the oldest silent ones if there are many. It sends
+nothing from such callers to the ranks. A rank that the hub has hung up on before the welcome calls
+again.
 """
 
 from __future__ import annotations
@@ -23,20 +26,31 @@ from functools import partial
 from typing import Any
 
 from lightning_dct.failures.collective_order import SAME_BATCHES
-from lightning_dct.failures.sockets import LONGEST_LINE, WELCOME, accept, listen, pair, receive, write_line
+from lightning_dct.failures.sockets import (
+    LONGEST_LINE,
+    WELCOME,
+    accept,
+    listen,
+    pair,
+    receive,
+    write_line,
+)
 
-# A death makes other ranks fail, and their reports may arrive first. So the hub waits before it decides.
+# A death makes other ranks fail, and their reports may arrive first. So the hub waits before it
+# decides.
 SETTLE_S = 1.0
 PATIENCE_S = 10.0  # for a message to be sent
-STRANGERS = 16  # unknown callers that may wait, beyond one for each rank; the hub drops the oldest first
+STRANGERS = (
+    16  # unknown callers that may wait, beyond one for each rank; the hub drops the oldest first
+)
 MOST_NAMED = 8  # ranks whose reports a message has: those of all could be too long for it
 
 
 class Hub:
     """Serves all lifelines in its ``thread`` until rank 0, which messages call ``who``, has left.
 
-    ``token`` is the secret of this job's ranks, and ``own`` the connection of rank 0, which needs no network. An
-    OSError means that the hub cannot listen on the port.
+    ``token`` is the secret of this job's ranks, and ``own`` the connection of rank 0, which needs
+    no network. An OSError means that the hub cannot listen on the port.
     """
 
     def __init__(self, world_size: int, who: str, port: int = 0) -> None:
@@ -54,13 +68,18 @@ class Hub:
         self._left: set[int] = set()
         self._decide_at: float | None = None
         self._failure: dict[str, Any] | None = None
-        # For each signal: the number of stop points that each rank had passed when it received the question.
+        # For each signal: the number of stop points that each rank had passed when it received the
+        # question.
         self._passed: dict[int, dict[int, int]] = {}
         # The questions on which not all agree yet, and by ranks, the last place on which all do.
         self._open: dict[tuple[tuple[int, ...], int], _Question] = {}
         self._agreed: dict[tuple[int, ...], int] = {}
-        self._came_to: dict[int, dict[tuple[int, ...], int]] = {}  # how many places a rank that has left had come to
-        self.paces: dict[int, tuple[float, float]] = {}  # by rank, seconds of a step and of waiting in it
+        self._came_to: dict[
+            int, dict[tuple[int, ...], int]
+        ] = {}  # how many places a rank that has left had come to
+        self.paces: dict[
+            int, tuple[float, float]
+        ] = {}  # by rank, seconds of a step and of waiting in it
         self.thread = threading.Thread(target=self._run, name="lightning_dct hub", daemon=True)
         self.thread.start()
 
@@ -74,7 +93,8 @@ class Hub:
             over = f"{type(error).__name__}: {error}"
         self._send_all({"over": over})
         for member in self._members.values():
-            # Closing with something unread takes back what was sent, and the rank would take that for a death.
+            # Closing with something unread takes back what was sent, and the rank would take that
+            # for a death.
             with suppress(OSError):
                 member.connection.shutdown(socket.SHUT_WR)
                 member.connection.settimeout(SETTLE_S)
@@ -87,7 +107,9 @@ class Hub:
     def _serve_once(self) -> None:
         wait = None if self._decide_at is None else max(self._decide_at - time.monotonic(), 0.0)
         # First those that have said something, before they are dropped as strangers.
-        for key, _ in sorted(self._selector.select(wait), key=lambda event: event[0].fileobj is self._listener):
+        for key, _ in sorted(
+            self._selector.select(wait), key=lambda event: event[0].fileobj is self._listener
+        ):
             if key.fileobj is self._listener:
                 with suppress(OSError):  # the caller has closed the connection
                     self._nameless.append(self._connected(accept(self._listener)))
@@ -95,12 +117,16 @@ class Hub:
                     self._drop(self._nameless[0])
             elif key.data.connection.fileno() >= 0:  # not dropped a moment ago
                 self._receive(key.data)
-        if self._decide_at is not None and (self._all_have_ended() or time.monotonic() >= self._decide_at):
+        if self._decide_at is not None and (
+            self._all_have_ended() or time.monotonic() >= self._decide_at
+        ):
             self._decide()
 
     def _receive(self, caller: _Caller) -> None:
         longest = LONGEST_LINE if caller.rank is None else math.inf
-        if not (how := receive(caller.connection, caller.buffer, partial(self._handle, caller), longest)):
+        if not (
+            how := receive(caller.connection, caller.buffer, partial(self._handle, caller), longest)
+        ):
             return
         self._drop(caller)
         if caller.rank is not None and caller.rank not in self._left:
@@ -124,7 +150,9 @@ class Hub:
             self._left.add(caller.rank)
             self._came_to[caller.rank] = {tuple(peers): count for peers, count in message["left"]}
             self._settle_signals()
-            for question in [one.first for (peers, _), one in self._open.items() if caller.rank in peers]:
+            for question in [
+                one.first for (peers, _), one in self._open.items() if caller.rank in peers
+            ]:
                 self._answer_for(caller.rank, question)
         elif "signal" in message:
             number = int(message["signal"])
@@ -138,9 +166,13 @@ class Hub:
             total, waiting = message["pace"]
             self.paces[caller.rank] = float(total), float(waiting)
         elif "elsewhere" in message:
-            if (asked := self._open.get((tuple(message["peers"]), int(message["place"])))) is not None:
+            if (
+                asked := self._open.get((tuple(message["peers"]), int(message["place"])))
+            ) is not None:
                 asked.elsewhere[caller.rank] = str(message["elsewhere"])
-                if asked.agreeing | {rank for rank, where in asked.elsewhere.items() if where} == set(message["peers"]):
+                if asked.agreeing | {
+                    rank for rank, where in asked.elsewhere.items() if where
+                } == set(message["peers"]):
                     self._announce_apart(asked.first, caller.rank, asked.elsewhere[caller.rank])
         elif "place" in message:
             self._ask(caller.rank, tuple(message["peers"]), message)
@@ -160,7 +192,8 @@ class Hub:
         ):
             raise ValueError("not a rank of this job")
         self._nameless.remove(caller)
-        caller.rank, caller.who = rank, str(message["who"])
+        caller.rank = rank
+        caller.who = str(message["who"])
         self._members[rank] = caller
         self._send(caller, WELCOME)
         if len(self._members) == self._world_size:
@@ -170,7 +203,9 @@ class Hub:
                 self._drop(self._nameless[0])
 
     def _settle_signals(self) -> None:
-        """Announce the stop point at which all ranks act on a signal, once all remaining ranks have answered."""
+        """Announce the stop point at which all ranks act on a signal, once all remaining ranks have
+        answered.
+        """
         here = self._members.keys() - self._left
         for number, passed in self._passed.items():
             if passed and here <= passed.keys():
@@ -178,9 +213,11 @@ class Hub:
                 passed.clear()
 
     def _ask(self, rank: int, peers: tuple[int, ...], message: dict[str, Any]) -> None:
-        """Pass a question on to its peers, unless they have it from one with which they share the same groups.
+        """Pass a question on to its peers, unless they have it from one with which they share the
+        same groups.
 
-        Another one counts other places with them, and may be apart from them where the first is not.
+        Another one counts other places with them, and may be apart from them where the first is
+        not.
         """
         place = int(message["place"])
         if place <= self._agreed.get(peers, 0):
@@ -197,8 +234,11 @@ class Hub:
             self._answer_for(other, message)
 
     def _answer_for(self, rank: int, question: dict[str, Any]) -> None:
-        """Answer for a rank that has left: either it has come to that place before, or it never will."""
-        peers, place = tuple(question["peers"]), int(question["place"])
+        """Answer for a rank that has left: either it has come to that place before, or it never
+        will.
+        """
+        peers = tuple(question["peers"])
+        place = int(question["place"])
         if self._came_to[rank].get(peers, 0) >= place:
             self._settle_place(peers, place, rank)
         elif (peers, place) in self._open:
@@ -228,7 +268,9 @@ class Hub:
         return set(range(self._world_size)) <= self._left | self._failed.keys()
 
     def _decide(self) -> None:
-        """Name the dead ranks, else the failed ones; none if all have failed, because each of them knows why."""
+        """Name the dead ranks, else the failed ones; none if all have failed, because each of them
+        knows why.
+        """
         blamed = self._dead or ({} if self._all_have_ended() else self._failed)
         reports = [blamed[rank] for rank in sorted(blamed)]
         more = [f"and {len(reports) - MOST_NAMED} more"] if len(reports) > MOST_NAMED else []
@@ -241,7 +283,9 @@ class Hub:
             self._failure = {"blamed": blamed, "failure": failure}
             self._send_all(self._failure)
 
-    def _connected(self, connection: socket.socket, rank: int | None = None, who: str = "") -> _Caller:
+    def _connected(
+        self, connection: socket.socket, rank: int | None = None, who: str = ""
+    ) -> _Caller:
         connection.settimeout(PATIENCE_S)
         caller = _Caller(connection, rank, who)
         self._selector.register(connection, selectors.EVENT_READ, caller)
@@ -267,9 +311,13 @@ class _Question:
     """What some ranks have been asked about a place that they share."""
 
     first: dict[str, Any]  # the message of the rank that has asked first
-    asked: set[tuple[int, frozenset[frozenset[int]]]] = field(default_factory=set)  # and groups shared with who asks
+    # And groups shared with who asks.
+    asked: set[tuple[int, frozenset[frozenset[int]]]] = field(default_factory=set)
     agreeing: set[int] = field(default_factory=set)
-    elsewhere: dict[int, str] = field(default_factory=dict)  # by rank, where it waits for others instead
+    elsewhere: dict[int, str] = field(default_factory=dict)
+
+
+# By rank, where it waits for others instead.
 
 
 @dataclass(eq=False)

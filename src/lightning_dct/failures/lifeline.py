@@ -1,12 +1,13 @@
-r"""One rank's connection to the hub: reports how this rank ends, and ends it when another has died or failed.
+r"""One rank's connection to the hub: reports how this rank ends, and ends it when another has died
+or failed.
 
     rank 0              rank 1              rank 2
     lifeline            lifeline            lifeline        a TCP connection each, silent while all is well
         \                  |                  /
          +------ hub, in the process of rank 0
 
-``docs/reliability.md`` says what gloo alone does not notice. A lifeline also carries signals, on which all ranks act
-together (:mod:`lightning_dct.failures.collective_order`).
+``docs/reliability.md`` says what gloo alone does not notice. A lifeline also carries signals, on
+which all ranks act together (:mod:`lightning_dct.failures.collective_order`).
 """
 
 from __future__ import annotations
@@ -37,28 +38,33 @@ GRACE_S = 10.0  # for a lost rank to end by itself
 class Lifeline:
     """This rank's connection; made by :meth:`open`."""
 
-    def __init__(self, rank: int, connection: socket.socket, hub_who: str, hub: Hub | None = None) -> None:
+    def __init__(
+        self, rank: int, connection: socket.socket, hub_who: str, hub: Hub | None = None
+    ) -> None:
         self.failure = ""
         self._rank = rank
         self._connection = connection
         self._hub_who = hub_who
         self._hub = hub
-        self._sending = threading.RLock()  # a signal handler may interrupt its own thread while that sends
+        # A signal handler may interrupt its own thread while that sends.
+        self._sending = threading.RLock()
         self._order = CollectiveOrder(rank, self._send)
         self._ends_with = ""
         self._over = threading.Event()  # this rank has left, or has failed by itself
         self._decided = threading.Event()
         self._hub_may_end = False
-        self._thread = threading.Thread(target=self._listen, name="lightning_dct lifeline", daemon=True)
+        self._thread = threading.Thread(
+            target=self._listen, name="lightning_dct lifeline", daemon=True
+        )
         self._thread.start()
 
     @classmethod
     def open(cls, wanted: bool | int = True) -> Lifeline | None:
         """Connect all ranks of the default process group, or none of them: a collective call.
 
-        ``wanted`` is False for no lifeline; a number is the port on which rank 0 listens. The result is None for a
-        single process or if no rank wants one, and, with a warning on every rank, if some rank cannot connect or does
-        not want to.
+        ``wanted`` is False for no lifeline; a number is the port on which rank 0 listens. The
+        result is None for a single process or if no rank wants one, and, with a warning on every
+        rank, if some rank cannot connect or does not want to.
         """
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return None
@@ -66,7 +72,11 @@ class Lifeline:
         hub, mine = _start_hub(wanted) if rank == 0 and wanted else (None, wanted)
         answers = gather_objects(mine)
         lifeline = cls(0, hub.own, _who(0), hub) if hub else None
-        problems = [f"rank {other} has `lifelines=False`" for other, answer in enumerate(answers) if not answer]
+        problems = [
+            f"rank {other} has `lifelines=False`"
+            for other, answer in enumerate(answers)
+            if not answer
+        ]
         if isinstance(answers[0], str):
             problems.append(answers[0])
         if not problems:
@@ -75,10 +85,13 @@ class Lifeline:
                 addresses, port, token, hub_who = answers[0]
                 hello = {"token": token, "rank": rank, "who": _who(rank)}
                 try:
-                    # The thread starts after the welcome, so an error before it is not reported as a death.
+                    # The thread starts after the welcome, so an error before it is not reported as
+                    # a death.
                     lifeline = cls(rank, enter(addresses, port, hello, CONNECT_S), hub_who)
                 except OSError as error:
-                    problem = f"rank {rank} cannot connect to rank 0 at {addresses}, port {port}: {error}"
+                    problem = (
+                        f"rank {rank} cannot connect to rank 0 at {addresses}, port {port}: {error}"
+                    )
             problems = [problem for problem in gather_objects(problem) if problem]
         if not problems:
             return lifeline
@@ -86,27 +99,34 @@ class Lifeline:
             lifeline.close()
         if any(answers):
             warnings.warn(
-                "If a rank dies, the others may notice it late (at worst after the process group's timeout), because"
-                f" {'; '.join(problems)}. Let all ranks reach rank 0, or set `lifelines` of the strategy to False or"
-                " to a port that is open.",
+                "If a rank dies, the others may notice it late (at worst after the process group's"
+                f" timeout), because {'; '.join(problems)}. Let all ranks reach rank 0, or set"
+                " `lifelines` of the strategy to False or to a port that is open.",
                 stacklevel=2,
             )
         return None
 
     def report(self, exception: BaseException) -> str:
-        """Report that this rank is failing, and wait for the hub's answer: which ranks have died or failed.
+        """Report that this rank is failing, and wait for the hub's answer: which ranks have died or
+        failed.
 
-        It is empty if all ranks are failing, as on an error in shared code: then they can save a checkpoint together.
+        It is empty if all ranks are failing, as on an error in shared code: then they can save a
+        checkpoint together.
         """
-        if not self._ends_with:  # else a GPU may wait for the lost rank for ever while this one tears down
+        # Else a GPU may wait for the lost rank for ever while this one tears down.
+        if not self._ends_with:
             self._over.set()
         first_line = str(exception).strip().split("\n")[0].removesuffix(".")
-        self._send({"failed": f"{type(exception).__name__}: {first_line}".removesuffix(": ")[:1000]})
+        self._send(
+            {"failed": f"{type(exception).__name__}: {first_line}".removesuffix(": ")[:1000]}
+        )
         self._decided.wait(ANSWER_S)
         return self.failure
 
     def signalled(self, signal_number: int) -> None:
-        """Have all ranks act on a signal that this one has received; a signal handler may call this."""
+        """Have all ranks act on a signal that this one has received; a signal handler may call
+        this.
+        """
         self._send({"signal": signal_number})
 
     def passed(self) -> list[int]:
@@ -121,7 +141,8 @@ class Lifeline:
         patience_s: float | None = None,
         batch: tuple[int, str] | None = None,
     ) -> None:
-        """Come to a place where some ranks do the same, as :mod:`lightning_dct.failures.collective_order` explains.
+        """Come to a place where some ranks do the same, as
+        :mod:`lightning_dct.failures.collective_order` explains.
 
         A RuntimeError says that they do not, or that a rank has died or failed.
         """
@@ -131,7 +152,9 @@ class Lifeline:
                 raise RuntimeError(f"{problem}.")
 
     def tell_pace(self, step: float, waiting: float) -> dict[int, tuple[float, float]]:
-        """Tell rank 0 the seconds of a step here, and of waiting in it; on rank 0, what all ranks have told last."""
+        """Tell rank 0 the seconds of a step here, and of waiting in it; on rank 0, what all ranks
+        have told last.
+        """
         self._send({"pace": [step, waiting]})
         return {} if self._hub is None else dict(self._hub.paces)
 
@@ -151,7 +174,8 @@ class Lifeline:
             write_line(self._connection, message)
 
     def _listen(self) -> None:
-        buffer, selector = bytearray(), selectors.DefaultSelector()
+        buffer = bytearray()
+        selector = selectors.DefaultSelector()
         selector.register(self._connection, selectors.EVENT_READ)
         how = ""
         while not how:
@@ -172,7 +196,10 @@ class Lifeline:
             if not (bug := message["over"]):
                 self.failure = self.failure or f"{self._hub_who} has left"
             else:
-                self._print(f"the ranks' lifelines have ended ({bug}); a rank that dies may be noticed late.")
+                self._print(
+                    f"the ranks' lifelines have ended ({bug}); a rank that dies may be noticed"
+                    " late."
+                )
         elif difference := self._order.hear(message):
             self._decide(difference, [])
 
@@ -201,7 +228,8 @@ _of_processes: dict[dist.ProcessGroup | None, Lifeline | None] = {}
 
 
 def lifeline_of_process(wanted: bool | int = True) -> Lifeline | None:
-    """The lifeline of loops without a Trainer: one for each default process group, until the process ends.
+    """The lifeline of loops without a Trainer: one for each default process group, until the
+    process ends.
 
     A collective call; see :meth:`Lifeline.open`. A loop of which some rank wants none has none.
     """
@@ -216,7 +244,9 @@ def lifeline_of_process(wanted: bool | int = True) -> Lifeline | None:
 def check_lifelines(wanted: bool | int) -> None:
     """Refuse a value that is neither True, False nor a port, with a ValueError."""
     if not (isinstance(wanted, bool) or (type(wanted) is int and 0 < wanted < (1 << 16) - 1)):
-        raise ValueError(f"`lifelines` must be True, False or a port from 1 to 65534, got {wanted!r}.")
+        raise ValueError(
+            f"`lifelines` must be True, False or a port from 1 to 65534, got {wanted!r}."
+        )
 
 
 def _start_hub(wanted: bool | int) -> tuple[Hub | None, Any]:

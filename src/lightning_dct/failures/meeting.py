@@ -1,8 +1,10 @@
-r"""Lets the ranks of several hosts meet before they make a process group, and finds what would keep them from it.
+r"""Lets the ranks of several hosts meet before they make a process group, and finds what would keep
+them from it.
 
-A process group connects each pair of ranks at ports that the system chooses. What goes wrong there, such as a firewall
-or an interface that only its own host knows, shows as silence until the group's timeout. So the ranks talk first, in
-the store that they all reach anyway, at ``MASTER_ADDR`` and ``MASTER_PORT``:
+A process group connects each pair of ranks at ports that the system chooses. What goes wrong there,
+such as a firewall or an interface that only its own host knows, shows as silence until the group's
+timeout. So the ranks talk first, in the store that they all reach anyway, at ``MASTER_ADDR`` and
+``MASTER_PORT``:
 
     rank r     request/r = a new random word       the store may be full of stale keys of an earlier start
     rank 0     reply/word = the name of this start only a living rank 0 can answer that word
@@ -93,7 +95,8 @@ class Meeting:
         """Meet all ranks, and return what rank 0 adds by ``extra``.
 
         Raises:
-            RuntimeError: A rank has not come within the timeout, versions differ, or hosts cannot reach each other.
+            RuntimeError: A rank has not come within the timeout, versions differ, or hosts cannot
+                reach each other.
         """
         own = self._own_note()
         listener = _Listener() if own["is_first"] else None
@@ -125,8 +128,9 @@ class Meeting:
                 if "EADDRINUSE" not in str(error):
                     raise
                 raise RuntimeError(
-                    f"Rank 0 cannot listen at port {job.port}, because another process does: `ss -ltnp | grep"
-                    f" {job.port}` names it. End it, or take another MASTER_PORT on all hosts."
+                    f"Rank 0 cannot listen at port {job.port}, because another process does: `ss"
+                    f" -ltnp | grep {job.port}` names it. End it, or take another MASTER_PORT on"
+                    " all hosts."
                 ) from None
         # torch's own client prints warnings while nobody listens, and does not say why.
         while why := knock(job.host, job.port):
@@ -139,7 +143,10 @@ class Meeting:
         known = interfaces()
         address, problem = data_address(self.job.backend, known)
         if problem:
-            problem = f"{problem} on host {socket.gethostname()!r}; name one of its interfaces: {in_words(known)}"
+            problem = (
+                f"{problem} on host {socket.gethostname()!r}; name one of its interfaces:"
+                f" {in_words(known)}"
+            )
         towards = master = ""
         with suppress(OSError):
             master = resolve(self.job.host)
@@ -167,15 +174,22 @@ class Meeting:
         def all_have_come() -> bool:
             for rank in self._missing:
                 request = f"{PREFIX}/request/{rank}"
-                if self.store.check([request]) and (word := self.store.get(request).decode()) not in answered:
+                if (
+                    self.store.check([request])
+                    and (word := self.store.get(request).decode()) not in answered
+                ):
                     answered.add(word)
                     self.store.set(f"{PREFIX}/reply/{word}", self.name)
-            self._missing = [rank for rank in self._missing if not self.store.check([self._key(f"note/{rank}")])]
+            self._missing = [
+                rank for rank in self._missing if not self.store.check([self._key(f"note/{rank}")])
+            ]
             return not self._missing
 
         with self._waits(self._why_not_all):
             self._until(all_have_come, self._why_not_all)
-        others = [self.store.get(self._key(f"note/{rank}")) for rank in range(1, self.job.world_size)]
+        others = [
+            self.store.get(self._key(f"note/{rank}")) for rank in range(1, self.job.world_size)
+        ]
         plan = plan_of([own, *map(json.loads, others)], self.job.backend)
         plan["extra"] = {} if plan["problem"] else dict(extra())
         self.store.set(self._key("plan"), json.dumps(plan))
@@ -201,11 +215,15 @@ class Meeting:
         while not is_done():
             now = time.monotonic()
             if now > self._deadline:
-                raise RuntimeError(f"Rank {self.job.rank} has waited {self._timeout.total_seconds():.0f} s {why()}")
+                raise RuntimeError(
+                    f"Rank {self.job.rank} has waited {self._timeout.total_seconds():.0f} s {why()}"
+                )
             time.sleep(POLL_S if now < began + 1.0 else SLOW_POLL_S)
 
     def _take(self, plan: dict[str, Any]) -> None:
-        """Take the interface by which this host reaches the others, if its name leads back to itself."""
+        """Take the interface by which this host reaches the others, if its name leads back to
+        itself.
+        """
         chosen = plan["interfaces"].get(machine())
         if chosen is None:
             return
@@ -214,8 +232,9 @@ class Meeting:
         if self.job.speaks:
             say(
                 self.job.rank,
-                f"the name of this host resolves to an address that no other host reaches, so gloo uses the interface"
-                f" {name} ({address}). Set {VARIABLES['gloo']} to choose another.",
+                "the name of this host resolves to an address that no other host reaches, so gloo"
+                f" uses the interface {name} ({address}). Set {VARIABLES['gloo']} to choose"
+                " another.",
             )
 
     # One rank of each host tries to reach the others.
@@ -226,7 +245,11 @@ class Meeting:
         if me["rank"] == self.job.rank:
             found: dict[str, str] = {}
             threads = [
-                threading.Thread(target=lambda other=other: found.update({str(other["rank"]): self._reach(other)}))
+                threading.Thread(
+                    target=lambda other=other: found.update(
+                        {str(other["rank"]): self._reach(other)}
+                    )
+                )
                 for other in firsts.values()
                 if other["rank"] != me["rank"] and must_connect(me, other, self.job.backend)
             ]
@@ -245,14 +268,20 @@ class Meeting:
     def _reach(self, other: dict[str, Any]) -> str:
         """Why this host cannot connect to another one's listener; empty if it can."""
         try:
-            with socket.create_connection((other["address"], other["port"]), timeout=REACH_S) as connection:
+            with socket.create_connection(
+                (other["address"], other["port"]), timeout=REACH_S
+            ) as connection:
                 connection.settimeout(REACH_S)
                 answer = connection.makefile("r").readline().strip()
         except (TimeoutError, ConnectionRefusedError):
             return knock(other["address"], other["port"]) or ""
         except OSError as error:
             return f"{error.strerror or error}".lower()
-        return "" if answer == self.name else "another host answers there: two networks have the same addresses"
+        return (
+            ""
+            if answer == self.name
+            else "another host answers there: two networks have the same addresses"
+        )
 
     def _verdict(self, firsts: dict[str, dict[str, Any]]) -> str:
         keys = {one["rank"]: self._key(f"reach/{one['rank']}") for one in firsts.values()}
@@ -280,43 +309,66 @@ class Meeting:
             mine = [address for addresses in interfaces().values() for address in addresses]
             if why and (place in mine or is_loopback(place)):
                 why = (
-                    f"{why}. That is this host itself, {place}: give MASTER_ADDR as the address of the host with rank"
-                    " 0, which another name may hide"
+                    f"{why}. That is this host itself, {place}: give MASTER_ADDR as the address of"
+                    " the host with rank 0, which another name may hide"
                 )
-        return f"for rank 0 at {job.host}, port {job.port}: {why or 'it has just answered'}. Likely causes:" + listed(
-            [
-                "Rank 0 has not been started, or has failed: look at its output. `ss -ltn` on its host shows whether"
-                f" it listens at {job.port}.",
-                f"A firewall of its host: there `lightning-dct check --listen --port {job.port}` in place of rank 0,"
-                f" and here `lightning-dct check {job.host} --port {job.port}`."
-                f" {_let_in(_own_address(job.host))}",
-                f"MASTER_ADDR={job.host} or MASTER_PORT={job.port} is wrong: `ip -brief address` on its host shows the"
-                " addresses.",
-            ]
+        return (
+            f"for rank 0 at {job.host}, port {job.port}: {why or 'it has just answered'}. Likely"
+            " causes:"
+            + listed(
+                [
+                    (
+                        "Rank 0 has not been started, or has failed: look at its output. `ss -ltn`"
+                        f" on its host shows whether it listens at {job.port}."
+                    ),
+                    (
+                        "A firewall of its host: there `lightning-dct check --listen --port"
+                        f" {job.port}` in place of rank 0, and here `lightning-dct check {job.host}"
+                        f" --port {job.port}`. {_let_in(_own_address(job.host))}"
+                    ),
+                    (
+                        f"MASTER_ADDR={job.host} or MASTER_PORT={job.port} is wrong: `ip -brief"
+                        " address` on its host shows the addresses."
+                    ),
+                ]
+            )
         )
 
     def _why_not_all(self) -> str:
-        job, known = self.job, interfaces()
+        job = self.job
+        known = interfaces()
         ranks = ", ".join(map(str, self._missing[:MOST_NAMED]))
-        more = f" and {len(self._missing) - MOST_NAMED} more" if len(self._missing) > MOST_NAMED else ""
+        more = (
+            f" and {len(self._missing) - MOST_NAMED} more"
+            if len(self._missing) > MOST_NAMED
+            else ""
+        )
         whom = f"rank {ranks}" if len(self._missing) == 1 else f"ranks {ranks}{more}"
         own = ""
         with suppress(OSError):
             place = resolve(job.host)
             if is_loopback(place) and not job.has_store:
-                own = f" MASTER_ADDR={job.host} is {place} here, which leads every other host to itself."
+                own = (
+                    f" MASTER_ADDR={job.host} is {place} here, which leads every other host to"
+                    " itself."
+                )
             elif place not in [address for addresses in known.values() for address in addresses]:
                 own = f" MASTER_ADDR={job.host} is no address of this host, which has rank 0."
         return (
-            f"for {whom} of {job.world_size} at {job.host}, port {job.port}, where this rank listens.{own} This host"
-            f" has {in_words(known)}. Likely causes:"
+            f"for {whom} of {job.world_size} at {job.host}, port {job.port}, where this rank"
+            f" listens.{own} This host has {in_words(known)}. Likely causes:"
             + listed(
                 [
                     "They have not been started, or have failed: look at their output.",
-                    f"They have another MASTER_ADDR, MASTER_PORT or NODE_RANK: `env | grep -E 'MASTER|RANK'` there"
-                    f" must show {job.host} and {job.port}, and a NODE_RANK of its own on each host.",
-                    f"A firewall of this host: on theirs `lightning-dct check {job.host} --port {job.port}`."
-                    f" {_let_in('THEIR_ADDRESS')}",
+                    (
+                        "They have another MASTER_ADDR, MASTER_PORT or NODE_RANK: `env | grep -E"
+                        f" 'MASTER|RANK'` there must show {job.host} and {job.port}, and a"
+                        " NODE_RANK of its own on each host."
+                    ),
+                    (
+                        f"A firewall of this host: on theirs `lightning-dct check {job.host} --port"
+                        f" {job.port}`. {_let_in('THEIR_ADDRESS')}"
+                    ),
                 ]
             )
         )
@@ -324,33 +376,44 @@ class Meeting:
     def _why_no_reply(self) -> str:
         job = self.job
         return (
-            f"for rank 0: {job.host}, port {job.port} answers, but no rank 0 of this start has come there. Likely"
-            " causes:"
+            f"for rank 0: {job.host}, port {job.port} answers, but no rank 0 of this start has come"
+            " there. Likely causes:"
             + listed(
                 [
                     "Rank 0 has not come so far, or has failed: look at its output.",
-                    f"An earlier start still holds the port: `ss -ltnp | grep {job.port}` on {job.host} names the"
-                    " process. End it, or take another MASTER_PORT on all hosts.",
-                    "Rank 0 has another version of lightning_dct, or `lifelines=False`: `pip show lightning-dct` on"
-                    " both hosts.",
+                    (
+                        f"An earlier start still holds the port: `ss -ltnp | grep {job.port}` on"
+                        f" {job.host} names the process. End it, or take another MASTER_PORT on all"
+                        " hosts."
+                    ),
+                    (
+                        "Rank 0 has another version of lightning_dct, or `lifelines=False`: `pip"
+                        " show lightning-dct` on both hosts."
+                    ),
                 ]
             )
         )
 
     def _why_no_plan(self) -> str:
         return (
-            f"for the other ranks, which meet at {self.job.host}, port {self.job.port}. Rank 0 names those that are"
-            " missing: look at its output."
+            f"for the other ranks, which meet at {self.job.host}, port {self.job.port}. Rank 0"
+            " names those that are missing: look at its output."
         )
 
 
 def new_store(host: str, port: int, timeout: timedelta) -> TCPStore:
-    """A store in this process, at a port, 0 for any free one, that `init_process_group` can share."""
-    return TCPStore(host, port, is_master=True, wait_for_workers=False, multi_tenant=True, timeout=timeout)
+    """A store in this process, at a port, 0 for any free one, that `init_process_group` can
+    share.
+    """
+    return TCPStore(
+        host, port, is_master=True, wait_for_workers=False, multi_tenant=True, timeout=timeout
+    )
 
 
 class _Listener:
-    """Listens at a port that the system chooses, as the process group will, and tells callers the name of the start."""
+    """Listens at a port that the system chooses, as the process group will, and tells callers the
+    name of the start.
+    """
 
     def __init__(self) -> None:
         self._socket = listen(0)

@@ -1,17 +1,19 @@
-"""Has the ranks meet before their process group is made, and works around two faults of torch's process groups.
+"""Has the ranks meet before their process group is made, and works around two faults of torch's
+process groups.
 
-Ranks of several hosts first meet (:mod:`lightning_dct.failures.meeting`), which names whatever would keep the group
-from connecting. The faults sometimes fail a job when it restarts or ends:
+Ranks of several hosts first meet (:mod:`lightning_dct.failures.meeting`), which names whatever
+would keep the group from connecting. The faults sometimes fail a job when it restarts or ends:
 
-*A restart reads stale addresses.* Since torch 2.5 the agents of torchrun keep one store for all starts of a job
-(``DynamicRendezvousHandler._shared_tcp_store_server``), with the same keys for every start
-(``torch.distributed.rendezvous._create_c10d_store``). After a restart a rank may read the address of a dead one, and
-fail ("connection refused") or wait forever. Plain DDP has this fault as well. Here rank 0 opens a fresh store, and
-tells the others its address when they meet in the old one.
+*A restart reads stale addresses.* Since torch 2.5 the agents of torchrun keep one store for all
+starts of a job (``DynamicRendezvousHandler._shared_tcp_store_server``), with the same keys for
+every start (``torch.distributed.rendezvous._create_c10d_store``). After a restart a rank may read
+the address of a dead one, and fail ("connection refused") or wait forever. Plain DDP has this fault
+as well. Here rank 0 opens a fresh store, and tells the others its address when they meet in the old
+one.
 
-*A thread outlives the interpreter.* A gloo thread needs the interpreter to release a collective's tensors, after the
-waiting ranks have continued. If the process is ending by then, C++ aborts it ("terminate called without an active
-exception"), and torchrun restarts a finished job.
+*A thread outlives the interpreter.* A gloo thread needs the interpreter to release a collective's
+tensors, after the waiting ranks have continued. If the process is ending by then, C++ aborts it
+("terminate called without an active exception"), and torchrun restarts a finished job.
 """
 
 from __future__ import annotations
@@ -39,13 +41,17 @@ _own: list[TCPStore] = []
 
 
 def job_of(strategy: Any) -> Job | None:
-    """What a rank of Lightning's or Fabric's strategy knows of its job; None if its ranks need not meet.
+    """What a rank of Lightning's or Fabric's strategy knows of its job; None if its ranks need not
+    meet.
 
-    That is so for a single rank, and on one host without torchrun, where nothing is between the ranks.
+    That is so for a single rank, and on one host without torchrun, where nothing is between the
+    ranks.
     """
-    name = "set_world_ranks" if hasattr(strategy, "set_world_ranks") else "_set_world_ranks"  # of Fabric's strategies
+    # Of Fabric's strategies.
+    name = "set_world_ranks" if hasattr(strategy, "set_world_ranks") else "_set_world_ranks"
     getattr(strategy, name)()
-    environment, has_store = strategy.cluster_environment, os.environ.get(FROM_AGENT) == "True"
+    environment = strategy.cluster_environment
+    has_store = os.environ.get(FROM_AGENT) == "True"
     if environment is None or strategy.world_size == 1 or not (has_store or strategy.num_nodes > 1):
         return None
     return Job(
@@ -60,14 +66,17 @@ def job_of(strategy: Any) -> Job | None:
 
 
 @contextmanager
-def group_is_made(strategy: Any, lifelines: bool | int, timeout: timedelta | None) -> Iterator[None]:
-    """Surround the code that makes a strategy's process group; does nothing without lifelines, or if there is a group.
+def group_is_made(
+    strategy: Any, lifelines: bool | int, timeout: timedelta | None
+) -> Iterator[None]:
+    """Surround the code that makes a strategy's process group; does nothing without lifelines, or
+    if there is a group.
 
     If ``lifelines`` is a port, rank 0 opens a store of this start at the next one.
 
     Raises:
-        RuntimeError: The ranks cannot meet within the timeout, by default torch's half an hour, or cannot reach each
-            other. Raised on every rank that has come.
+        RuntimeError: The ranks cannot meet within the timeout, by default torch's half an hour, or
+            cannot reach each other. Raised on every rank that has come.
     """
     if not lifelines:
         yield
@@ -86,7 +95,8 @@ def group_is_made(strategy: Any, lifelines: bool | int, timeout: timedelta | Non
 
 
 def meet(job: Job, timeout: timedelta, port: int = 0) -> TCPStore:
-    """Have all ranks meet, and the group use a store of this start alone; see :class:`Meeting` for errors.
+    """Have all ranks meet, and the group use a store of this start alone; see :class:`Meeting` for
+    errors.
 
     Under torchrun that is a fresh one, which rank 0 opens at ``port``, 0 for any free one.
     """
@@ -102,15 +112,17 @@ def meet(job: Job, timeout: timedelta, port: int = 0) -> TCPStore:
 
     if store := meeting.hold(open_store).get("store"):
         # torch's `env://` reads these; the process that holds the store makes no second one.
-        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = store[0], str(store[1])
+        os.environ["MASTER_ADDR"] = store[0]
+        os.environ["MASTER_PORT"] = str(store[1])
         os.environ[FROM_AGENT] = "False"
     return meeting.store
 
 
 def _why_no_group() -> str:
     return (
-        "for the process group to connect all ranks. They have met, and their hosts reach each other, so one of them"
-        " has failed or been stopped since: look at the output of all ranks. torch waits until its timeout."
+        "for the process group to connect all ranks. They have met, and their hosts reach each"
+        " other, so one of them has failed or been stopped since: look at the output of all ranks."
+        " torch waits until its timeout."
     )
 
 

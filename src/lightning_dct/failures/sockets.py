@@ -1,4 +1,6 @@
-"""TCP connections of the lifelines: lines of JSON, with keep-alive probes that notice a lost host."""
+"""TCP connections of the lifelines: lines of JSON, with keep-alive probes that notice a lost
+host.
+"""
 
 import ipaddress
 import json
@@ -11,10 +13,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-# A host that does not answer the kernel's probes for 5 + 3 * 4 seconds counts as lost; so does one that acknowledges no
-# bytes for as many milliseconds.
+# A host that does not answer the kernel's probes for 5 + 3 * 4 seconds counts as lost; so does one
+# that acknowledges no bytes for as many milliseconds.
 KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 4, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 17_000}
-# Of a caller that has not shown yet that it is a rank. Questions of ranks list all ranks, and have no limit.
+# Of a caller that has not shown yet that it is a rank. Questions of ranks list all ranks, and have
+# no limit.
 LONGEST_LINE = 1 << 16
 WELCOME = {"welcome": True}  # the hub's answer to the hello of a rank
 AGAIN_S = 0.02  # until a rank calls again, after the hub has hung up
@@ -23,7 +26,9 @@ _open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def listen(port: int) -> socket.socket:
-    """Listen on a port, 0 for any free one, over IPv6 and IPv4 if both exist; an OSError if the port is taken."""
+    """Listen on a port, 0 for any free one, over IPv6 and IPv4 if both exist; an OSError if the
+    port is taken.
+    """
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     listener = _noted(socket.create_server(("", port), family=family, dualstack_ipv6=both))
@@ -61,11 +66,14 @@ def connect(addresses: list[str], port: int, timeout_s: float) -> socket.socket:
     raise error
 
 
-def enter(addresses: list[str], port: int, hello: dict[str, Any], timeout_s: float) -> socket.socket:
-    """Connect, say hello and wait for the welcome; an OSError if it has not come after ``timeout_s``.
+def enter(
+    addresses: list[str], port: int, hello: dict[str, Any], timeout_s: float
+) -> socket.socket:
+    """Connect, say hello and wait for the welcome; an OSError if it has not come after
+    ``timeout_s``.
 
-    A hub that is called by many hangs up on those that have not said anything yet. So the hello follows the connection
-    at once, and a rank that is hung up on calls again.
+    A hub that is called by many hangs up on those that have not said anything yet. So the hello
+    follows the connection at once, and a rank that is hung up on calls again.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -95,7 +103,9 @@ def enter(addresses: list[str], port: int, hello: dict[str, Any], timeout_s: flo
 
 
 def address_towards(host: str) -> str:
-    """This host's own address as ``host`` sees it, without sending a packet; an OSError if there is no route."""
+    """This host's own address as ``host`` sees it, without sending a packet; an OSError if there is
+    no route.
+    """
     family, kind, *_, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(place)
@@ -103,7 +113,9 @@ def address_towards(host: str) -> str:
 
 
 def name_of_this_host(host: str) -> str:
-    """A name by which others reach this host: ``host`` if that is this one, else the address that ``host`` sees."""
+    """A name by which others reach this host: ``host`` if that is this one, else the address that
+    ``host`` sees.
+    """
     own = address_towards(host)
     here = {str(place[0]) for *_, place in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)}
     return host if own in here or ipaddress.ip_address(own).is_loopback else own
@@ -115,9 +127,13 @@ def write_line(connection: socket.socket, message: dict[str, Any]) -> None:
 
 
 def receive(
-    connection: socket.socket, buffer: bytearray, handle: Callable[[dict[str, Any]], None], longest: float = math.inf
+    connection: socket.socket,
+    buffer: bytearray,
+    handle: Callable[[dict[str, Any]], None],
+    longest: float = math.inf,
 ) -> str:
-    """Handle the messages that have arrived; the result says how the connection has ended, empty if it has not.
+    """Handle the messages that have arrived; the result says how the connection has ended, empty if
+    it has not.
 
     One that sends a line of more than ``longest`` bytes counts as lost.
     """
@@ -133,8 +149,12 @@ def receive(
     return "" if received else "has died"
 
 
-def read_lines(buffer: bytearray, received: bytes, longest: float = math.inf) -> list[dict[str, Any]]:
-    """The messages that ``received`` completes, or a ValueError; ``buffer`` keeps an incomplete one."""
+def read_lines(
+    buffer: bytearray, received: bytes, longest: float = math.inf
+) -> list[dict[str, Any]]:
+    """The messages that ``received`` completes, or a ValueError; ``buffer`` keeps an incomplete
+    one.
+    """
     buffer += received
     *lines, rest = bytes(buffer).split(b"\n")
     buffer[:] = rest

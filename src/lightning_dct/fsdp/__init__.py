@@ -1,1 +1,3 @@
-"""FSDP2 replicas, sharded inside a node, that exchange compressed updates of their shards between nodes."""
+"""FSDP2 replicas, sharded inside a node, that exchange compressed updates of their shards between
+nodes.
+"""

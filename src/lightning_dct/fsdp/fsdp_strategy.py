@@ -22,7 +22,15 @@ from lightning_dct.compress.bucket_plan import local_of
 from lightning_dct.config import DCTConfig, check_integer, check_keywords
 from lightning_dct.exchange.collectives import Link
 from lightning_dct.failures.collective_order import EXCHANGE, IN_FORWARD
-from lightning_dct.fsdp.mesh_strategy import UNIT, MeshStrategy, Unit, check_sharded, shard_of, sharded, sharded_modules
+from lightning_dct.fsdp.mesh_strategy import (
+    UNIT,
+    MeshStrategy,
+    Unit,
+    check_sharded,
+    shard_of,
+    sharded,
+    sharded_modules,
+)
 from lightning_dct.law import Given
 from lightning_dct.sync.setup import check_settings, make_update_synchronizer
 from lightning_dct.sync.shared_weights import SharedWeights
@@ -34,9 +42,10 @@ from lightning_dct.traffic import all_gather_bytes
 class DCTFSDPStrategy(DCTStrategyBase, MeshStrategy):
     """Replicas that FSDP2 shards over the ranks of a node, and that exchange compressed updates.
 
-    Inside a replica FSDP gathers weights and reduces gradients as usual. Between replicas the ranks with the same shard
-    exchange its update after every ``local_steps`` optimizer steps, as the ranks of
-    :class:`~lightning_dct.DCTStrategy` do with whole weights. The state for that has the size of the shard.
+    Inside a replica FSDP gathers weights and reduces gradients as usual. Between replicas the ranks
+    with the same shard exchange its update after every ``local_steps`` optimizer steps, as the
+    ranks of :class:`~lightning_dct.DCTStrategy` do with whole weights. The state for that has the
+    size of the shard.
 
     The strategy shards the module, unless its ``configure_model`` calls
     ``fully_shard(..., mesh=self.device_mesh["data_parallel"])``.
@@ -47,11 +56,11 @@ class DCTFSDPStrategy(DCTStrategyBase, MeshStrategy):
 
     Args:
         replicas: How many; by default one per node.
-        unit: Modules to gather together: those of these classes, or the smallest ones with at least this many entries.
-            Like ``mp_policy`` for a module that does not shard itself.
+        unit: Modules to gather together: those of these classes, or the smallest ones with at least
+            this many entries. Like ``mp_policy`` for a module that does not shard itself.
         mp_policy: FSDP's ``MixedPrecisionPolicy``.
-        save_distributed_checkpoint: As for ModelParallelStrategy: a folder to which all ranks of a replica write, or
-            one file, which plain strategies can load.
+        save_distributed_checkpoint: As for ModelParallelStrategy: a folder to which all ranks of a
+            replica write, or one file, which plain strategies can load.
         process_group_backend: As for ModelParallelStrategy.
         timeout: As for ModelParallelStrategy.
         lifelines: As for DCTStrategy.
@@ -67,8 +76,8 @@ class DCTFSDPStrategy(DCTStrategyBase, MeshStrategy):
     holds_shards = True
     dense_rival = "HSDP"
     when_alone = (
-        "A single replica (`replicas=1`, the default on one node) exchanges nothing, so nothing is compressed. Give"
-        " `replicas=2` or more."
+        "A single replica (`replicas=1`, the default on one node) exchanges nothing, so nothing is"
+        " compressed. Give `replicas=2` or more."
     )
     not_copied_because = "which FSDP2 does not allow"
     without_tables = "Use `torch.nn.EmbeddingBag`, or `DCTStrategy`."
@@ -88,21 +97,27 @@ class DCTFSDPStrategy(DCTStrategyBase, MeshStrategy):
         check_torch(type(self))
         if replicas is not None:
             check_integer("replicas", replicas, minimum=1)
-        if not (isinstance(unit, type) or (isinstance(unit, tuple) and all(isinstance(one, type) for one in unit))):
+        if not (
+            isinstance(unit, type)
+            or (isinstance(unit, tuple) and all(isinstance(one, type) for one in unit))
+        ):
             check_integer("unit", unit, minimum=1)
         check_keywords(type(self), settings, DCTConfig)
         given = Given.of(settings)
         if given.config.compress != "updates":
             raise ValueError(
-                "`DCTFSDPStrategy` exchanges updates of weights; got compress='gradients'. Leave `compress` out, or use"
-                " `DCTStrategy`, if each rank has room for the whole model."
+                "`DCTFSDPStrategy` exchanges updates of weights; got compress='gradients'. Leave"
+                " `compress` out, or use `DCTStrategy`, if each rank has room for the whole model."
             )
         super().__init__(
             given,
             lifelines,
             replicas=replicas,
             wrap_unit=unit,
-            shard_settings={"reshard_after_forward": True, "mp_policy": mp_policy or MixedPrecisionPolicy()},
+            shard_settings={
+                "reshard_after_forward": True,
+                "mp_policy": mp_policy or MixedPrecisionPolicy(),
+            },
             save_distributed_checkpoint=save_distributed_checkpoint,
             process_group_backend=process_group_backend,
             timeout=timeout,
@@ -132,22 +147,28 @@ class DCTFSDPStrategy(DCTStrategyBase, MeshStrategy):
             ]
             entries = sum(local_of(p).numel() for p in self._parameter_names() if p.requires_grad)
             rank_zero_info(
-                f"DCTFSDPStrategy: replicas={self.replicas}, each sharded over {self.stages} ranks; shared weights take"
-                f" {4 * entries / 1e6:,.1f} MB per rank, 1 / {self.stages} of the model's."
+                f"DCTFSDPStrategy: replicas={self.replicas}, each sharded over {self.stages} ranks;"
+                f" shared weights take {4 * entries / 1e6:,.1f} MB per rank, 1 / {self.stages} of"
+                " the model's."
             )
 
     def _takes_all_ranks(self) -> bool:
         return True  # FSDP gathers weights
 
     def _make_updates(self, model: pl.LightningModule) -> UpdateSynchronizer:
-        modules, group = sharded_modules(model), self.device_mesh["replicate"].get_group()
+        modules = sharded_modules(model)
+        group = self.device_mesh["replicate"].get_group()
         link = Link(self.shard_mesh.get_group(), self.traffic, self.num_processes)
         # Not public, but FSDP has no count of its own.
-        for module, unit in ((one, unit) for one in modules for unit in one._get_fsdp_state()._fsdp_param_groups):
+        for module, unit in (
+            (one, unit) for one in modules for unit in one._get_fsdp_state()._fsdp_param_groups
+        ):
             gather = getattr(unit._all_gather_comm, "collective", unit._all_gather_comm)
             scatter = getattr(unit._reduce_scatter_comm, "collective", unit._reduce_scatter_comm)
             module.set_custom_all_gather(_Counted(gather, link, all_gather_bytes))
-            module.set_custom_reduce_scatter(_Counted(scatter, link, lambda size, ranks: size * (ranks - 1) // ranks))
+            module.set_custom_reduce_scatter(
+                _Counted(scatter, link, lambda size, ranks: size * (ranks - 1) // ranks)
+            )
         # The ranks of a replica have buffers of their own.
         everyone = Link(dist.distributed_c10d._get_default_group(), self.traffic, self.stages)
         return make_update_synchronizer(
@@ -175,28 +196,41 @@ class DCTFSDPStrategy(DCTStrategyBase, MeshStrategy):
 
     def _own_state_of(self, optimizer: Optimizer) -> dict[str, Any]:
         state = Strategy.optimizer_state(self, optimizer)
-        return dict(apply_to_collection(state, Tensor, lambda tensor: local_of(tensor).detach().to("cpu", copy=True)))
+        return dict(
+            apply_to_collection(
+                state, Tensor, lambda tensor: local_of(tensor).detach().to("cpu", copy=True)
+            )
+        )
 
     def _accumulated_gradients(self) -> dict[str, Tensor]:
-        return {name: local_of(gradient) for name, gradient in super()._accumulated_gradients().items()}
+        return {
+            name: local_of(gradient) for name, gradient in super()._accumulated_gradients().items()
+        }
 
     def _take_up(self, parameter: Tensor, gradient: Tensor) -> None:
         super()._take_up(parameter, sharded(gradient, parameter))
 
     def _state(self) -> dict[str, Any]:
-        shapes = {name: list(local_of(parameter).shape) for parameter, name in self._parameter_names().items()}
+        shapes = {
+            name: list(local_of(parameter).shape)
+            for parameter, name in self._parameter_names().items()
+        }
         return {**super()._state(), "shards": shapes}
 
     def _restore(self, synchronizer: Synchronizer, state: dict[str, Any]) -> None:
         if "shards" not in state:
             like = {name: parameter for parameter, name in self._parameter_names().items()}
             for part in ("weights", "residuals", "accumulated"):
-                state[part] = {name: shard_of(one, like.get(name)) for name, one in state.get(part, {}).items()}
+                state[part] = {
+                    name: shard_of(one, like.get(name)) for name, one in state.get(part, {}).items()
+                }
         super()._restore(synchronizer, state)
 
 
 class ShardWeights(SharedWeights):
-    """The shared weights of this rank's shards. FSDP keeps pointers to its memory, so contents are exchanged.
+    """The shared weights of this rank's shards.
+
+    FSDP keeps pointers to its memory, so contents are exchanged.
 
     Args:
         modules: The modules that FSDP gathers, to free gathered weights of the other set.
@@ -233,12 +267,16 @@ class _Counted(AllGather, ReduceScatter):
     """A collective of FSDP that counts its bytes."""
 
     def __init__(self, collective: Any, link: Link, num_bytes: Any) -> None:
-        self.collective, self._link, self._num_bytes = collective, link, num_bytes
+        self.collective = collective
+        self._link = link
+        self._num_bytes = num_bytes
 
     def allocate(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.collective.allocate(*args, **kwargs)
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
         size = input_tensor.numel() * input_tensor.element_size()
         self._link.count(self._num_bytes(size, self._link.size))
         return self.collective(output_tensor, input_tensor, *args, **kwargs)

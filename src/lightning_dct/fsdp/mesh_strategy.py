@@ -1,4 +1,5 @@
-"""Replicas x shards: a mesh for Lightning's ModelParallelStrategy, with atomic checkpoints of one replica.
+"""Replicas x shards: a mesh for Lightning's ModelParallelStrategy, with atomic checkpoints of one
+replica.
 
 A plain LightningModule is sharded with ``fully_shard``, by size or by class.
 """
@@ -43,10 +44,11 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 class MeshStrategy(ModelParallelStrategy):
-    """Replicas of a model, each sharded over neighbouring ranks, without an exchange between replicas.
+    """Replicas of a model, each sharded over neighbouring ranks, without an exchange between
+    replicas.
 
-    ``self.device_mesh`` has the dimensions ``replicate``, ``data_parallel`` and ``tensor_parallel`` (of size 1), so a
-    ``configure_model`` as in Lightning's documentation shards within a replica.
+    ``self.device_mesh`` has the dimensions ``replicate``, ``data_parallel`` and ``tensor_parallel``
+    (of size 1), so a ``configure_model`` as in Lightning's documentation shards within a replica.
 
     Args:
         replicas: Their number; None for one per node.
@@ -58,9 +60,13 @@ class MeshStrategy(ModelParallelStrategy):
     # After the model's, and none are an error in fit, as with plain strategies.
     lightning_restore_optimizer = True
 
-    def __init__(self, replicas: int | None, wrap_unit: Unit, shard_settings: dict[str, Any], **kwargs: Any) -> None:
+    def __init__(
+        self, replicas: int | None, wrap_unit: Unit, shard_settings: dict[str, Any], **kwargs: Any
+    ) -> None:
         super().__init__(**kwargs)
-        self._replicas, self._wrap_unit, self._shard_settings = replicas, wrap_unit, shard_settings
+        self._replicas = replicas
+        self._wrap_unit = wrap_unit
+        self._shard_settings = shard_settings
 
     @property
     def shard_mesh(self) -> DeviceMesh:
@@ -83,8 +89,8 @@ class MeshStrategy(ModelParallelStrategy):
         self.stages = self.world_size // self.replicas
         if self.world_size % self.replicas:
             raise ValueError(
-                f"`replicas={self.replicas}` does not divide the {self.world_size} ranks of this run. Use a divisor,"
-                f" such as {self.num_nodes}, one replica per node."
+                f"`replicas={self.replicas}` does not divide the {self.world_size} ranks of this"
+                f" run. Use a divisor, such as {self.num_nodes}, one replica per node."
             )
         shape = (self.replicas, self.stages, 1)
         self._device_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=AXES)
@@ -108,19 +114,28 @@ class MeshStrategy(ModelParallelStrategy):
         """The state for a folder; or for a file, on the first rank, as plain strategies save it."""
         if self._save_distributed_checkpoint:
             return super().optimizer_state(optimizer)
-        # Lightning would number parameters in the model's order, and plain strategies take the optimizer's.
-        state, is_first = Strategy.optimizer_state(self, optimizer), self.is_global_zero
-        whole = apply_to_collection(state, DTensor, lambda one: (None, one.full_tensor().cpu())[is_first])
+        # Lightning would number parameters in the model's order, and plain strategies take the
+        # optimizer's.
+        state = Strategy.optimizer_state(self, optimizer)
+        is_first = self.is_global_zero
+        whole = apply_to_collection(
+            state, DTensor, lambda one: (None, one.full_tensor().cpu())[is_first]
+        )
         return dict(whole) if is_first else {}
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+    ) -> None:
         """Save the first replica, in a hidden folder that is renamed when it is complete."""
         path = Path(filepath)
         if storage_options is not None:
             super().save_checkpoint(checkpoint, filepath, storage_options)  # refuses them
         if not self._save_distributed_checkpoint:
-            # Lightning would have every rank delete a folder at this path, before the file is there.
-            write_on_all_ranks(lambda: Strategy.save_checkpoint(self, checkpoint, filepath), str(path))
+            # Lightning would have every rank delete a folder at this path, before the file is
+            # there.
+            write_on_all_ranks(
+                lambda: Strategy.save_checkpoint(self, checkpoint, filepath), str(path)
+            )
             return
         part = Path(beside(str(path), "part"))
 
@@ -130,7 +145,10 @@ class MeshStrategy(ModelParallelStrategy):
                 part.mkdir(parents=True)
 
         write_on_all_ranks(begin, str(path))
-        tensors = {f"optimizer_{number}": one for number, one in enumerate(checkpoint.pop("optimizer_states", []))}
+        tensors = {
+            f"optimizer_{number}": one
+            for number, one in enumerate(checkpoint.pop("optimizer_states", []))
+        }
         tensors["state_dict"] = checkpoint.pop("state_dict")
 
         def write() -> dict[str, int]:
@@ -139,7 +157,10 @@ class MeshStrategy(ModelParallelStrategy):
             # Of one replica, whose ranks all fail if one does.
             save(tensors, checkpoint_id=part, process_group=self.device_mesh[AXES[1]].get_group())
             files = sorted(file.name for file in part.iterdir())
-            return {name: checksum_of_file(part / name) for name in files[self.global_rank :: self.stages]}
+            return {
+                name: checksum_of_file(part / name)
+                for name in files[self.global_rank :: self.stages]
+            }
 
         gathered = write_on_all_ranks(write, str(path))
 
@@ -152,10 +173,15 @@ class MeshStrategy(ModelParallelStrategy):
 
         write_on_all_ranks(finish, str(path))
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load the model and, in fit, the optimizers of a folder. Those of a file are loaded later, as elsewhere.
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load the model and, in fit, the optimizers of a folder.
 
-        First the ranks of a node compare the folder's files with their checksums, each rank a part of them.
+        Those of a file are loaded later, as elsewhere.
+
+        First the ranks of a node compare the folder's files with their checksums, each rank a part
+        of them.
 
         Raises:
             FileNotFoundError: A file is missing. Raised on every rank, like the following.
@@ -167,14 +193,16 @@ class MeshStrategy(ModelParallelStrategy):
         keys = FileSystemReader(path).read_metadata().state_dict_metadata if path.is_dir() else {}
         saved = [key.partition(".state.") for key in keys if not key.startswith("state_dict.")]
         number = len({key.partition(".")[0] for key, _, _ in saved})
-        # torch loads a state for every parameter that requires a gradient. Those that have had none until the save have
-        # no state in the folder, so they are frozen meanwhile.
+        # torch loads a state for every parameter that requires a gradient. Those that have had none
+        # until the save have no state in the folder, so they are frozen meanwhile.
         known = {name.rpartition(".")[0] for _, _, name in saved}
         trained = [(name, one) for name, one in module.named_parameters() if one.requires_grad]
         unknown = nn.ParameterList(one for name, one in trained if plain_name(name) not in known)
         optimizers = self._optimizers
         try:
-            self._optimizers = optimizers[:number] if module.trainer.state.fn == TrainerFn.FITTING else []
+            self._optimizers = (
+                optimizers[:number] if module.trainer.state.fn == TrainerFn.FITTING else []
+            )
             unknown.requires_grad_(False)
             checkpoint = super().load_checkpoint(path, weights_only)
         finally:
@@ -183,23 +211,32 @@ class MeshStrategy(ModelParallelStrategy):
         return {**checkpoint, "optimizer_states": [{}] * number} if number else checkpoint
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load states of whole tensors or of this rank's shards; those of a folder are empty and loaded already."""
+        """Load states of whole tensors or of this rank's shards; those of a folder are empty and
+        loaded already.
+        """
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             if saved:
                 numbers = [number for group in saved["param_groups"] for number in group["params"]]
                 parameters = [one for group in optimizer.param_groups for one in group["params"]]
-                like, states = dict(zip(numbers, parameters, strict=False)), saved["state"]
-                states = {n: apply_to_collection(one, Tensor, sharded, like.get(n)) for n, one in states.items()}
+                like = dict(zip(numbers, parameters, strict=False))
+                states = saved["state"]
+                states = {
+                    n: apply_to_collection(one, Tensor, sharded, like.get(n))
+                    for n, one in states.items()
+                }
                 optimizer.load_state_dict({**saved, "state": states})
 
 
 def wrap(model: pl.LightningModule, mesh: DeviceMesh, unit: Unit, **settings: Any) -> None:
-    """Shard all parameters of a module that has not sharded itself, over a one-dimensional mesh, by ``fully_shard``.
+    """Shard all parameters of a module that has not sharded itself, over a one-dimensional mesh, by
+    ``fully_shard``.
 
-    Its steps gather the parameters outside units, such as those that several modules share. With manual optimisation
-    backward runs in a step, so each child is a unit.
+    Its steps gather the parameters outside units, such as those that several modules share. With
+    manual optimisation backward runs in a step, so each child is a unit.
     """
-    if isinstance(model, FSDPModule) or any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+    if isinstance(model, FSDPModule) or any(
+        isinstance(parameter, DTensor) for parameter in model.parameters()
+    ):
         return
     for module in _units_of(model, unit):
         fully_shard(module, mesh=mesh, **settings)
@@ -213,16 +250,25 @@ def _units_of(model: pl.LightningModule, unit: Unit) -> list[nn.Module]:
     units: list[nn.Module] = []
     taken: set[Tensor] = set()
     candidates = list(_inside_out(model))
-    if not (isinstance(unit, int) or any(isinstance(module, unit) for module in [*candidates, model])):
+    if not (
+        isinstance(unit, int) or any(isinstance(module, unit) for module in [*candidates, model])
+    ):
         raise ValueError(
-            f"`{type(model).__name__}` has no module of the classes in `unit={unit!r}` that FSDP could gather."
-            f" Name classes of modules that it calls, or a number of entries, such as `unit={UNIT}`."
+            f"`{type(model).__name__}` has no module of the classes in `unit={unit!r}` that FSDP"
+            " could gather. Name classes of modules that it calls, or a number of entries, such as"
+            f" `unit={UNIT}`."
         )
     shared = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
     for module in candidates:
         own = [parameter for parameter in module.parameters() if parameter not in taken]
-        is_unit = sum(p.numel() for p in own) >= unit if isinstance(unit, int) else isinstance(module, unit)
-        here = Counter(parameter for _, parameter in module.named_parameters(remove_duplicate=False))
+        is_unit = (
+            sum(p.numel() for p in own) >= unit
+            if isinstance(unit, int)
+            else isinstance(module, unit)
+        )
+        here = Counter(
+            parameter for _, parameter in module.named_parameters(remove_duplicate=False)
+        )
         if own and is_unit and all(here[parameter] == shared[parameter] for parameter in own):
             units.append(module)
             taken.update(own)
@@ -234,16 +280,18 @@ def _units_of(model: pl.LightningModule, unit: Unit) -> list[nn.Module]:
 
 
 def check_sharded(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Refuse trained parameters that are not sharded within a replica, and sparse gradients (ValueError)."""
+    """Refuse trained parameters that are not sharded within a replica, and sparse gradients
+    (ValueError).
+    """
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise ValueError(
-                f"`{name}` is an embedding with `sparse=True`, and FSDP2 shards dense gradients only. Leave that out,"
-                " or use `strategy='dct'`."
+                f"`{name}` is an embedding with `sparse=True`, and FSDP2 shards dense gradients"
+                " only. Leave that out, or use `strategy='dct'`."
             )
     remedy = (
-        "Call `fully_shard(module, mesh=self.device_mesh['data_parallel'])` for all modules in `configure_model`, or"
-        " leave `configure_model` out and let `DCTFSDPStrategy` do it."
+        "Call `fully_shard(module, mesh=self.device_mesh['data_parallel'])` for all modules in"
+        " `configure_model`, or leave `configure_model` out and let `DCTFSDPStrategy` do it."
     )
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):
@@ -251,8 +299,9 @@ def check_sharded(model: nn.Module, mesh: DeviceMesh) -> None:
                 raise ValueError(f"Parameter {name!r} is trained but is not sharded. {remedy}")
         elif parameter.device_mesh != mesh:
             raise ValueError(
-                f"Parameter {name!r} is spread over the mesh {parameter.device_mesh}. FSDP would synchronise the"
-                f" replicas in it itself, uncompressed, and tensor parallelism is not supported. {remedy}"
+                f"Parameter {name!r} is spread over the mesh {parameter.device_mesh}. FSDP would"
+                " synchronise the replicas in it itself, uncompressed, and tensor parallelism is"
+                f" not supported. {remedy}"
             )
 
 
@@ -265,16 +314,24 @@ def shard_of(whole: Tensor, like: Tensor | None) -> Tensor:
     """This rank's shard of a whole tensor for the parameter ``like``; flat if the whole is flat."""
     if not isinstance(like, DTensor):
         return whole
-    part = distribute_tensor(whole.reshape(like.shape), like.device_mesh, like.placements, src_data_rank=None)
+    part = distribute_tensor(
+        whole.reshape(like.shape), like.device_mesh, like.placements, src_data_rank=None
+    )
     return part.to_local() if whole.shape == like.shape else part.to_local().reshape(-1)
 
 
 def sharded(tensor: Tensor, like: Tensor | None) -> Tensor:
-    """What belongs to the parameter ``like``, of which this is the whole or this rank's shard, sharded like it."""
+    """What belongs to the parameter ``like``, of which this is the whole or this rank's shard,
+    sharded like it.
+    """
     if not isinstance(like, DTensor) or not tensor.ndim:
         return tensor
-    local = (tensor if tensor.shape == local_of(like).shape else shard_of(tensor, like)).to(like.device, copy=True)
-    return DTensor.from_local(local, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
+    local = (tensor if tensor.shape == local_of(like).shape else shard_of(tensor, like)).to(
+        like.device, copy=True
+    )
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
+    )
 
 
 def _inside_out(module: nn.Module) -> Iterator[nn.Module]:

@@ -8,8 +8,9 @@ numba     numba        compiled loops at the speed of memory (``pip install '.[f
 triton    torch, CUDA  on a GPU, the only one there
 ========  ===========  ==================================================================
 
-:mod:`~lightning_dct.kernels.plain` describes each function on a CPU. All kernels give the same bits, so ranks may mix
-them. :mod:`~lightning_dct.kernels.numba_rows` codes rows of activations as :mod:`lightning_dct.wire.rows` does.
+:mod:`~lightning_dct.kernels.plain` describes each function on a CPU. All kernels give the same
+bits, so ranks may mix them. :mod:`~lightning_dct.kernels.numba_rows` codes rows of activations as
+:mod:`lightning_dct.wire.rows` does.
 """
 
 import atexit
@@ -34,7 +35,10 @@ _load = cache(import_module)
 
 @cache
 def cpu_kernel(kernel: str = "auto") -> Any:
-    """The module of a kernel; with ``"auto"`` the fastest that is installed. :func:`check_kernel` describes errors."""
+    """The module of a kernel; with ``"auto"`` the fastest that is installed.
+
+    :func:`check_kernel` describes errors.
+    """
     name = fastest_kernel("cpu") if kernel == "auto" else kernel
     check_kernel(name, "cpu")
     return import_module(f"lightning_dct.kernels.{'numba_cpu' if name == 'numba' else 'plain'}")
@@ -47,21 +51,26 @@ def compiled(device_type: str, kernel: str = "auto", loops: str = "numba_cpu") -
 
 
 @lru_cache(maxsize=64)
-def weights_by_senders(ranks: int, factor: float, is_by_senders: bool, dtype: torch.dtype) -> Tensor:
-    """The weight of a sum by the number of ranks that have sent an entry: shape ``[ranks + 1]``, read-only.
+def weights_by_senders(
+    ranks: int, factor: float, is_by_senders: bool, dtype: torch.dtype
+) -> Tensor:
+    """The weight of a sum by the number of ranks that have sent an entry: shape ``[ranks + 1]``,
+    read-only.
 
     That is ``factor`` for any number, or ``factor * sqrt(ranks / senders)`` if it goes by them.
     """
     senders = torch.arange(ranks + 1, dtype=torch.float64).clamp_(min=1)
-    gains = (ranks / senders).sqrt() if is_by_senders else torch.ones(ranks + 1, dtype=torch.float64)
+    gains = (
+        (ranks / senders).sqrt() if is_by_senders else torch.ones(ranks + 1, dtype=torch.float64)
+    )
     return (factor * gains).to(dtype)
 
 
 def add_rows(total: Tensor, indices: Tensor, rows: Tensor) -> None:
     """``total.index_add_(0, indices, rows)``, one row after the other; faster with numba.
 
-    ``total`` has shape ``[n, dim]`` and is contiguous, ``indices`` shape ``[k]``, int64, with repetitions, and ``rows``
-    shape ``[k, dim]`` or ``[i, k / i, dim]`` in the same dtype.
+    ``total`` has shape ``[n, dim]`` and is contiguous, ``indices`` shape ``[k]``, int64, with
+    repetitions, and ``rows`` shape ``[k, dim]`` or ``[i, k / i, dim]`` in the same dtype.
     """
     if (loops := compiled(total.device.type)) is not None:
         loops.add_rows(total, indices, rows)
@@ -70,7 +79,9 @@ def add_rows(total: Tensor, indices: Tensor, rows: Tensor) -> None:
 
 
 def add_in_order(total: Tensor, indices: Tensor, rows: Tensor) -> None:
-    """``total.index_add_(0, indices, rows)``, with the same bits in every run: on a GPU that has no fixed order."""
+    """``total.index_add_(0, indices, rows)``, with the same bits in every run: on a GPU that has no
+    fixed order.
+    """
     if total.device.type == "cpu":
         total.index_add_(0, indices, rows)
     else:
@@ -98,39 +109,52 @@ def fastest_kernel(device_type: str) -> str:
 
 
 def faster_kernel_missing(device_type: str) -> str | None:
-    """A message if a package that cannot be used would speed up compression on a device, else None."""
+    """A message if a package that cannot be used would speed up compression on a device, else
+    None.
+    """
     if device_type != "cpu" or (error := _numba_error()) is None:
         return None
     return (
-        f"numba cannot be used ({error}), and without it compressing takes several times as long on a CPU: `pip install"
-        " numba`."
+        f"numba cannot be used ({error}), and without it compressing takes several times as long on"
+        " a CPU: `pip install numba`."
     )
 
 
 def check_kernel(name: str, device_type: str) -> None:
     """Refuse a device, or a kernel that is not installed or does not work there (ValueError)."""
     if device_type not in ("cpu", "cuda", "meta"):
-        raise ValueError(f"Exchanges work on CPUs and NVIDIA GPUs, not on {device_type}. Use `accelerator='cpu'`.")
+        raise ValueError(
+            f"Exchanges work on CPUs and NVIDIA GPUs, not on {device_type}. Use"
+            " `accelerator='cpu'`."
+        )
     if name != "auto" and device_type != "cpu":
-        raise ValueError(f"`kernel={name!r}` works on cpu, not on {device_type}. Use `kernel='auto'`.")
+        raise ValueError(
+            f"`kernel={name!r}` works on cpu, not on {device_type}. Use `kernel='auto'`."
+        )
     if device_type == "cuda" and find_spec("triton") is None:
-        raise ValueError("Exchanges on a GPU need Triton, which torch for CUDA brings on Linux: `pip install triton`.")
+        raise ValueError(
+            "Exchanges on a GPU need Triton, which torch for CUDA brings on Linux: `pip install"
+            " triton`."
+        )
     if name == "numba" and (error := _numba_error()) is not None:
         raise ValueError(
-            f"`kernel='numba'` needs the package numba ({error}): `pip install '.[fast]'` in a clone of lightning_dct."
-            " Or use `kernel='auto'`."
+            f"`kernel='numba'` needs the package numba ({error}): `pip install '.[fast]'` in a"
+            " clone of lightning_dct. Or use `kernel='auto'`."
         )
 
 
 def _folder_of_user() -> str:
-    """A folder for what numba compiles, which all processes of this user share: compiling takes most of a minute."""
+    """A folder for what numba compiles, which all processes of this user share: compiling takes
+    most of a minute.
+    """
     folder = os.path.join(tempfile.gettempdir(), f"lightning_dct-numba-{os.getuid()}")
     with suppress(FileExistsError):
         os.mkdir(folder, 0o700)
     found = os.lstat(folder)
     if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
         return folder
-    # Another user has made it, and what lies there would be run. One of this process's own goes when it ends.
+    # Another user has made it, and what lies there would be run. One of this process's own goes
+    # when it ends.
     own = tempfile.mkdtemp(prefix="lightning_dct-numba-")
     atexit.register(shutil.rmtree, own, ignore_errors=True)
     return own

@@ -1,4 +1,6 @@
-"""Packs flags and other small codes, the first into the lowest bits, finds set flags, and views entries as bytes."""
+"""Packs flags and other small codes, the first into the lowest bits, finds set flags, and views
+entries as bytes.
+"""
 
 from functools import lru_cache
 
@@ -16,21 +18,26 @@ def num_bytes(num_bits: int) -> int:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor's entries in their order: shape ``[bytes]``, uint8; without a copy if they lie flat.
+    """The bytes of a tensor's entries in their order: shape ``[bytes]``, uint8; without a copy if
+    they lie flat.
 
-    torch views entries as bytes only where their stride is one. That of no entry or a single one need not be, as in an
-    empty array of numpy.
+    torch views entries as bytes only where their stride is one. That of no entry or a single one
+    need not be, as in an empty array of numpy.
     """
     return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def flags_num_bytes(size: int) -> int:
-    """Bytes of the flags of ``size`` entries: whole words of 64, and one more, so that any 64 flags can be read."""
+    """Bytes of the flags of ``size`` entries: whole words of 64, and one more, so that any 64 flags
+    can be read.
+    """
     return 8 * (size // 64 + 2)
 
 
 def pack_bits(flags: Tensor) -> Tensor:
-    """Pack flags (shape ``[n]``, bool or uint8 of zeros and ones) into ``[ceil(n / 8)]``, uint8, zero-padded."""
+    """Pack flags (shape ``[n]``, bool or uint8 of zeros and ones) into ``[ceil(n / 8)]``, uint8,
+    zero-padded.
+    """
     if flags.device.type == "cpu":
         return torch.from_numpy(np.packbits(flags.numpy(), bitorder="little"))
     return pack_codes(flags, 1)
@@ -44,7 +51,9 @@ def unpack_bits(packed: Tensor, num_bits: int) -> Tensor:
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes of 1, 2 or 4 bits (a byte each), the first into the lowest bits; zeros fill the last byte."""
+    """Pack codes of 1, 2 or 4 bits (a byte each), the first into the lowest bits; zeros fill the
+    last byte.
+    """
     together = 8 // bits
     spare = -codes.numel() % together
     padded = torch.nn.functional.pad(codes, (0, spare)) if spare else codes
@@ -55,7 +64,11 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 
 def unpack_codes(packed: Tensor, bits: int) -> Tensor:
     """Undo :func:`pack_codes`: uint8; zeros follow where the last byte was filled."""
-    return (packed.unsqueeze(1) >> _places_in_byte(bits, packed.device)).bitwise_and_((1 << bits) - 1).flatten()
+    return (
+        (packed.unsqueeze(1) >> _places_in_byte(bits, packed.device))
+        .bitwise_and_((1 << bits) - 1)
+        .flatten()
+    )
 
 
 @lru_cache(maxsize=64)
@@ -65,7 +78,9 @@ def _places_in_byte(bits: int, device: torch.device) -> Tensor:
 
 
 def nonzero_indices(flags: Tensor) -> Tensor:
-    """Indices of set flags (shape ``[n]``, bool or uint8 of zeros and ones): shape ``[count]``, int64, ascending."""
+    """Indices of set flags (shape ``[n]``, bool or uint8 of zeros and ones): shape ``[count]``,
+    int64, ascending.
+    """
     if flags.device.type == "cpu":
         # numpy searches bools several times faster than torch does.
         return torch.from_numpy(np.flatnonzero(flags.numpy().view(np.bool_)))

@@ -1,10 +1,11 @@
 """The loops of :mod:`lightning_dct.kernels.plain`, compiled for this CPU by numba (extra ``fast``).
 
-Selecting reads the weights once, and adding the mean reads and writes them once. All else works on the sent entries:
-flags, 64 to a word, and values. A loop over the set flags of a word costs little if the flags are few, and needs no
-temporary tensor.
+Selecting reads the weights once, and adding the mean reads and writes them once. All else works on
+the sent entries: flags, 64 to a word, and values. A loop over the set flags of a word costs little
+if the flags are few, and needs no temporary tensor.
 
-All of it is in one file, because numba keeps what it has compiled of a function until that function's own file changes.
+All of it is in one file, because numba keeps what it has compiled of a function until that
+function's own file changes.
 """
 
 import os
@@ -27,7 +28,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_dct.kernels.bits import num_bytes
-from lightning_dct.kernels.plain import LARGEST_HALF, LIMIT_SAMPLE, SMALLEST_THRESHOLD, Gains, Numbers, Sent, Tensors
+from lightning_dct.kernels.plain import (
+    LARGEST_HALF,
+    LIMIT_SAMPLE,
+    SMALLEST_THRESHOLD,
+    Gains,
+    Numbers,
+    Sent,
+    Tensors,
+)
 
 # Entries that fit the first-level cache.
 BLOCK = 1024
@@ -38,33 +47,51 @@ ENTRIES_PER_THREAD = 1 << 18
 # Multiplied with eight bytes of 0 or 1, this collects them in the highest byte.
 GATHER = np.uint64(0x0102040810204080)
 trailing_zeros: Any = numbers.trailing_zeros
-ONE, WORD = np.uint64(1), np.uint64(63)
+ONE = np.uint64(1)
+WORD = np.uint64(63)
 # Rows of a `_table`.
-SIZE, FIRST = 0, 1
+SIZE = 0
+FIRST = 1
 
 
 def select(
-    news: Tensors, bases: Tensors, first: Numbers, thresholds: Sequence[float], scale: float | None, flags: Tensor
+    news: Tensors,
+    bases: Tensors,
+    first: Numbers,
+    thresholds: Sequence[float],
+    scale: float | None,
+    flags: Tensor,
 ) -> tuple[Tensor, list[int]]:
     """See :func:`lightning_dct.kernels.plain.select`."""
     if not bases:
         return torch.empty(0), []
     # numba does not support bfloat16.
     news = [new.to(base.dtype).contiguous() for new, base in zip(news, bases, strict=True)]
-    found, dtype = _scratch(8 * flags.numel(), bases[0].dtype), bases[0].numpy().dtype
-    given = np.array(thresholds, dtype), scale if scale is None else dtype.type(scale), _words(flags), found.numpy()
+    found = _scratch(8 * flags.numel(), bases[0].dtype)
+    dtype = bases[0].numpy().dtype
+    given = (
+        np.array(thresholds, dtype),
+        scale if scale is None else dtype.type(scale),
+        _words(flags),
+        found.numpy(),
+    )
     shares = _in_threads(_select, _table(first, news, bases), *given)
     values = [found[begin : begin + int(counts.sum())] for begin, counts in shares]
-    return torch.cat(values) if len(values) > 1 else values[0], np.sum([n for _, n in shares], axis=0).tolist()
+    return torch.cat(values) if len(values) > 1 else values[0], np.sum(
+        [n for _, n in shares], axis=0
+    ).tolist()
 
 
 def fit(
     flags: Tensor, first: Numbers, sizes: Numbers, values: Tensor, counts: Numbers, targets: Numbers
 ) -> tuple[Tensor, list[int], list[float]]:
     """See :func:`lightning_dct.kernels.plain.fit`."""
-    table, limits = np.array([sizes, first, targets, counts], np.int64), np.zeros(len(counts))
+    table = np.array([sizes, first, targets, counts], np.int64)
+    limits = np.zeros(len(counts))
     sample = np.empty(LIMIT_SAMPLE, values.numpy().dtype)
-    count = _fit(_words(flags), table, values.numpy(), limits, sample, sample.view(f"i{sample.itemsize}"))
+    count = _fit(
+        _words(flags), table, values.numpy(), limits, sample, sample.view(f"i{sample.itemsize}")
+    )
     return values[:count], table[3].tolist(), limits.tolist()
 
 
@@ -77,7 +104,9 @@ def subtract(tensors: Tensors, first: Numbers, sent: Sent) -> None:
 def decay(news: Tensors, bases: Tensors, first: Numbers, sent: Sent, lost: float) -> None:
     """See :func:`lightning_dct.kernels.plain.decay`."""
     values = (sent.values.to(news[0].dtype) if news else sent.values).numpy()
-    _in_threads(_decay, _table(first, news, bases), values.dtype.type(lost), _words(sent.flags)[0], values)
+    _in_threads(
+        _decay, _table(first, news, bases), values.dtype.type(lost), _words(sent.flags)[0], values
+    )
 
 
 def add_sums(
@@ -94,14 +123,21 @@ def add_sums(
     starts = np.array([*accumulate(sent.counts, initial=0)][:-1], np.int64)
     factors = weights[:0] if gains is None else gains.factors
     places = np.zeros((4, 0), np.int64) if gains is None else gains.places.numpy()
-    values, words = sent.values.numpy(), _words(sent.flags)
-    _in_threads(_add_sums, table, words, values, starts, mine, weights.numpy(), factors.numpy(), places)
+    values = sent.values.numpy()
+    words = _words(sent.flags)
+    _in_threads(
+        _add_sums, table, words, values, starts, mine, weights.numpy(), factors.numpy(), places
+    )
 
 
 def encode_scaled(values: Tensor, counts: Numbers, bits: int) -> tuple[Tensor, Tensor]:
-    """The bytes and scales of ``1bit`` or ``2bit``, as in :func:`lightning_dct.wire.values.encode_values`."""
-    words, scales = np.zeros(bits * values.numel() // 64 + 1, np.uint64), torch.empty(len(counts), dtype=torch.float32)
-    codes, given = words.view(np.uint8), (values.numpy(), np.array(counts, np.int64))
+    """The bytes and scales of ``1bit`` or ``2bit``, as in
+    :func:`lightning_dct.wire.values.encode_values`.
+    """
+    words = np.zeros(bits * values.numel() // 64 + 1, np.uint64)
+    scales = torch.empty(len(counts), dtype=torch.float32)
+    codes = words.view(np.uint8)
+    given = (values.numpy(), np.array(counts, np.int64))
     if bits == 1:
         _encode_signs(*given, words, scales.numpy())
     else:
@@ -109,9 +145,12 @@ def encode_scaled(values: Tensor, counts: Numbers, bits: int) -> tuple[Tensor, T
     return torch.from_numpy(codes[: num_bytes(bits * values.numel())]), scales
 
 
-def decode_scaled(codes: Tensor, counts: Numbers, scales: Tensor, values: Tensor, bits: int) -> None:
+def decode_scaled(
+    codes: Tensor, counts: Numbers, scales: Tensor, values: Tensor, bits: int
+) -> None:
     """Undo :func:`encode_scaled`, into ``values``: shape ``[sum(counts)]``, fp32."""
-    words, size = np.zeros(bits * values.numel() // 64 + 1, np.uint64), num_bytes(bits * values.numel())
+    words = np.zeros(bits * values.numel() // 64 + 1, np.uint64)
+    size = num_bytes(bits * values.numel())
     words.view(np.uint8)[:size] = codes.numpy()[:size]
     _decode_scaled(words, bits, np.array(counts, np.int64), scales.numpy(), values.numpy())
 
@@ -128,8 +167,12 @@ def positions_of(flags: Tensor, count: int) -> Tensor:
     return positions
 
 
-def encode_elias_fano(flags: Tensor, num_bits: int, num_flags: int, low_bits: int, capacity: int) -> Tensor:
-    """The positions of set flags in the code of :mod:`lightning_dct.wire.positions`: uint8, ``num_bits`` bits."""
+def encode_elias_fano(
+    flags: Tensor, num_bits: int, num_flags: int, low_bits: int, capacity: int
+) -> Tensor:
+    """The positions of set flags in the code of :mod:`lightning_dct.wire.positions`: uint8,
+    ``num_bits`` bits.
+    """
     message = np.zeros(num_bits // 64 + 2, np.uint64)
     if not _encode_elias_fano(_words(flags), message, num_flags, low_bits, capacity):
         raise ValueError(f"More than {capacity} positions do not fit.")
@@ -142,7 +185,8 @@ def decode_elias_fano(
     """Undo :func:`encode_elias_fano`, into ``flags``, which are zero before.
 
     Returns:
-        The number of positions, or -1 if they are not ascending, not below ``universe``, or more than ``capacity``.
+        The number of positions, or -1 if they are not ascending, not below ``universe``, or more
+        than ``capacity``.
     """
     words = np.zeros(message.numel() // 8 + 3, np.uint64)
     words.view(np.uint8)[: message.numel()] = message.numpy()
@@ -156,7 +200,9 @@ def add_rows(total: Tensor, indices: Tensor, rows: Tensor) -> None:
     groups = groups if groups.stride(2) == 1 else groups.contiguous()
     entries = groups.untyped_storage().nbytes() // groups.itemsize - groups.storage_offset()
     memory = groups.as_strided((max(entries, 0),), (1,))
-    _add_rows(total.numpy(), indices.numpy(), memory.numpy(), *groups.shape[:2], *groups.stride()[:2])
+    _add_rows(
+        total.numpy(), indices.numpy(), memory.numpy(), *groups.shape[:2], *groups.stride()[:2]
+    )
 
 
 def _words(flags: Tensor) -> NDArray[np.uint64]:
@@ -168,7 +214,8 @@ _scratch_tensors = threading.local()
 
 def _scratch(count: int, dtype: torch.dtype) -> Tensor:
     """A tensor that a thread reuses, of ``count`` entries or more."""
-    # The system maps pages only when they are written, and few are. A new tensor would have it clear them in each call.
+    # The system maps pages only when they are written, and few are. A new tensor would have it
+    # clear them in each call.
     tensor = vars(_scratch_tensors).get(str(dtype))
     if tensor is None or tensor.numel() < count:
         tensor = vars(_scratch_tensors)[str(dtype)] = torch.empty(count, dtype=dtype)
@@ -177,8 +224,11 @@ def _scratch(count: int, dtype: torch.dtype) -> Tensor:
 
 @njit(nogil=True, cache=True, error_model="numpy", inline="always")
 def _window(words: Any, bit: Any, length: Any) -> Any:
-    """Up to 64 flags from a bit on, the first in the lowest bit; those beyond ``length`` are zero."""
-    word, shift = bit >> 6, np.uint64(bit) & WORD
+    """Up to 64 flags from a bit on, the first in the lowest bit; those beyond ``length`` are
+    zero.
+    """
+    word = bit >> 6
+    shift = np.uint64(bit) & WORD
     flags = words[word] >> shift
     if shift:
         flags |= words[word + 1] << (np.uint64(64) - shift)
@@ -189,7 +239,8 @@ def _window(words: Any, bit: Any, length: Any) -> Any:
 
 @njit(nogil=True, cache=True, error_model="numpy", inline="always")
 def _set_window(words: Any, bit: Any, flags: Any) -> None:
-    word, shift = bit >> 6, np.uint64(bit) & WORD
+    word = bit >> 6
+    shift = np.uint64(bit) & WORD
     words[word] |= flags << shift
     # Only if it changes: the next word may be another thread's.
     if shift and flags >> (np.uint64(64) - shift):
@@ -200,7 +251,9 @@ def _set_window(words: Any, bit: Any, flags: Any) -> None:
 def _ones(word: Any) -> Any:
     """The number of set flags. Compilers know this formula, and use the processor's instruction."""
     word = word - ((word >> ONE) & np.uint64(0x5555555555555555))
-    word = (word & np.uint64(0x3333333333333333)) + ((word >> np.uint64(2)) & np.uint64(0x3333333333333333))
+    word = (word & np.uint64(0x3333333333333333)) + (
+        (word >> np.uint64(2)) & np.uint64(0x3333333333333333)
+    )
     word = (word + (word >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
     return np.int64((word * np.uint64(0x0101010101010101)) >> np.uint64(56))
 
@@ -218,7 +271,8 @@ def _flags_before(words: Any, bit: int, start: int = 0) -> int:
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _count_flags(words: Any, sizes: Any) -> Any:
-    counts, start = np.zeros(sizes.size, np.int64), 0
+    counts = np.zeros(sizes.size, np.int64)
+    start = 0
     for number in range(sizes.size):
         counts[number] = _flags_before(words, start + sizes[number], start)
         start += sizes[number]
@@ -242,9 +296,12 @@ def _prefetch_entry(context: Any, array: Any, index: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        byte = ir.IntType(8).as_pointer()
+        number = ir.IntType(32)
         function = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(ir.VoidType(), [byte, number, number, number]), "llvm.prefetch.p0i8"
+            builder.module,
+            ir.FunctionType(ir.VoidType(), [byte, number, number, number]),
+            "llvm.prefetch.p0i8",
         )
         # To be written, into the first-level cache, as data.
         kind = [ir.Constant(number, value) for value in (1, 3, 1)]
@@ -256,7 +313,9 @@ def _prefetch_entry(context: Any, array: Any, index: Any) -> Any:
 
 @intrinsic
 def _pointer_to(context: Any, address: Any) -> Any:
-    return types.voidptr(types.int64), lambda _, builder, __, given: builder.inttoptr(given[0], cgutils.voidptr_t)
+    return types.voidptr(types.int64), lambda _, builder, __, given: builder.inttoptr(
+        given[0], cgutils.voidptr_t
+    )
 
 
 _prefetch: Any = _prefetch_entry
@@ -265,15 +324,23 @@ _pointer: Any = _pointer_to
 
 @njit(nogil=True, cache=True, error_model="numpy", inline="always")
 def _part(table: Any, row: int, tensor: int, begin: int, end: int, like: Any) -> Any:
-    """The entries of a tensor, whose address is in a row of the table, with the flags ``begin`` to ``end``."""
-    size, first = table[SIZE, tensor], table[FIRST, tensor]
-    start, stop = max(begin - first, 0), min(end - first, size)
+    """The entries of a tensor, whose address is in a row of the table, with the flags ``begin`` to
+    ``end``.
+    """
+    size = table[SIZE, tensor]
+    first = table[FIRST, tensor]
+    start = max(begin - first, 0)
+    stop = min(end - first, size)
     return carray(_pointer(table[row, tensor]), size, like.dtype)[start : max(start, stop)]
 
 
 @njit(nogil=True, cache=True, error_model="numpy", inline="always")
-def _collect(reached: Any, block: Any, length: int, words: Any, bit: int, values: Any, count: int) -> int:
-    """Set the flags of a block, given as bytes of 0 or 1, and append its flagged entries to the values."""
+def _collect(
+    reached: Any, block: Any, length: int, words: Any, bit: int, values: Any, count: int
+) -> int:
+    """Set the flags of a block, given as bytes of 0 or 1, and append its flagged entries to the
+    values.
+    """
     eights = reached.view(np.uint64)
     reached[length:] = 0
     for start in range(0, length, 64):
@@ -290,16 +357,27 @@ def _collect(reached: Any, block: Any, length: int, words: Any, bit: int, values
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _select(table: Any, begin: int, end: int, limits: Any, scale: Any, words: Any, found: Any) -> tuple[int, Any]:
-    old, block, reached = np.empty(BLOCK, found.dtype), np.empty(BLOCK, found.dtype), np.empty(BLOCK, np.uint8)
+def _select(
+    table: Any, begin: int, end: int, limits: Any, scale: Any, words: Any, found: Any
+) -> tuple[int, Any]:
+    old = np.empty(BLOCK, found.dtype)
+    block = np.empty(BLOCK, found.dtype)
+    reached = np.empty(BLOCK, np.uint8)
     # A share has no more entries than flags.
-    values, count, counts = found[begin:end], 0, np.zeros(limits.size, np.int64)
+    values = found[begin:end]
+    count = 0
+    counts = np.zeros(limits.size, np.int64)
     for tensor in range(limits.size):
-        before, bit, limit = count, max(begin, table[FIRST, tensor]), limits[tensor]
-        new, base = _part(table, 2, tensor, begin, end, values), _part(table, 3, tensor, begin, end, values)
+        before = count
+        bit = max(begin, table[FIRST, tensor])
+        limit = limits[tensor]
+        new = _part(table, 2, tensor, begin, end, values)
+        base = _part(table, 3, tensor, begin, end, values)
         for start in range(0, new.size, BLOCK):
             # Indices into slices start at zero, so the compiler knows that none is negative.
-            ours, theirs, first = new[start : start + BLOCK], base[start : start + BLOCK], count
+            ours = new[start : start + BLOCK]
+            theirs = base[start : start + BLOCK]
+            first = count
             # "Not below" instead of "at or above", because it is true for NaN.
             if scale is None:
                 for i in range(ours.size):
@@ -322,34 +400,50 @@ def _select(table: Any, begin: int, end: int, limits: Any, scale: Any, words: An
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _fit(words: Any, table: Any, values: Any, limits: Any, sample: Any, bits: Any) -> int:
-    start, kept = 0, 0
+    start = 0
+    kept = 0
     for tensor in range(limits.size):
-        size, target, count, broken = table[SIZE, tensor], table[2, tensor], table[3, tensor], 0
+        size = table[SIZE, tensor]
+        target = table[2, tensor]
+        count = table[3, tensor]
+        broken = 0
         reached = values[start : start + count]
         for number in range(count):
             broken += not np.isfinite(reached[number])
         if broken or count > target:
-            limits[tensor] = np.inf if broken else max(_limit(reached, target, sample[:size], bits), SMALLEST_THRESHOLD)
-            table[3, tensor] = _thin(words, table[FIRST, tensor], size, reached, target, limits[tensor])
+            limits[tensor] = (
+                np.inf
+                if broken
+                else max(_limit(reached, target, sample[:size], bits), SMALLEST_THRESHOLD)
+            )
+            table[3, tensor] = _thin(
+                words, table[FIRST, tensor], size, reached, target, limits[tensor]
+            )
         if kept < start:
             for number in range(table[3, tensor]):
                 values[kept + number] = reached[number]
-        start, kept = start + count, kept + table[3, tensor]
+        start = start + count
+        kept = kept + table[3, tensor]
     return kept
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _limit(reached: Any, target: int, sample: Any, bits: Any) -> float:
     # Number n of the sample is entry n * size // wanted.
-    entry, remainder, wanted = 0, 0, sample.size
+    entry = 0
+    remainder = 0
+    wanted = sample.size
     for number in range(wanted):
         sample[number] = abs(reached[entry])
-        entry, remainder = entry + reached.size // wanted, remainder + reached.size % wanted
+        entry = entry + reached.size // wanted
+        remainder = remainder + reached.size % wanted
         if remainder >= wanted:
-            entry, remainder = entry + 1, remainder - wanted
-    # Magnitudes have the order of their bits: this is the largest number with at most `index` of the sample below it.
-    # numpy's own search would take numba seconds to compile.
-    index, found = wanted - -(-wanted * target // reached.size), 0
+            entry = entry + 1
+            remainder = remainder - wanted
+    # Magnitudes have the order of their bits: this is the largest number with at most `index` of
+    # the sample below it. numpy's own search would take numba seconds to compile.
+    index = wanted - -(-wanted * target // reached.size)
+    found = 0
     for shift in range(8 * bits.itemsize - 2, -1, -1):
         below = 0
         for number in range(wanted):
@@ -364,8 +458,12 @@ def _thin(words: Any, begin: int, size: int, values: Any, target: int, limit: fl
     large = 0
     for number in range(values.size):
         large += not abs(values[number]) < limit
-    # Of `large` entries number n is left if n * wanted // large is another number than for the one before it.
-    cursor, count, remainder, wanted = 0, 0, 0, min(target, large)
+    # Of `large` entries number n is left if n * wanted // large is another number than for the one
+    # before it.
+    cursor = 0
+    count = 0
+    remainder = 0
+    wanted = min(target, large)
     for bit in range(begin, begin + size, 64):
         flags = _window(words, bit, begin + size - bit)
         while flags:
@@ -388,7 +486,8 @@ def _thin(words: Any, begin: int, size: int, values: Any, target: int, limit: fl
 def _subtract(table: Any, begin: int, end: int, words: Any, values: Any) -> None:
     cursor = _flags_before(words, begin)
     for tensor in range(table.shape[1]):
-        whole, bit = _part(table, 2, tensor, begin, end, values), max(begin, table[FIRST, tensor])
+        whole = _part(table, 2, tensor, begin, end, values)
+        bit = max(begin, table[FIRST, tensor])
         for start in range(0, whole.size, 64):
             part = whole[start : start + 64]
             flags = _window(words, bit + start, part.size)
@@ -403,12 +502,15 @@ def _subtract(table: Any, begin: int, end: int, words: Any, values: Any) -> None
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _decay(table: Any, begin: int, end: int, lost: Any, words: Any, values: Any) -> None:
-    left, cursor = np.empty(64, values.dtype), _flags_before(words, begin)
+    left = np.empty(64, values.dtype)
+    cursor = _flags_before(words, begin)
     for tensor in range(table.shape[1]):
         bit = max(begin, table[FIRST, tensor])
-        new, base = _part(table, 2, tensor, begin, end, values), _part(table, 3, tensor, begin, end, values)
+        new = _part(table, 2, tensor, begin, end, values)
+        base = _part(table, 3, tensor, begin, end, values)
         for start in range(0, new.size, 64):
-            ours, theirs = new[start : start + 64], base[start : start + 64]
+            ours = new[start : start + 64]
+            theirs = base[start : start + 64]
             flags = _window(words, bit + start, ours.size)
             for i in range(ours.size):
                 left[i] = ours[i] - theirs[i]
@@ -438,7 +540,8 @@ def _add_sums(
         cursors[sender] = starts[sender] + _flags_before(words[sender], begin)
     nowhere = np.zeros(4, np.int64)
     for tensor in range(table.shape[1]):
-        total, bit = _part(table, 2, tensor, begin, end, weights), max(begin, table[FIRST, tensor])
+        total = _part(table, 2, tensor, begin, end, weights)
+        bit = max(begin, table[FIRST, tensor])
         own = _part(table, 3, tensor, begin, end, weights) if table.shape[0] > 3 else weights[:0]
         place = nowhere
         if factors.size:
@@ -460,18 +563,26 @@ def _add_part(
     factors: Any,
     place: Any,
 ) -> None:
-    sums, senders, summed = np.zeros(64, total.dtype), np.zeros(64, np.int64), weights.size - 1
-    rows, columns, width, first = place[0], place[1], place[2], place[3]
+    sums = np.zeros(64, total.dtype)
+    senders = np.zeros(64, np.int64)
+    summed = weights.size - 1
+    rows = place[0]
+    columns = place[1]
+    width = place[2]
+    first = place[3]
     for start in range(0, total.size, 64):
-        part, ours = total[start : start + 64], own[start : start + 64]
+        part = total[start : start + 64]
+        ours = own[start : start + 64]
         union = np.uint64(0)
-        # With few flags the processor does not see that lines follow one another, and would wait for each.
+        # With few flags the processor does not see that lines follow one another, and would wait
+        # for each.
         for entry in range(start + BLOCK, start + BLOCK + 64, LINE // total.itemsize):
             _prefetch(total, entry)
             if own.size:
                 _prefetch(own, entry)
         for sender in range(words.shape[0]):
-            flags, cursor = _window(words[sender], bit + start, part.size), cursors[sender]
+            flags = _window(words[sender], bit + start, part.size)
+            cursor = cursors[sender]
             if sender < summed:
                 union |= flags
             while flags:
@@ -496,13 +607,15 @@ def _add_part(
             part[i] += mean
             if ours.size:
                 ours[i] += mean
-            sums[i], senders[i] = 0, 0
+            sums[i] = 0
+            senders[i] = 0
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _encode_signs(values: Any, counts: Any, signs: Any, scales: Any) -> None:
     for start in range(0, values.size, 64):
-        part, flags = values[start : start + 64], np.uint64(0)
+        part = values[start : start + 64]
+        flags = np.uint64(0)
         for i in range(part.size):
             flags |= np.uint64(part[i] > 0) << np.uint64(i)
         signs[start // 64] = flags
@@ -511,7 +624,10 @@ def _encode_signs(values: Any, counts: Any, signs: Any, scales: Any) -> None:
         part = values[start : start + counts[tensor]]
         start += counts[tensor]
         # Sums that do not wait for one another.
-        one, two, three, four = 0.0, 0.0, 0.0, 0.0
+        one = 0.0
+        two = 0.0
+        three = 0.0
+        four = 0.0
         for i in range(0, part.size - 3, 4):
             one += abs(np.float64(part[i]))
             two += abs(np.float64(part[i + 1]))
@@ -524,9 +640,12 @@ def _encode_signs(values: Any, counts: Any, signs: Any, scales: Any) -> None:
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _decode_scaled(words: Any, bits: int, counts: Any, scales: Any, values: Any) -> None:
-    one, two, in_word = np.float32(1), np.float32(2), 64 // bits
+    one = np.float32(1)
+    two = np.float32(2)
+    in_word = 64 // bits
     for word in range(words.size):
-        codes, part = words[word], values[word * in_word : (word + 1) * in_word]
+        codes = words[word]
+        part = values[word * in_word : (word + 1) * in_word]
         if bits == 1:
             for i in range(part.size):
                 part[i] = one if (codes >> np.uint64(i)) & ONE else -one
@@ -536,7 +655,8 @@ def _decode_scaled(words: Any, bits: int, counts: Any, scales: Any, values: Any)
                 part[i] = level if (codes >> np.uint64(2 * i)) & ONE else -level
     start = 0
     for tensor in range(counts.size):
-        part, scale = values[start : start + counts[tensor]], scales[tensor]
+        part = values[start : start + counts[tensor]]
+        scale = scales[tensor]
         for i in range(part.size):
             part[i] *= scale
         start += part.size
@@ -546,9 +666,12 @@ def _decode_scaled(words: Any, bits: int, counts: Any, scales: Any, values: Any)
 def _encode_levels(values: Any, counts: Any, codes: Any, scales: Any) -> None:
     start = 0
     for tensor in range(counts.size):
-        part, count = values[start : start + counts[tensor]], max(counts[tensor], 1)
+        part = values[start : start + counts[tensor]]
+        count = max(counts[tensor], 1)
         # In the order of torch, because every sum is rounded.
-        total, larger, number = 0.0, 0.0, 0
+        total = 0.0
+        larger = 0.0
+        number = 0
         for i in range(part.size):
             total += abs(np.float64(part[i]))
         mean = total / count
@@ -556,7 +679,8 @@ def _encode_levels(values: Any, counts: Any, codes: Any, scales: Any) -> None:
             magnitude = abs(np.float64(part[i]))
             larger += magnitude if magnitude >= mean else 0.0
             number += magnitude >= mean
-        product, square = total + larger, np.float64(count + 3 * number)
+        product = total + larger
+        square = np.float64(count + 3 * number)
         fits = product * product / square > total * mean and product / square <= LARGEST_HALF
         scales[tensor] = product / square if fits else mean
         for i in range(part.size):
@@ -566,8 +690,11 @@ def _encode_levels(values: Any, counts: Any, codes: Any, scales: Any) -> None:
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _encode_elias_fano(words: Any, message: Any, num_flags: int, low_bits: int, capacity: int) -> bool:
-    count, low = 0, np.zeros(64, np.int64)
+def _encode_elias_fano(
+    words: Any, message: Any, num_flags: int, low_bits: int, capacity: int
+) -> bool:
+    count = 0
+    low = np.zeros(64, np.int64)
     for word in range(words.size):
         flags = words[word]
         while flags:
@@ -598,8 +725,12 @@ def _set_planes(message: Any, low: Any, first: Any, low_bits: Any, capacity: Any
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _decode_elias_fano(message: Any, universe: int, num_flags: int, low_bits: int, capacity: int, words: Any) -> int:
-    count, last, low = 0, np.int64(-1), np.zeros(64, np.int64)
+def _decode_elias_fano(
+    message: Any, universe: int, num_flags: int, low_bits: int, capacity: int, words: Any
+) -> int:
+    count = 0
+    last = np.int64(-1)
+    low = np.zeros(64, np.int64)
     for start in range(0, num_flags, 64):
         flags = _window(message, start, num_flags - start)
         while flags:
@@ -623,17 +754,21 @@ def _decode_elias_fano(message: Any, universe: int, num_flags: int, low_bits: in
 
 
 @njit(nogil=True, cache=True)
-def _add_rows(total: Any, indices: Any, rows: Any, num_groups: int, size: int, to_group: int, to_row: int) -> None:
+def _add_rows(
+    total: Any, indices: Any, rows: Any, num_groups: int, size: int, to_group: int, to_row: int
+) -> None:
     for i in range(num_groups):
         for k in range(size):
             start = i * to_group + k * to_row
-            sums, addends = total[indices[i * size + k]], rows[start : start + total.shape[1]]
+            sums = total[indices[i * size + k]]
+            addends = rows[start : start + total.shape[1]]
             for j in range(sums.size):
                 sums[j] += addends[j]
 
 
 def _table(first: Numbers, *tensors: Tensors) -> NDArray[np.int64]:
-    """For loops over a bucket: a row of sizes, one of first flags, and one of addresses for each list of tensors.
+    """For loops over a bucket: a row of sizes, one of first flags, and one of addresses for each
+    list of tensors.
 
     A call of a loop costs microseconds, so there is one for all tensors of a bucket.
     """
@@ -646,7 +781,10 @@ def _in_threads(loop: Callable[..., Any], table: NDArray[np.int64], *given: Any)
     num_flags = int((table[SIZE] + table[FIRST]).max(initial=1))
     share = max(-(-num_flags // torch.get_num_threads()), ENTRIES_PER_THREAD)
     share += -share % 64
-    shares = [(table, begin, min(begin + share, num_flags), *given) for begin in range(0, num_flags, share)]
+    shares = [
+        (table, begin, min(begin + share, num_flags), *given)
+        for begin in range(0, num_flags, share)
+    ]
     helping = [_threads(os.getpid()).submit(loop, *one) for one in shares[1:]]
     return [loop(*shares[0]), *map(Future.result, helping)]
 
@@ -654,4 +792,6 @@ def _in_threads(loop: Callable[..., Any], table: NDArray[np.int64], *given: Any)
 @cache
 def _threads(process: int) -> ThreadPoolExecutor:
     """Threads of this process, by its id, because forks do not inherit their parent's threads."""
-    return ThreadPoolExecutor(max_workers=max(torch.get_num_threads(), os.cpu_count() or 1), thread_name_prefix="dct")
+    return ThreadPoolExecutor(
+        max_workers=max(torch.get_num_threads(), os.cpu_count() or 1), thread_name_prefix="dct"
+    )

@@ -1,12 +1,13 @@
-"""Operations on whole tensors before and after an exchange on a CPU: the contract of its kernels, in plain torch.
+"""Operations on whole tensors before and after an exchange on a CPU: the contract of its kernels,
+in plain torch.
 
-The tensors of a bucket are given as lists of flat tensors, of fp32 or fp64, which may lie anywhere in memory, each
-without gaps. *Flags* say which entries are sent: one bit an entry, the first in the lowest bit, in a uint8 tensor
-(:mod:`~lightning_dct.kernels.bits`). Tensor ``t`` has the flags from number ``first[t]`` on. *Values* are those of the
-flagged entries, in their order.
+The tensors of a bucket are given as lists of flat tensors, of fp32 or fp64, which may lie anywhere
+in memory, each without gaps. *Flags* say which entries are sent: one bit an entry, the first in the
+lowest bit, in a uint8 tensor (:mod:`~lightning_dct.kernels.bits`). Tensor ``t`` has the flags from
+number ``first[t]`` on. *Values* are those of the flagged entries, in their order.
 
-All kernels give the same flags, values and sums to the last bit, so ranks may use different ones. A mean of magnitudes
-is rounded from fp64 to fp32, which hides the order of the sum.
+All kernels give the same flags, values and sums to the last bit, so ranks may use different ones. A
+mean of magnitudes is rounded from fp64 to fp32, which hides the order of the sum.
 """
 
 import math
@@ -19,7 +20,8 @@ from torch import Tensor
 
 from lightning_dct.kernels.bits import nonzero_indices, pack_bits, unpack_bits
 
-# Intermediate results stay in the processor's cache: several times faster than one operation after the other on all.
+# Intermediate results stay in the processor's cache: several times faster than one operation after
+# the other on all.
 CHUNK = 1 << 17
 # If not all entries that have reached a threshold fit, so many of them are looked at.
 LIMIT_SAMPLE = 1 << 12
@@ -43,9 +45,11 @@ class Gains(NamedTuple):
     """The factors on the mean of each entry: that of its row times that of its column.
 
     Attributes:
-        factors: Those of all rows and columns of all tensors, in the dtype of the totals: shape ``[n]``.
-        places: For each tensor, where the factors of its rows begin, where those of its columns do, the width of a
-            row, and the number of its first entry, if it is a piece: shape ``[4, tensors]``, int64, on the host.
+        factors: Those of all rows and columns of all tensors, in the dtype of the totals: shape
+            ``[n]``.
+        places: For each tensor, where the factors of its rows begin, where those of its columns do,
+            the width of a row, and the number of its first entry, if it is a piece: shape ``[4,
+            tensors]``, int64, on the host.
     """
 
     factors: Tensor
@@ -59,24 +63,33 @@ class Gains(NamedTuple):
 
 
 def select(
-    news: Tensors, bases: Tensors, first: Numbers, thresholds: Sequence[float], scale: float | None, flags: Tensor
+    news: Tensors,
+    bases: Tensors,
+    first: Numbers,
+    thresholds: Sequence[float],
+    scale: float | None,
+    flags: Tensor,
 ) -> tuple[Tensor, list[int]]:
     """Flag the entries of ``a`` whose magnitude is not below the threshold of their tensor.
 
-    Without a scale, ``a`` is ``new - base``, and both are left as they are. With one, ``a`` is ``base + scale * new``,
-    product and sum each rounded once, and takes the place of ``base``, except where it is infinite or NaN. Infinite and
-    NaN entries are always flagged. ``flags`` are zero before. ``news`` may have gaps.
+    Without a scale, ``a`` is ``new - base``, and both are left as they are. With one, ``a`` is
+    ``base + scale * new``, product and sum each rounded once, and takes the place of ``base``,
+    except where it is infinite or NaN. Infinite and NaN entries are always flagged. ``flags`` are
+    zero before. ``news`` may have gaps.
 
     Returns:
-        The flagged entries, not necessarily finite: shape ``[count]``, the dtype of the bases, valid until the same
-        thread selects again. And how many are in each tensor.
+        The flagged entries, not necessarily finite: shape ``[count]``, the dtype of the bases,
+        valid until the same thread selects again. And how many are in each tensor.
     """
     marks = torch.zeros(8 * flags.numel(), dtype=torch.bool, device=flags.device)
-    found, counts = [bases[0][:0] if bases else torch.empty(0, device=flags.device)], []
+    found = [bases[0][:0] if bases else torch.empty(0, device=flags.device)]
+    counts = []
     for new, base, begin, threshold in zip(news, bases, first, thresholds, strict=True):
-        count, chunk = 0, CHUNK if base.is_cpu else max(base.numel(), 1)
+        count = 0
+        chunk = CHUNK if base.is_cpu else max(base.numel(), 1)
         for start in range(0, base.numel(), chunk):
-            ours, theirs = new[start : start + chunk], base[start : start + chunk]
+            ours = new[start : start + chunk]
+            theirs = base[start : start + chunk]
             if scale is None:
                 a = ours - theirs
             else:
@@ -86,12 +99,15 @@ def select(
             if a.is_cpu:
                 array = a.numpy()  # several times faster than torch
                 mask = np.logical_not(np.abs(array) < array.dtype.type(threshold))
-                reached, values = torch.from_numpy(mask), torch.from_numpy(array[mask])
+                reached = torch.from_numpy(mask)
+                values = torch.from_numpy(array[mask])
             else:
                 reached = (a.abs() < threshold).logical_not_()
                 values = a[reached]
             if scale is not None:
-                theirs.copy_(a if bool(values.isfinite().all()) else torch.where(a.isfinite(), a, theirs))
+                theirs.copy_(
+                    a if bool(values.isfinite().all()) else torch.where(a.isfinite(), a, theirs)
+                )
             marks[begin + start : begin + start + a.numel()] = reached
             found.append(values)
             count += values.numel()
@@ -103,23 +119,31 @@ def select(
 def fit(
     flags: Tensor, first: Numbers, sizes: Numbers, values: Tensor, counts: Numbers, targets: Numbers
 ) -> tuple[Tensor, list[int], list[float]]:
-    """Keep no more flags of each tensor than its target, in place, after ``counts`` have reached its threshold.
+    """Keep no more flags of each tensor than its target, in place, after ``counts`` have reached
+    its threshold.
 
-    If there are more, those that reach a limit are left, and if these are too many, a regular sample of them. If any is
-    infinite or NaN, only such entries are left, because the step is lost anyway: the limit is infinite. ``values`` are
-    those of all flagged entries, and may be overwritten.
+    If there are more, those that reach a limit are left, and if these are too many, a regular
+    sample of them. If any is infinite or NaN, only such entries are left, because the step is lost
+    anyway: the limit is infinite. ``values`` are those of all flagged entries, and may be
+    overwritten.
 
     Returns:
-        The remaining values, how many are in each tensor, and the limits; 0 for a tensor of which all are left.
+        The remaining values, how many are in each tensor, and the limits; 0 for a tensor of which
+        all are left.
     """
-    marks, kept, limits = unpack_bits(flags, 8 * flags.numel()).view(torch.bool), [values[:0]], [0.0] * len(counts)
+    marks = unpack_bits(flags, 8 * flags.numel()).view(torch.bool)
+    kept = [values[:0]]
+    limits = [0.0] * len(counts)
     parts = zip(first, sizes, values.split(list(counts)), targets, strict=True)
     for number, (begin, size, reached, target) in enumerate(parts):
         if not (finite := bool(reached.isfinite().all())) or reached.numel() > target:
             limits[number] = limit_of(reached, size, target) if finite else math.inf
             # "Not below" instead of "at or above", because it is true for NaN.
-            large = (reached.abs() < torch.tensor(limits[number], dtype=reached.dtype)).logical_not_()
-            numbers, count = large.cumsum(0), int(large.sum())
+            large = (
+                reached.abs() < torch.tensor(limits[number], dtype=reached.dtype)
+            ).logical_not_()
+            numbers = large.cumsum(0)
+            count = int(large.sum())
             if count > target:
                 large &= numbers * target // count > (numbers - 1) * target // count
             of_tensor = marks[begin : begin + size]
@@ -131,12 +155,15 @@ def fit(
 
 
 def limit_of(reached: Tensor, size: int, target: int) -> float:
-    """The magnitude that about ``target`` of the entries reach that have reached a threshold, from a regular sample.
+    """The magnitude that about ``target`` of the entries reach that have reached a threshold, from
+    a regular sample.
 
-    ``reached`` are their values, finite, shape ``[n]`` with ``n > target``, out of a tensor's ``size``. With a random
-    choice instead of the largest entries, four ranks lost 7.0% where they lose 5.1%: ``docs/evidence/sums.md``.
+    ``reached`` are their values, finite, shape ``[n]`` with ``n > target``, out of a tensor's
+    ``size``. With a random choice instead of the largest entries, four ranks lost 7.0% where they
+    lose 5.1%: ``docs/evidence/sums.md``.
     """
-    count, wanted = reached.numel(), min(LIMIT_SAMPLE, size)
+    count = reached.numel()
+    wanted = min(LIMIT_SAMPLE, size)
     sampled = np.abs(reached.numpy()[np.arange(wanted) * count // wanted])
     index = wanted - -(-wanted * target // count)
     return max(float(np.partition(sampled, index)[index]), SMALLEST_THRESHOLD)
@@ -151,8 +178,12 @@ def subtract(tensors: Tensors, first: Numbers, sent: Sent) -> None:
 
 
 def decay(news: Tensors, bases: Tensors, first: Numbers, sent: Sent, lost: float) -> None:
-    """Take the share ``lost`` of what one sender does not send, ``new - base - sent``, from ``news``."""
-    for new, base, (places, values) in zip(news, bases, _by_tensor(news, first, sent)[0], strict=True):
+    """Take the share ``lost`` of what one sender does not send, ``new - base - sent``, from
+    ``news``.
+    """
+    for new, base, (places, values) in zip(
+        news, bases, _by_tensor(news, first, sent)[0], strict=True
+    ):
         left = new - base
         left[places] -= values
         new.sub_(left.mul_(lost))
@@ -167,16 +198,19 @@ def add_sums(
     mine: int = -1,
     gains: Gains | None = None,
 ) -> None:
-    """Add ``weights[n]`` times the sum of what senders send, in their order; with gains, times that of each entry.
+    """Add ``weights[n]`` times the sum of what senders send, in their order; with gains, times that
+    of each entry.
 
-    ``n`` counts the senders of a value other than zero. ``weights`` starts at ``n = 0`` and has the dtype of the
-    totals. So the values of ``len(weights) - 1`` senders are summed; another sender may follow. The same is added to
-    ``owns``, after the values of sender number ``mine`` were subtracted from them (-1: nothing). Of a sender that is
-    not summed, only entries count whose sum is not zero.
+    ``n`` counts the senders of a value other than zero. ``weights`` starts at ``n = 0`` and has the
+    dtype of the totals. So the values of ``len(weights) - 1`` senders are summed; another sender
+    may follow. The same is added to ``owns``, after the values of sender number ``mine`` were
+    subtracted from them (-1: nothing). Of a sender that is not summed, only entries count whose sum
+    is not zero.
     """
     of_senders = _by_tensor(totals, first, sent)
     for number, total in enumerate(totals):
-        sums, counts = torch.zeros_like(total), torch.zeros(total.numel(), dtype=torch.int64)
+        sums = torch.zeros_like(total)
+        counts = torch.zeros(total.numel(), dtype=torch.int64)
         union = torch.zeros(total.numel(), dtype=torch.bool)
         for by_tensor in of_senders[: len(weights) - 1]:
             places, values = by_tensor[number]
@@ -197,10 +231,14 @@ def add_sums(
 
 
 def _by_tensor(tensors: Tensors, first: Numbers, sent: Sent) -> list[list[tuple[Tensor, Tensor]]]:
-    """For each sender, for each tensor: where its flags are set, and the values there in its dtype."""
+    """For each sender, for each tensor: where its flags are set, and the values there in its
+    dtype.
+    """
     found: list[list[tuple[Tensor, Tensor]]] = []
     for flags, values in zip(sent.flags, sent.values.split(sent.counts), strict=True):
-        marks, end, cursor = unpack_bits(flags, 8 * flags.numel()), 0, 0
+        marks = unpack_bits(flags, 8 * flags.numel())
+        end = 0
+        cursor = 0
         found.append([])
         for tensor, begin in zip(tensors, first, strict=True):
             cursor += int(marks[end:begin].count_nonzero())

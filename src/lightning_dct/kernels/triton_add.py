@@ -1,7 +1,8 @@
 """Reads the payloads of all senders on a GPU, in Triton, and adds their weighted sum.
 
-Tables are those of :mod:`~lightning_dct.kernels.triton_bits`. What has arrived has a row for each sender, of ``stride``
-words. ``flags`` are decoded ones, ``words`` a row, where the code is no bitmap.
+Tables are those of :mod:`~lightning_dct.kernels.triton_bits`. What has arrived has a row for each
+sender, of ``stride`` words. ``flags`` are decoded ones, ``words`` a row, where the code is no
+bitmap.
 """
 
 import triton
@@ -15,7 +16,9 @@ BLOCKS = tl.constexpr(GROUP)
 
 @triton.jit
 def _code_flags(part, block, code, CODE: tl.constexpr):
-    """The words of flags in a block of an Elias-Fano code, their numbers, and how many of their flags are in it."""
+    """The words of flags in a block of an Elias-Fano code, their numbers, and how many of their
+    flags are in it.
+    """
     k = block * (CODE // 32) + tl.arange(0, CODE // 32)
     left = tl.minimum(tl.maximum(tl.load(part + 7) - 32 * k, 0), 32)
     return tl.load(code + k, mask=left > 0, other=0) & tb.first_ones(left), k, left
@@ -24,7 +27,8 @@ def _code_flags(part, block, code, CODE: tl.constexpr):
 @triton.jit
 def count_flags(parts, block_part, blocks, payloads, stride, counts, CODE: tl.constexpr):
     """The number of set flags in each block, of ``CODE`` flags, of Elias-Fano codes, row by row."""
-    b, row = tl.program_id(0), tl.program_id(1)
+    b = tl.program_id(0)
+    row = tl.program_id(1)
     part = parts + tl.load(block_part + b) * tb.PART
     code = payloads + row * stride + tl.load(part + 1)
     m, _, _ = _code_flags(part, b - tl.load(part + 10), code, CODE)
@@ -36,36 +40,46 @@ def decode(
     parts, block_part, blocks, ends, payloads, stride, origin, words, flags, wrong, num_parts,
     CODE: tl.constexpr, PLANES: tl.constexpr,
 ):  # fmt: skip
-    """Decode what Elias-Fano codes say of ``words`` words of scratch flags from ``origin`` on, which are zero before.
+    """Decode what Elias-Fano codes say of ``words`` words of scratch flags from ``origin`` on,
+    which are zero before.
 
-    Invalid codes are reported. A thread has a word of the code, whose entries follow each other: it sets those of a
-    word of scratch flags at once.
+    Invalid codes are reported. A thread has a word of the code, whose entries follow each other: it
+    sets those of a word of scratch flags at once.
     """
-    b, row = tl.program_id(0), tl.program_id(1)
+    b = tl.program_id(0)
+    row = tl.program_id(1)
     p = tl.load(block_part + b)
     part = parts + p * tb.PART
-    block, low_bits, first = b - tl.load(part + 10), tl.load(part + 6), tl.load(part + 4)
+    block = b - tl.load(part + 10)
+    low_bits = tl.load(part + 6)
+    first = tl.load(part + 4)
     before = ends + row * blocks + b
     before_all = tl.load(before - block)
-    before_block, zeros = tl.load(before) - before_all, (block + 1) * CODE - (tl.load(before + 1) - before_all)
+    before_block = tl.load(before) - before_all
+    zeros = (block + 1) * CODE - (tl.load(before + 1) - before_all)
     # Positions that shall be decoded; those beyond the last one, too, so that they are reported.
     size = (tl.load(part + tb.PART + 4) - first) * 32
-    begin, end = (origin - first) * 32, (origin - first + words) * 32
+    begin = (origin - first) * 32
+    end = (origin - first + words) * 32
     reaches = (block * CODE - before_block) << low_bits < end
     if (reaches | (end >= size)) & ((zeros + 1) << low_bits > begin):
         code = payloads + row * stride + tl.load(part + 1)
         m, k, left = _code_flags(part, block, code, CODE)
         n = tb.ones(m)
         at = before_block + tl.cumsum(n, 0) - n
-        num_flags, capacity = tl.load(part + 7), tl.load(part + 8)
+        num_flags = tl.load(part + 7)
+        capacity = tl.load(part + 8)
         coded = tl.minimum(tl.maximum(capacity - at, 0), n).to(tl.int32)
         valid = tb.apart(tb.first_ones(coded), m)
-        # Where the flag before is set, too, the high parts are equal: then the low ones must ascend.
+        # Where the flag before is set, too, the high parts are equal: then the low ones must
+        # ascend.
         last = tl.load(code + k - 1, mask=(left > 0) & (k > 0), other=0) >> 31
         follows = valid & ((m << 1) | last)
-        planes, ascends = (), tl.zeros_like(m)
+        planes = ()
+        ascends = tl.zeros_like(m)
         for plane in tl.static_range(PLANES):
-            spot, is_coded = num_flags + plane * capacity + at, plane < low_bits
+            spot = num_flags + plane * capacity + at
+            is_coded = plane < low_bits
             low = tb.apart(tb.get_bits(code, spot, tl.where(is_coded, coded, 0)), m)
             spot -= 1
             bit = tl.load(code + (spot >> 5), mask=tl.where(is_coded, follows & 1, 0) != 0, other=0)
@@ -75,7 +89,9 @@ def decode(
         bad = (coded < n) | ((follows & (ascends ^ tb.ALL)) != 0)
         high = (32 * k - at) << low_bits
         step = (tl.zeros_like(high) + 1) << low_bits
-        flag, found, word = tl.zeros_like(m) + 1, tl.zeros_like(m), high * 0
+        flag = tl.zeros_like(m) + 1
+        found = tl.zeros_like(m)
+        word = high * 0
         scratch = flags + row * words + first - origin
         for _ in range(32):
             position = high
@@ -98,14 +114,18 @@ def decode(
 
 @triton.jit
 def _flags_of(tensors, parts, block_tensor, b, inside, payload, decoded):
-    """Of words of blocks: the parts, the flags, from the payload or decoded, and those beyond their tensors."""
+    """Of words of blocks: the parts, the flags, from the payload or decoded, and those beyond their
+    tensors.
+    """
     t, start, size, word = tb.place(tensors, block_tensor, b)
     p = tl.load(tensors + t * tb.TENSOR + 3)
     part = parts + p * tb.PART
     in_payload = payload + tl.load(part + 1) - tl.load(part + 4)
     number = tl.arange(0, BLOCKS * tb.WORDS) % tb.WORDS
     left = tl.where(inside, tl.minimum(tl.maximum(size - start - number * 32, 0), 32), 0)
-    m = tl.load(tl.where(tl.load(part + 6) < 0, in_payload, decoded) + word + number, mask=left > 0, other=0)
+    m = tl.load(
+        tl.where(tl.load(part + 6) < 0, in_payload, decoded) + word + number, mask=left > 0, other=0
+    )
     valid = tb.first_ones(left)
     return p, m & valid, m & (valid ^ tb.ALL)
 
@@ -114,15 +134,23 @@ def _flags_of(tensors, parts, block_tensor, b, inside, payload, decoded):
 def count_entries(
     tensors, parts, block_tensor, blocks, payloads, stride, flags, origin, words, first, end, counts, wrong, num_parts
 ):  # fmt: skip
-    """The number of set flags of some blocks, row by row; flags beyond the end of a tensor are reported."""
-    row, begin = tl.program_id(1), first + tl.program_id(0) * BLOCKS
+    """The number of set flags of some blocks, row by row; flags beyond the end of a tensor are
+    reported.
+    """
+    row = tl.program_id(1)
+    begin = first + tl.program_id(0) * BLOCKS
     b = begin + tl.arange(0, BLOCKS * tb.WORDS) // tb.WORDS
-    inside, b = b < end, tl.minimum(b, end - 1)
+    inside = b < end
+    b = tl.minimum(b, end - 1)
     rest = payloads + row * stride, flags + row * words - origin
     p, m, beyond = _flags_of(tensors, parts, block_tensor, b, inside, *rest)
     tl.atomic_or(wrong + row * num_parts + p, 1, mask=beyond != 0, sem="relaxed")
     b = begin + tl.arange(0, BLOCKS)
-    tl.store(counts + row * blocks + b, tl.sum(tl.reshape(tb.ones(m), [BLOCKS, tb.WORDS]), axis=1), mask=b < end)
+    tl.store(
+        counts + row * blocks + b,
+        tl.sum(tl.reshape(tb.ones(m), [BLOCKS, tb.WORDS]), axis=1),
+        mask=b < end,
+    )
 
 
 @triton.jit(do_not_specialize=["tag"])
@@ -130,15 +158,20 @@ def judge(
     tensors, parts, blocks, ends, payloads, stride, wrong, header, tag, num_parts,
     ROUNDS: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Write to ``wrong``, for each row and part: 1 for a payload of another layout, 2 for infinite scales."""
-    p, row = tl.program_id(0), tl.program_id(1)
+    """Write to ``wrong``, for each row and part: 1 for a payload of another layout, 2 for infinite
+    scales.
+    """
+    p = tl.program_id(0)
+    row = tl.program_id(1)
     part = parts + p * tb.PART
     head = payloads + row * stride + tl.load(part)
     found = tl.load(ends + row * blocks + tl.load(part + tb.PART + 3)) - tl.load(
         ends + row * blocks + tl.load(part + 3)
     )
     harmed = (tl.load(head).to(tl.int64) != header) | (tl.load(head + 1).to(tl.int64) != found)
-    harmed |= (found > tl.load(part + 8)) | (tl.load(head + 2).to(tl.int64) != (tl.load(part + 9) ^ tag))
+    harmed |= (found > tl.load(part + 8)) | (
+        tl.load(head + 2).to(tl.int64) != (tl.load(part + 9) ^ tag)
+    )
     infinite = tl.sum(tl.zeros([128], tl.int32), axis=0)
     if SCALES:
         t = tl.load(part + 5) + tl.arange(0, 128)
@@ -167,20 +200,27 @@ def open_words(
     tensors, parts, block_tensor, blocks, payloads, stride, flags, origin, words, ends, first, chunk, opened,
     FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """For some blocks (``chunk`` from ``first`` on) of each row: flags, and where the values of a word are.
+    """For some blocks (``chunk`` from ``first`` on) of each row: flags, and where the values of a
+    word are.
 
-    A block has ``WORDS`` words of flags, and as many of signs in the places of their entries; with 2bit also words of
-    which entries are large. With fp32 and bf16 it has the number of each word's first value. Here a thread has a word,
-    in :func:`add` an entry.
+    A block has ``WORDS`` words of flags, and as many of signs in the places of their entries; with
+    2bit also words of which entries are large. With fp32 and bf16 it has the number of each word's
+    first value. Here a thread has a word, in :func:`add` an entry.
     """
     each = tl.arange(0, BLOCKS * tb.WORDS)
-    row, local = tl.program_id(1), tl.program_id(0) * BLOCKS + each // tb.WORDS
-    inside, local = local < chunk, tl.minimum(local, chunk - 1)
-    b, rest = first + local, (payloads + row * stride, flags + row * words - origin)
+    row = tl.program_id(1)
+    local = tl.program_id(0) * BLOCKS + each // tb.WORDS
+    inside = local < chunk
+    local = tl.minimum(local, chunk - 1)
+    b = first + local
+    rest = (payloads + row * stride, flags + row * words - origin)
     p, m, _ = _flags_of(tensors, parts, block_tensor, b, inside, *rest)
-    part, n = parts + p * tb.PART, tb.ones(m)
+    part = parts + p * tb.PART
+    n = tb.ones(m)
     before = tl.reshape(tl.cumsum(tl.reshape(n, [BLOCKS, tb.WORDS]), 1), [BLOCKS * tb.WORDS]) - n
-    at = tl.load(ends + row * blocks + b) - tl.load(ends + row * blocks + tl.load(part + 3)) + before
+    at = (
+        tl.load(ends + row * blocks + b) - tl.load(ends + row * blocks + tl.load(part + 3)) + before
+    )
     # A harmed payload may have more flags than values.
     capacity = tl.load(part + 8)
     at = tl.minimum(at, capacity)
@@ -193,7 +233,11 @@ def open_words(
     elif FORMAT == "2bit":
         low = tb.get_bits(values, 2 * at, 2 * tl.minimum(n, 16))
         high = tb.get_bits(values, 2 * at + 32, 2 * tl.maximum(n - 16, 0))
-        tl.store(out + tb.WORDS, tb.apart(_every_second(low) | (_every_second(high) << 16), m), mask=inside)
+        tl.store(
+            out + tb.WORDS,
+            tb.apart(_every_second(low) | (_every_second(high) << 16), m),
+            mask=inside,
+        )
         large = _every_second(low >> 1) | (_every_second(high >> 1) << 16)
         tl.store(out + 2 * tb.WORDS, tb.apart(large, m), mask=inside)
     else:
@@ -208,10 +252,13 @@ def _bits():
 
 @triton.jit
 def _values(tensors, parts, t, payload, opened, BASE: tl.constexpr, FORMAT: tl.constexpr):
-    """A sender's part of a block: the words of flags of what it has sent, and the values, zero elsewhere."""
+    """A sender's part of a block: the words of flags of what it has sent, and the values, zero
+    elsewhere.
+    """
     bit = _bits()
     out = opened + tl.arange(0, tb.WORDS)[:, None]
-    m, x = tl.load(out), tl.load(out + tb.WORDS)
+    m = tl.load(out)
+    x = tl.load(out + tb.WORDS)
     here = (m & bit) != 0
     if FORMAT == "1bit" or FORMAT == "2bit":
         level = tl.load(payload + tl.load(tensors + t * tb.TENSOR + 4)).to(tl.float32, bitcast=True)
@@ -221,7 +268,8 @@ def _values(tensors, parts, t, payload, opened, BASE: tl.constexpr, FORMAT: tl.c
     else:
         part = parts + tl.load(tensors + t * tb.TENSOR + 3) * tb.PART
         k = x.to(tl.int64) + tb.ones(m & tb.first_ones(tl.arange(0, 32))[None, :])
-        values, valid = payload + tl.load(part + 2), here & (k < tl.load(part + 8))
+        values = payload + tl.load(part + 2)
+        valid = here & (k < tl.load(part + 8))
         if FORMAT == "fp32":
             v = tl.load(values + k, mask=valid, other=0).to(tl.float32, bitcast=True)
         else:
@@ -237,17 +285,21 @@ def add(
     SENDERS: tl.constexpr, BASE: tl.constexpr, FORMAT: tl.constexpr, OWN_FORMAT: tl.constexpr, OWNS: tl.constexpr,
     GAINS: tl.constexpr,
 ):  # fmt: skip
-    """Add ``weights[n]`` times the sum of what ``n`` senders have sent of an entry; see ``plain.add_sums``.
+    """Add ``weights[n]`` times the sum of what ``n`` senders have sent of an entry; see
+    ``plain.add_sums``.
 
-    With ``GAINS`` that is multiplied by the factors of the entry's row and column: see ``plain.Gains``.
+    With ``GAINS`` that is multiplied by the factors of the entry's row and column: see
+    ``plain.Gains``.
 
-    The same is added to own weights, if there are any (``OWNS``), less what row ``mine`` has sent, or a payload apart,
-    if ``OWN_FORMAT`` is given.
+    The same is added to own weights, if there are any (``OWNS``), less what row ``mine`` has sent,
+    or a payload apart, if ``OWN_FORMAT`` is given.
     """
     local = tl.program_id(0)
     t, start, _, _ = tb.place(tensors, block_tensor, first + local)
-    total, flags = tl.zeros([tb.WORDS, 32], BASE), tl.zeros([tb.WORDS, 1], tl.uint32)
-    sent, n = total, tl.zeros([tb.WORDS, 32], tl.int32)
+    total = tl.zeros([tb.WORDS, 32], BASE)
+    flags = tl.zeros([tb.WORDS, 1], tl.uint32)
+    sent = total
+    n = tl.zeros([tb.WORDS, 32], tl.int32)
     # Unrolled, because a loop costs several times what is in it.
     for row in tl.static_range(SENDERS):
         block = opened + (row * chunk + local) * (tb.WORDS * 3)
@@ -258,14 +310,18 @@ def add(
         if OWNS:
             sent = tl.where(row == mine, v, sent)
     union = (flags & _bits()) != 0
-    # In one row, because of whole words the compiler would move all numbers to other threads and back.
+    # In one row, because of whole words the compiler would move all numbers to other threads and
+    # back.
     mean = total * tl.reshape(tl.load(weights + tl.reshape(n, [tb.WORDS * 32])), [tb.WORDS, 32])
     i = start + tb.lanes()
     if GAINS:
-        entry, width = tl.load(places + 3 * count + t) + i, tl.load(places + 2 * count + t)
+        entry = tl.load(places + 3 * count + t) + i
+        width = tl.load(places + 2 * count + t)
         row = entry // width
         of_row = tl.load(factors + tl.load(places + t) + row, mask=union, other=0.0)
-        mean *= of_row * tl.load(factors + tl.load(places + count + t) + entry - row * width, mask=union, other=0.0)
+        mean *= of_row * tl.load(
+            factors + tl.load(places + count + t) + entry - row * width, mask=union, other=0.0
+        )
     shared = tl.load(addresses + count + t).to(tl.pointer_type(BASE)) + i
     tl.store(shared, tl.load(shared, mask=union) + mean, mask=union)
     if OWNS:

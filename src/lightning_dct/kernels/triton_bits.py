@@ -1,19 +1,21 @@
-"""Bits and tables for the kernels in Triton, each of which handles all tensors of a bucket in one launch.
+"""Bits and tables for the kernels in Triton, each of which handles all tensors of a bucket in one
+launch.
 
-A program handles ``BLOCK`` entries of one tensor, whose address it finds in a table: the flags and signs of 32 of them
-are a word, and a word's bits are moved together or apart at once. *Scratch* flags have the layout of
-:attr:`~lightning_dct.compress.bucket_plan.BucketPlan.first`, one part after the other.
+A program handles ``BLOCK`` entries of one tensor, whose address it finds in a table: the flags and
+signs of 32 of them are a word, and a word's bits are moved together or apart at once. *Scratch*
+flags have the layout of :attr:`~lightning_dct.compress.bucket_plan.BucketPlan.first`, one part
+after the other.
 
-Tables are of int64. One has a row for each compressed tensor, one a row for each payload of the plan (*part*), and each
-has a last row with the ends. Offsets in a payload are in words of 32 bits.
+Tables are of int64. One has a row for each compressed tensor, one a row for each payload of the
+plan (*part*), and each has a last row with the ends. Offsets in a payload are in words of 32 bits.
 
     tensors     0 entries       1 first block     2 first word      3 part       4 its scale    5 target
     parts       0 header        1 positions       2 values          3 first block    4 first word   5 first tensor
                 6 low bits, -1 for a bitmap       7 flags of the code                8 capacity     9 fingerprint
                 10 first block of the code
 
-Sums have a fixed order, so that a GPU does the same twice; ``enable_fp_fusion=False`` at each launch keeps products and
-sums rounded as on a CPU.
+Sums have a fixed order, so that a GPU does the same twice; ``enable_fp_fusion=False`` at each
+launch keeps products and sums rounded as on a CPU.
 
 With ``TRITON_INTERPRET=1`` all of it runs on a CPU, slowly, for tests.
 """
@@ -23,7 +25,9 @@ import triton.language as tl
 
 BLOCK = 2048
 WORDS = tl.constexpr(BLOCK // 32)
-TENSOR, PART = tl.constexpr(8), tl.constexpr(12)  # numbers in a row of a table
+# numbers in a row of a table
+TENSOR = tl.constexpr(8)
+PART = tl.constexpr(12)
 ALL = tl.constexpr(0xFFFFFFFF)
 
 
@@ -54,7 +58,9 @@ def _parity_below(x):
 
 @triton.jit
 def _step(m, gaps, step: tl.constexpr):
-    """The bits of ``m`` that move by ``1 << step``, and the mask and the gaps below its bits after that."""
+    """The bits of ``m`` that move by ``1 << step``, and the mask and the gaps below its bits after
+    that.
+    """
     odd = _parity_below(gaps)
     move = odd & m
     return move, (m ^ move) | (move >> (1 << step)), gaps & (odd ^ ALL)
@@ -62,7 +68,9 @@ def _step(m, gaps, step: tl.constexpr):
 
 @triton.jit
 def together(x, m):
-    """The bits of ``x`` that are set in ``m``, moved to the low end (Warren, *Hacker's Delight*, section 7-4)."""
+    """The bits of ``x`` that are set in ``m``, moved to the low end (Warren, *Hacker's Delight*,
+    section 7-4).
+    """
     x &= m
     gaps = (m ^ ALL) << 1
     for step in tl.static_range(5):
@@ -74,7 +82,9 @@ def together(x, m):
 
 @triton.jit
 def apart(x, m):
-    """The low bits of ``x``, moved to the bits that are set in ``m``: :func:`together` undone (section 7-5)."""
+    """The low bits of ``x``, moved to the bits that are set in ``m``: :func:`together` undone
+    (section 7-5).
+    """
     whole = m
     move0, m, gaps = _step(m, (m ^ ALL) << 1, 0)
     move1, m, gaps = _step(m, gaps, 1)
@@ -92,7 +102,8 @@ def apart(x, m):
 @triton.jit
 def set_bits(words, bit, bits, n):
     """Set the ``n`` lowest bits of words from bit number ``bit`` of a message on."""
-    word, shift = bit >> 5, (bit & 31).to(tl.uint32)
+    word = bit >> 5
+    shift = (bit & 31).to(tl.uint32)
     tl.atomic_or(words + word, bits << shift, mask=n > 0, sem="relaxed")
     high = bits >> ((32 - shift) & 31).to(tl.uint32)
     tl.atomic_or(words + word + 1, high, mask=(bit & 31) + n > 32, sem="relaxed")
@@ -101,7 +112,8 @@ def set_bits(words, bit, bits, n):
 @triton.jit
 def get_bits(words, bit, n):
     """The ``n`` bits (up to 32) of a message from bit number ``bit`` on; anything above them."""
-    word, shift = bit >> 5, (bit & 31).to(tl.uint32)
+    word = bit >> 5
+    shift = (bit & 31).to(tl.uint32)
     low = tl.load(words + word, mask=n > 0, other=0) >> shift
     two = (bit & 31) + n > 32
     high = tl.load(words + word + 1, mask=two, other=0) << ((32 - shift) & 31).to(tl.uint32)
@@ -110,7 +122,9 @@ def get_bits(words, bit, n):
 
 @triton.jit
 def place(tensors, block_tensor, b):
-    """A block's tensor, its first entry there, the tensor's entries, and its first word in the scratch."""
+    """A block's tensor, its first entry there, the tensor's entries, and its first word in the
+    scratch.
+    """
     t = tl.load(block_tensor + b)
     k = b - tl.load(tensors + t * TENSOR + 1)
     size = tl.load(tensors + t * TENSOR)
@@ -131,7 +145,9 @@ def bits_of(words):
 
 @triton.jit
 def numbered(at, m):
-    """The number of each entry's value, if a word's first has number ``at`` and the words' flags are ``m``."""
+    """The number of each entry's value, if a word's first has number ``at`` and the words' flags
+    are ``m``.
+    """
     return at[:, None] + ones(m[:, None] & first_ones(tl.arange(0, 32))[None, :])
 
 
@@ -145,9 +161,13 @@ def words_of(bits):
 def entries(
     addresses, t, count, i, inside, scale, DTYPE: tl.constexpr, BASE: tl.constexpr, SCALED: tl.constexpr
 ):  # fmt: skip
-    """``a`` of some entries, and the base: own less shared weights, or the residual plus a scaled gradient."""
+    """``a`` of some entries, and the base: own less shared weights, or the residual plus a scaled
+    gradient.
+    """
     new = tl.load(tl.load(addresses + t).to(tl.pointer_type(DTYPE)) + i, mask=inside, other=0.0)
-    base = tl.load(tl.load(addresses + count + t).to(tl.pointer_type(BASE)) + i, mask=inside, other=0.0)
+    base = tl.load(
+        tl.load(addresses + count + t).to(tl.pointer_type(BASE)) + i, mask=inside, other=0.0
+    )
     if SCALED:
         return base + new.to(BASE) * tl.load(scale).to(BASE), base
     return new.to(BASE) - base, base

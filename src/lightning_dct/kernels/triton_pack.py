@@ -1,6 +1,7 @@
 """Packs a bucket on a GPU, in Triton: flags, limits, scales, payloads, and what is left.
 
-Tables are those of :mod:`~lightning_dct.kernels.triton_bits`. ``addresses`` are those of all news, then of all bases.
+Tables are those of :mod:`~lightning_dct.kernels.triton_bits`. ``addresses`` are those of all news,
+then of all bases.
 """
 
 import triton
@@ -19,8 +20,9 @@ def mark(
 ):  # fmt: skip
     """Flag what is sent, and write its signs, number and magnitude of each block.
 
-    Pass 0 flags entries that reach their threshold. Where there is a limit, pass 1 keeps those that reach it. Where too
-    many are left, pass 2 keeps a regular choice of them. Infinite and NaN entries reach everything.
+    Pass 0 flags entries that reach their threshold. Where there is a limit, pass 1 keeps those that
+    reach it. Where too many are left, pass 2 keeps a regular choice of them. Infinite and NaN
+    entries reach everything.
     """
     b = tl.program_id(0)
     t, start, size, word = tb.place(tensors, block_tensor, b)
@@ -59,7 +61,9 @@ def mark(
         tl.store(flags + word + rows, tb.words_of(here), mask=inside_words)
         tl.store(signs + word + rows, tb.words_of(here & (a > 0)), mask=inside_words)
         tl.store(counts + b, tl.sum(tl.sum(here.to(tl.int32), axis=1), axis=0))
-        tl.store(sums + b, tl.sum(tl.sum(tl.where(here, magnitude.to(tl.float64), 0.0), axis=1), axis=0))
+        tl.store(
+            sums + b, tl.sum(tl.sum(tl.where(here, magnitude.to(tl.float64), 0.0), axis=1), axis=0)
+        )
 
 
 @triton.jit
@@ -68,7 +72,9 @@ def sample(
     STEPS: tl.constexpr, LANES: tl.constexpr, SAMPLE: tl.constexpr,
     DTYPE: tl.constexpr, BASE: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """The magnitudes of a regular sample of a tensor's flagged entries, if there are more than its target."""
+    """The magnitudes of a regular sample of a tensor's flagged entries, if there are more than its
+    target.
+    """
     t = tl.program_id(0)
     edge = tl.load(tensors + t * tb.TENSOR + 1)
     before = tl.load(ends + edge)
@@ -109,7 +115,9 @@ def sample(
         i = (low - edge) * (tb.WORDS * 32) + at * 32 + bit
         a, _ = tb.entries(addresses, t, count, i, valid & (i < size), scale, DTYPE, BASE, SCALED)
         magnitude = tl.abs(a)
-        tl.store(samples + t * SAMPLE + j, tl.where(magnitude < float("inf"), magnitude, 0.0), mask=valid)
+        tl.store(
+            samples + t * SAMPLE + j, tl.where(magnitude < float("inf"), magnitude, 0.0), mask=valid
+        )
 
 
 @triton.jit
@@ -120,20 +128,24 @@ def limit(
 ):  # fmt: skip
     """The limit of each tensor with too many flags, and its next threshold: see ``threshold.py``.
 
-    ``aims`` has two numbers a tensor: the guard's exponent, and what it aims at. The limit is -1 where there is none,
-    and infinite for a tensor with infinite or NaN entries, of which only these are sent.
+    ``aims`` has two numbers a tensor: the guard's exponent, and what it aims at. The limit is -1
+    where there is none, and infinite for a tensor with infinite or NaN entries, of which only these
+    are sent.
     """
     t = tl.program_id(0)
     n = tl.load(ends + tl.load(tensors + (t + 1) * tb.TENSOR + 1)) - tl.load(
         ends + tl.load(tensors + t * tb.TENSOR + 1)
     )
-    target, tau = tl.load(tensors + t * tb.TENSOR + 5), tl.load(taus + t)
+    target = tl.load(tensors + t * tb.TENSOR + 5)
+    tau = tl.load(taus + t)
     found = tau * 0.0 - 1.0
     if n > target:
         wanted = tl.minimum(tl.load(tensors + t * tb.TENSOR), SAMPLE)
         k = (wanted * target + n - 1) // n
         j = tl.arange(0, SAMPLE)
-        values = tl.load(samples + t * SAMPLE + j, mask=j < wanted, other=0.0).to(INTEGER, bitcast=True)
+        values = tl.load(samples + t * SAMPLE + j, mask=j < wanted, other=0.0).to(
+            INTEGER, bitcast=True
+        )
         values = tl.where(j < wanted, values, -1)
         kth = k * 0
         for step in range(BITS):
@@ -169,14 +181,18 @@ def average(tensors, ends, sums, means, payload, ROUNDS: tl.constexpr, SCALES: t
     With ``SCALES`` the mean goes into the payload, as fp32.
     """
     t = tl.program_id(0)
-    first, last = tl.load(tensors + t * tb.TENSOR + 1), tl.load(tensors + (t + 1) * tb.TENSOR + 1)
+    first = tl.load(tensors + t * tb.TENSOR + 1)
+    last = tl.load(tensors + (t + 1) * tb.TENSOR + 1)
     n = tl.load(ends + last) - tl.load(ends + first)
     total = _total(sums, first, last, ROUNDS)
     mean = total / tl.maximum(n, 1).to(tl.float64)
     tl.store(means + t, mean)
     tl.store(means + tl.num_programs(0) + t, total)
     if SCALES:
-        tl.store(payload + tl.load(tensors + t * tb.TENSOR + 4), mean.to(tl.float32).to(tl.uint32, bitcast=True))
+        tl.store(
+            payload + tl.load(tensors + t * tb.TENSOR + 4),
+            mean.to(tl.float32).to(tl.uint32, bitcast=True),
+        )
 
 
 @triton.jit
@@ -200,12 +216,18 @@ def enlarge(
 
 
 @triton.jit
-def two_levels(tensors, ends, means, counts, sums, payload, fits, ROUNDS: tl.constexpr, LARGEST: tl.constexpr):
-    """2bit: the scale of each tensor, as :func:`~lightning_dct.wire.values.encode_values` chooses it."""
+def two_levels(
+    tensors, ends, means, counts, sums, payload, fits, ROUNDS: tl.constexpr, LARGEST: tl.constexpr
+):
+    """2bit: the scale of each tensor, as :func:`~lightning_dct.wire.values.encode_values` chooses
+    it.
+    """
     t = tl.program_id(0)
-    first, last = tl.load(tensors + t * tb.TENSOR + 1), tl.load(tensors + (t + 1) * tb.TENSOR + 1)
+    first = tl.load(tensors + t * tb.TENSOR + 1)
+    last = tl.load(tensors + (t + 1) * tb.TENSOR + 1)
     n = tl.maximum(tl.load(ends + last) - tl.load(ends + first), 1).to(tl.float64)
-    mean, total = tl.load(means + t), tl.load(means + tl.num_programs(0) + t)
+    mean = tl.load(means + t)
+    total = tl.load(means + tl.num_programs(0) + t)
     product = total + _total(sums, first, last, ROUNDS)
     square = n + 3.0 * _total(counts, first, last, ROUNDS)
     scale = product / square
@@ -227,7 +249,9 @@ def _spread(x):
 @triton.jit
 def _as_bf16(v):
     """fp32 rounded to nearest, as 16 bits; finite numbers stay finite."""
-    bounded = tl.where(v > LARGEST_BF16, LARGEST_BF16, tl.where(v < -LARGEST_BF16, -LARGEST_BF16, v))
+    bounded = tl.where(
+        v > LARGEST_BF16, LARGEST_BF16, tl.where(v < -LARGEST_BF16, -LARGEST_BF16, v)
+    )
     v = tl.where(tb.is_finite(v), bounded, v)
     x = v.to(tl.uint32, bitcast=True)
     x = (x + 0x7FFF + ((x >> 16) & 1)) >> 16
@@ -267,7 +291,8 @@ def write(
             n_here = tb.ones((m >> (begin & 31).to(tl.uint32)) & in_group)
             tb.set_bits(positions, high + g + ahead, tb.first_ones(n_here), n_here)
             ahead += n_here
-        num_flags, capacity = tl.load(part + 7), tl.load(part + 8)
+        num_flags = tl.load(part + 7)
+        capacity = tl.load(part + 8)
         for plane in tl.static_range(PLANES):
             if plane < 5:
                 # The bits of 0 to 31 in this plane.
@@ -275,16 +300,30 @@ def write(
             else:
                 # All entries of a word have the same.
                 bits = tl.where(((j >> (plane - 5)) & 1) == 1, tb.first_ones(n), 0).to(tl.uint32)
-            tb.set_bits(positions, num_flags + plane * capacity + at, bits, tl.where(plane < low_bits, n, 0))
+            tb.set_bits(
+                positions, num_flags + plane * capacity + at, bits, tl.where(plane < low_bits, n, 0)
+            )
     values = payload + tl.load(part + 2)
     if FORMAT == "1bit":
-        tb.set_bits(values, at, tb.together(tl.load(signs + word + rows, mask=n > 0, other=0), m), n)
+        tb.set_bits(
+            values, at, tb.together(tl.load(signs + word + rows, mask=n > 0, other=0), m), n
+        )
     elif FORMAT == "2bit":
         s = tb.together(tl.load(signs + word + rows, mask=n > 0, other=0), m)
         huge = tb.together(tl.load(large + word + rows, mask=n > 0, other=0), m)
         huge = tl.where(tl.load(fits + t) > 0, huge, 0).to(tl.uint32)
-        tb.set_bits(values, 2 * at, _spread(s & 0xFFFF) | (_spread(huge & 0xFFFF) << 1), 2 * tl.minimum(n, 16))
-        tb.set_bits(values, 2 * at + 32, _spread(s >> 16) | (_spread(huge >> 16) << 1), 2 * tl.maximum(n - 16, 0))
+        tb.set_bits(
+            values,
+            2 * at,
+            _spread(s & 0xFFFF) | (_spread(huge & 0xFFFF) << 1),
+            2 * tl.minimum(n, 16),
+        )
+        tb.set_bits(
+            values,
+            2 * at + 32,
+            _spread(s >> 16) | (_spread(huge >> 16) << 1),
+            2 * tl.maximum(n - 16, 0),
+        )
     else:
         here = tb.bits_of(m)
         a, _ = tb.entries(addresses, t, count, start + tb.lanes(), here, scale, DTYPE, BASE, SCALED)
@@ -313,7 +352,9 @@ def settle(
     addresses, count, tensors, block_tensor, taus, means, fits, scale, lost, flags, payload,
     DTYPE: tl.constexpr, BASE: tl.constexpr, SCALED: tl.constexpr, FORMAT: tl.constexpr, OTHERS_KEEP: tl.constexpr,
 ):  # fmt: skip
-    """Write the unsent rest into residuals; with updates, take the share ``lost`` of it from own weights."""
+    """Write the unsent rest into residuals; with updates, take the share ``lost`` of it from own
+    weights.
+    """
     b = tl.program_id(0)
     t, start, size, word = tb.place(tensors, block_tensor, b)
     if tl.load(taus + t) >= 0:
@@ -327,7 +368,9 @@ def settle(
         elif FORMAT == "bf16":
             sent = (_as_bf16(a.to(tl.float32)).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
         else:
-            level = tl.load(payload + tl.load(tensors + t * tb.TENSOR + 4)).to(tl.float32, bitcast=True)
+            level = tl.load(payload + tl.load(tensors + t * tb.TENSOR + 4)).to(
+                tl.float32, bitcast=True
+            )
             if FORMAT == "2bit":
                 large = (tl.abs(a).to(tl.float64) >= tl.load(means + t)) & (tl.load(fits + t) > 0)
                 level = tl.where(large, level + level, level)
@@ -340,7 +383,9 @@ def settle(
             left = tl.where(tb.is_finite(left), left, finite)
             if OTHERS_KEEP:
                 left = tl.where(sent != 0, left, old)
-            tl.store(tl.load(addresses + count + t).to(tl.pointer_type(BASE)) + i, left, mask=inside)
+            tl.store(
+                tl.load(addresses + count + t).to(tl.pointer_type(BASE)) + i, left, mask=inside
+            )
         else:
             own = tl.load(addresses + t).to(tl.pointer_type(DTYPE)) + i
             left = (a - sent) * tl.load(lost).to(BASE)

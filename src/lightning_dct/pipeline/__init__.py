@@ -1,1 +1,3 @@
-"""Stages of a model on several ranks: compressed activations between them, compressed updates between replicas."""
+"""Stages of a model on several ranks: compressed activations between them, compressed updates
+between replicas.
+"""

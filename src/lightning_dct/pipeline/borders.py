@@ -1,9 +1,10 @@
-"""The border between two pieces: the shape of the activation, traced on fake tensors, and both ends that compress it.
+"""The border between two pieces: the shape of the activation, traced on fake tensors, and both ends
+that compress it.
 
 A payload is sent as two tensors. *words*, fp32 ``[words]``, are bytes viewed as fp32, because
-torch.distributed.pipelining returns gradients for floating-point tensors only, of the same shape and dtype. Many are
-NaN, and nothing computes with them. There are as many words as the gradient's payload needs. *left_over*, uint8, has
-the bytes that do not fit, and no gradient.
+torch.distributed.pipelining returns gradients for floating-point tensors only, of the same shape
+and dtype. Many are NaN, and nothing computes with them. There are as many words as the gradient's
+payload needs. *left_over*, uint8, has the bytes that do not fit, and no gradient.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +20,12 @@ from torch.func import functional_call
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
-from lightning_dct.activations.codec import ActivationLayout, decode_backward, decode_forward, encode_backward
+from lightning_dct.activations.codec import (
+    ActivationLayout,
+    decode_backward,
+    decode_forward,
+    encode_backward,
+)
 from lightning_dct.activations.split_point import SplitPoint
 from lightning_dct.kernels.bits import as_bytes
 from lightning_dct.pipeline.placement import Piece
@@ -38,12 +44,17 @@ class Border(NamedTuple):
         """The layout of its payloads."""
         return self.split.layout(self.shape)
 
-    def empty(self, device: torch.device | str, requires_grad: bool = False) -> tuple[Tensor, Tensor]:
+    def empty(
+        self, device: torch.device | str, requires_grad: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """Uninitialised tensors for words and left-over bytes."""
         words, num_bytes = self.layout.on_the_wire
         left_over = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         # Lightning's contexts of steps change the default dtype.
-        return torch.empty(words, dtype=torch.float32, device=device, requires_grad=requires_grad), left_over
+        return (
+            torch.empty(words, dtype=torch.float32, device=device, requires_grad=requires_grad),
+            left_over,
+        )
 
 
 def trace_borders(
@@ -54,8 +65,9 @@ def trace_borders(
 ) -> list[Border]:
     """Find the borders in a call of the network, one fewer than pieces.
 
-    The pieces run on fake tensors, which have shapes but no memory, in forward's context ``precision`` (autocast). So
-    every rank finds all borders, and no state, random number or gradient changes.
+    The pieces run on fake tensors, which have shapes but no memory, in forward's context
+    ``precision`` (autocast). So every rank finds all borders, and no state, random number or
+    gradient changes.
 
     Raises:
         ValueError: A piece returns something other than one floating-point tensor to the next.
@@ -64,24 +76,33 @@ def trace_borders(
     borders = []
     eager = torch.compiler.set_stance("force_eager")  # pieces may be compiled
     with eager, FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad(), precision():
-        value, context = tree_map(lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, call)
+        value, context = tree_map(
+            lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, call
+        )
         for piece in pieces[:-1]:
             modules = piece.modules
             named = chain(modules.named_parameters(), modules.named_buffers())
-            state = {name: torch.empty(one.shape, dtype=one.dtype, device=device) for name, one in named}
+            state = {
+                name: torch.empty(one.shape, dtype=one.dtype, device=device) for name, one in named
+            }
             try:
                 value = functional_call(modules, state, (value,), context_of(modules, context))
             except Exception as error:
                 raise RuntimeError(
-                    f"Piece {piece.index} of the pipeline cannot be run on fake tensors. `DCTPipelineStrategy` needs"
-                    " this to find the shapes of what stages send. The piece's forward must not read values of tensors"
-                    f" (`.item()`, `.numpy()`). The error was: {error}"
+                    f"Piece {piece.index} of the pipeline cannot be run on fake tensors."
+                    " `DCTPipelineStrategy` needs this to find the shapes of what stages send. The"
+                    " piece's forward must not read values of tensors (`.item()`, `.numpy()`). The"
+                    f" error was: {error}"
                 ) from error
             if not isinstance(value, Tensor) or not value.is_floating_point():
-                found = f"a tensor of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+                found = (
+                    f"a tensor of {value.dtype}"
+                    if isinstance(value, Tensor)
+                    else f"a {type(value).__name__}"
+                )
                 raise ValueError(
-                    f"Piece {piece.index} of the pipeline returns {found}; a SplitPoint must send one tensor of"
-                    " real numbers. Stack what the next piece needs into one tensor."
+                    f"Piece {piece.index} of the pipeline returns {found}; a SplitPoint must send"
+                    " one tensor of real numbers. Stack what the next piece needs into one tensor."
                 )
             assert piece.split is not None
             borders.append(Border(piece.split, tuple(value.shape), value.dtype))
@@ -89,7 +110,10 @@ def trace_borders(
 
 
 def as_floats(payload: Tensor, num_floats: int) -> Tensor:
-    """View bytes as ``num_floats`` fp32 numbers, padded with zeros. They may be NaN: do not compute with them."""
+    """View bytes as ``num_floats`` fp32 numbers, padded with zeros.
+
+    They may be NaN: do not compute with them.
+    """
     spare = 4 * num_floats - payload.numel()
     return (functional.pad(payload, (0, spare)) if spare else payload).view(torch.float32)
 
@@ -100,13 +124,19 @@ class Send(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, activation: Tensor, border: Border) -> tuple[Tensor, Tensor]:
         """Words, fp32, and left-over bytes, uint8."""
-        split, layout = border.split, border.layout
+        split = border.split
+        layout = border.layout
         words, num_bytes = layout.on_the_wire
         with split.timed():
             payload, kept = split.encode(layout, activation)
-            left_over = payload[4 * words :] if payload.numel() > 4 * words else payload.new_zeros(num_bytes)
+            left_over = (
+                payload[4 * words :]
+                if payload.numel() > 4 * words
+                else payload.new_zeros(num_bytes)
+            )
             sent = as_floats(payload[: 4 * words], words)
-        ctx.border, ctx.kept = border, kept
+        ctx.border = border
+        ctx.kept = kept
         ctx.mark_non_differentiable(left_over)
         split.count(layout, 4 * words + num_bytes, kept)
         return sent, left_over
@@ -130,8 +160,11 @@ class Receive(torch.autograd.Function):
         layout = border.layout
         with border.split.timed():
             payload = torch.cat([as_bytes(words.detach()), left_over])[: layout.forward_bytes]
-            activation, ctx.kept = decode_forward(layout, payload, border.dtype, border.split.awaited)
-        ctx.border, ctx.seed = border, border.split.rounding_seed
+            activation, ctx.kept = decode_forward(
+                layout, payload, border.dtype, border.split.awaited
+            )
+        ctx.border = border
+        ctx.seed = border.split.rounding_seed
         return activation
 
     @staticmethod

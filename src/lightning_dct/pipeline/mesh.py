@@ -1,7 +1,8 @@
 """The mesh of data-parallel replicas x stages, its process groups, and what ranks share over them.
 
-Rank ``r`` is stage ``r % stages`` of replica ``r // stages``: the stages of a pipeline are neighbours, because they use
-the fast links inside a node. The last stage shares the loss and the logs of a step, and the states of metrics.
+Rank ``r`` is stage ``r % stages`` of replica ``r // stages``: the stages of a pipeline are
+neighbours, because they use the fast links inside a node. The last stage shares the loss and the
+logs of a step, and the states of metrics.
 """
 
 import pickle
@@ -25,7 +26,9 @@ _GRAIN = 64  # bytes; messages vary a little in length, so capacities are rounde
 
 def to_device(tree: Any, device: torch.device | str) -> Any:
     """A tree whose tensors are on a device, without a graph."""
-    return tree_map(lambda leaf: leaf.detach().to(device) if isinstance(leaf, Tensor) else leaf, tree)
+    return tree_map(
+        lambda leaf: leaf.detach().to(device) if isinstance(leaf, Tensor) else leaf, tree
+    )
 
 
 class PipelineMesh:
@@ -48,12 +51,14 @@ class PipelineMesh:
         world_size = dist.get_world_size()
         if world_size % stages:
             raise ValueError(
-                f"`stages={stages}` does not divide the {world_size} processes of this run (devices x nodes): every"
-                f" pipeline takes {stages} of them. Give a multiple of {stages} devices, or another `stages`."
+                f"`stages={stages}` does not divide the {world_size} processes of this run (devices"
+                f" x nodes): every pipeline takes {stages} of them. Give a multiple of {stages}"
+                " devices, or another `stages`."
             )
         self.stages = stages
         self.replica, self.stage = divmod(dist.get_rank(), stages)
-        names, shape = ("data_parallel", "pipeline"), (world_size // stages, stages)
+        names = ("data_parallel", "pipeline")
+        shape = (world_size // stages, stages)
         device_mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
         self.data_parallel, self.pipeline = (device_mesh.get_group(name) for name in names)
         self.everyone = dist.new_group(backend="gloo", timeout=timeout)
@@ -89,9 +94,10 @@ class PipelineMesh:
 class StepResults:
     """Sends one object per step from the last stage of a pipeline to the others.
 
-    ``dist.broadcast_object_list`` sends a size, then the object, each when the receiver is ready: two round trips at
-    the end of every step. Here the receive is posted before the step, with the capacity of the last message. So a
-    message arrives during the step. If it is longer, the rest follows in a broadcast.
+    ``dist.broadcast_object_list`` sends a size, then the object, each when the receiver is ready:
+    two round trips at the end of every step. Here the receive is posted before the step, with the
+    capacity of the last message. So a message arrives during the step. If it is longer, the rest
+    follows in a broadcast.
     """
 
     def __init__(self, mesh: PipelineMesh) -> None:
@@ -103,20 +109,32 @@ class StepResults:
         self._frame = torch.zeros(_LENGTH + self._capacity, dtype=torch.uint8)
         self._works: list[Any] = []
         if not self._mesh.is_last:
-            self._works.append(dist.irecv(self._frame, group=self._mesh.control, group_src=self._mesh.stages - 1))
+            self._works.append(
+                dist.irecv(self._frame, group=self._mesh.control, group_src=self._mesh.stages - 1)
+            )
 
     def share(self, value: Any) -> Any:
-        """Give every stage the last stage's object, which can be pickled and has its tensors on the CPU."""
-        group, last, written = self._mesh.control, self._mesh.stages - 1, torch.empty(0, dtype=torch.uint8)
+        """Give every stage the last stage's object, which can be pickled and has its tensors on the
+        CPU.
+        """
+        group = self._mesh.control
+        last = self._mesh.stages - 1
+        written = torch.empty(0, dtype=torch.uint8)
         if self._mesh.is_last:
             written = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
             self._frame[:_LENGTH].view(torch.int64).fill_(written.numel())
             self._frame[_LENGTH:][: written.numel()] = written[: self._capacity]
-            self._works = [dist.isend(self._frame, group=group, group_dst=stage) for stage in range(last)]
+            self._works = [
+                dist.isend(self._frame, group=group, group_dst=stage) for stage in range(last)
+            ]
         for work in self._works:
             work.wait()
         length = int(self._frame[:_LENGTH].view(torch.int64))
-        rest = written[self._capacity :] if self._mesh.is_last else written.new_empty(max(length - self._capacity, 0))
+        rest = (
+            written[self._capacity :]
+            if self._mesh.is_last
+            else written.new_empty(max(length - self._capacity, 0))
+        )
         if rest.numel():
             dist.broadcast(rest, group=group, group_src=last)
         self._capacity = -(-length // _GRAIN) * _GRAIN
@@ -126,10 +144,11 @@ class StepResults:
 
 
 def gather_last_stages(mesh: PipelineMesh, state: Tensor, group: Any = None) -> list[Tensor]:
-    """Gather every pipeline's state of a metric, from the last stages, on every rank: a ``dist_sync_fn``.
+    """Gather every pipeline's state of a metric, from the last stages, on every rank: a
+    ``dist_sync_fn``.
 
-    torchmetrics' own would gather over all ranks, most of which never update the metric. That is wrong for averaged
-    states, and a mismatch of dtypes for lists.
+    torchmetrics' own would gather over all ranks, most of which never update the metric. That is
+    wrong for averaged states, and a mismatch of dtypes for lists.
     """
     gathered = None
     if mesh.is_last:
@@ -140,14 +159,16 @@ def gather_last_stages(mesh: PipelineMesh, state: Tensor, group: Any = None) -> 
 def synchronise_metrics(module: nn.Module, mesh: PipelineMesh) -> list[Metric]:
     """Give metrics without a ``dist_sync_fn`` a :func:`gather_last_stages`, and return them.
 
-    Refuse any with ``dist_sync_on_step``, because not all ranks run steps to their end (ValueError).
+    Refuse any with ``dist_sync_on_step``, because not all ranks run steps to their end
+    (ValueError).
     """
     metrics = {name: child for name, child in module.named_modules() if isinstance(child, Metric)}
     for name, metric in metrics.items():
         if metric.dist_sync_on_step:
             raise ValueError(
-                f"The metric {name!r} has `dist_sync_on_step=True`. Under `DCTPipelineStrategy` steps end on the last"
-                " stage only, and metrics are synchronised when an epoch ends. Leave the setting out."
+                f"The metric {name!r} has `dist_sync_on_step=True`. Under `DCTPipelineStrategy`"
+                " steps end on the last stage only, and metrics are synchronised when an epoch"
+                " ends. Leave the setting out."
             )
     found = [metric for metric in metrics.values() if metric.dist_sync_fn is None]
     for metric in found:

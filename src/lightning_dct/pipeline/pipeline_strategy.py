@@ -23,7 +23,12 @@ from lightning_dct.config import check_choice, check_integer
 from lightning_dct.failures.collective_order import EXCHANGE
 from lightning_dct.law import Given
 from lightning_dct.pipeline.mesh import PipelineMesh, synchronise_metrics
-from lightning_dct.pipeline.placement import Placement, convert, merge_optimizer_states, part_of_optimizer_state
+from lightning_dct.pipeline.placement import (
+    Placement,
+    convert,
+    merge_optimizer_states,
+    part_of_optimizer_state,
+)
 from lightning_dct.pipeline.runner import Delivered, Runner, exchanged, set_aside
 from lightning_dct.pipeline.schedule import SCHEDULES, Pipeline, ScheduleName, check_schedule
 from lightning_dct.strategy import DCTStrategy
@@ -31,12 +36,14 @@ from lightning_dct.sync.synchronizer import Synchronizer
 
 
 class DCTPipelineStrategy(DCTStrategy):
-    """Pipeline-parallel training with compressed activations between stages and compressed updates between replicas.
+    """Pipeline-parallel training with compressed activations between stages and compressed updates
+    between replicas.
 
-    The model's network is one ``torch.nn.Sequential`` with split points (:func:`~lightning_dct.subspace`) among its
-    children. They cut it into pieces, which run on the ranks of a pipeline under a schedule of
-    ``torch.distributed.pipelining``. Steps are written as for one process: they call the network once, and compute
-    the loss from its output. World size / ``stages`` pipelines share the data, and synchronise each stage as
+    The model's network is one ``torch.nn.Sequential`` with split points
+    (:func:`~lightning_dct.subspace`) among its children. They cut it into pieces, which run on the
+    ranks of a pipeline under a schedule of ``torch.distributed.pipelining``. Steps are written as
+    for one process: they call the network once, and compute the loss from its output. World size /
+    ``stages`` pipelines share the data, and synchronise each stage as
     :class:`~lightning_dct.DCTStrategy` does. With one pipeline there is nothing to synchronise.
 
     Example::
@@ -44,26 +51,27 @@ class DCTPipelineStrategy(DCTStrategy):
         network = SplitSequential(embedding, block, *subspace(256, rank=32, num_tokens=1000), block, head)
         trainer = Trainer(strategy=DCTPipelineStrategy(stages=2, micro_batches=4), devices=2)
 
-    A :class:`~lightning_dct.SplitSequential` gives pieces further inputs by keyword. Keywords are not sent: every rank
-    takes them from the batch.
+    A :class:`~lightning_dct.SplitSequential` gives pieces further inputs by keyword. Keywords are
+    not sent: every rank takes them from the batch.
 
     What differs from training in one process:
 
-    * ``training_step`` sees one micro-batch at a time. The loss of a batch is the mean over its micro-batches, and logs
-      are combined by ``self.log(reduce_fx=..., batch_size=...)``. Callbacks get only the loss of what
-      ``training_step`` returns.
-    * Steps run to their end on the ranks of the last stage only. Elsewhere they run up to their call of the network, to
-      capture its arguments. All ranks get the logs and the results of evaluation steps. torchmetrics metrics have the
-      same value everywhere. Other state that steps keep in ``self`` exists on the last stage only; of it, checkpoints
-      have the buffers.
-    * During ``fit`` a rank has the parameters of its own pieces; those of others have shapes but no memory. After fit
-      every rank has the whole model.
+    * ``training_step`` sees one micro-batch at a time. The loss of a batch is the mean over its
+      micro-batches, and logs are combined by ``self.log(reduce_fx=..., batch_size=...)``. Callbacks
+      get only the loss of what ``training_step`` returns.
+    * Steps run to their end on the ranks of the last stage only. Elsewhere they run up to their
+      call of the network, to capture its arguments. All ranks get the logs and the results of
+      evaluation steps. torchmetrics metrics have the same value everywhere. Other state that steps
+      keep in ``self`` exists on the last stage only; of it, checkpoints have the buffers.
+    * During ``fit`` a rank has the parameters of its own pieces; those of others have shapes but no
+      memory. After fit every rank has the whole model.
 
     Args:
         accelerator: As for DDPStrategy.
         stages: Ranks per pipeline, at least 2.
         micro_batches: Parts of a training batch, along dimension 0.
-        schedule: ``"gpipe"`` and ``"1f1b"`` take one piece per rank, ``"interleaved_1f1b"`` two or more.
+        schedule: ``"gpipe"`` and ``"1f1b"`` take one piece per rank, ``"interleaved_1f1b"`` two or
+            more.
         **settings: Everything DCTStrategy takes, by keyword.
 
     Raises:
@@ -94,8 +102,9 @@ class DCTPipelineStrategy(DCTStrategy):
         for setting in ("process_group", "static_graph", "find_unused_parameters"):
             if settings.get(setting):
                 raise ValueError(
-                    f"`DCTPipelineStrategy` cannot take `{setting}`: it makes its own process groups and gives"
-                    " finished gradients to DistributedDataParallel. Leave the setting out."
+                    f"`DCTPipelineStrategy` cannot take `{setting}`: it makes its own process"
+                    " groups and gives finished gradients to DistributedDataParallel. Leave the"
+                    " setting out."
                 )
         super().__init__(accelerator, **settings)
         self.stages = stages
@@ -111,26 +120,35 @@ class DCTPipelineStrategy(DCTStrategy):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """The data is split over pipelines: all ranks of one read the same."""
-        return {"num_replicas": self.world_size // self.stages, "rank": self.global_rank // self.stages}
+        return {
+            "num_replicas": self.world_size // self.stages,
+            "rank": self.global_rank // self.stages,
+        }
 
     def connect(self, model: pl.LightningModule) -> None:
-        """Refuse settings and callbacks that need the whole model, or the whole backward, at once (ValueError)."""
+        """Refuse settings and callbacks that need the whole model, or the whole backward, at once
+        (ValueError).
+        """
         if not model.automatic_optimization:
             raise ValueError(
-                "`DCTPipelineStrategy` works with automatic optimisation only: the schedule runs backward itself, in"
-                " the middle of `training_step`. Remove `self.automatic_optimization = False`."
+                "`DCTPipelineStrategy` works with automatic optimisation only: the schedule runs"
+                " backward itself, in the middle of `training_step`. Remove"
+                " `self.automatic_optimization = False`."
             )
         trainer = getattr(model, "_trainer", None)
-        if any(isinstance(callback, BaseFinetuning) for callback in getattr(trainer, "callbacks", ())):
+        if any(
+            isinstance(callback, BaseFinetuning) for callback in getattr(trainer, "callbacks", ())
+        ):
             raise ValueError(
-                "`BaseFinetuning` does not work with `DCTPipelineStrategy`: it compares parameters of all stages, and a"
-                " rank has those of its own. Freeze and unfreeze with `requires_grad_` in the LightningModule's hooks."
+                "`BaseFinetuning` does not work with `DCTPipelineStrategy`: it compares parameters"
+                " of all stages, and a rank has those of its own. Freeze and unfreeze with"
+                " `requires_grad_` in the LightningModule's hooks."
             )
         if getattr(self.precision_plugin, "scaler", None) is not None:
             raise ValueError(
-                "precision='16-mixed' does not work with `DCTPipelineStrategy`: backward runs stage by stage before"
-                " the GradScaler could scale the loss, so small fp16 gradients would vanish. Use"
-                " precision='bf16-mixed', which needs no scaling, or '32-true'."
+                "precision='16-mixed' does not work with `DCTPipelineStrategy`: backward runs stage"
+                " by stage before the GradScaler could scale the loss, so small fp16 gradients"
+                " would vanish. Use precision='bf16-mixed', which needs no scaling, or '32-true'."
             )
         super().connect(model)
 
@@ -138,31 +156,41 @@ class DCTPipelineStrategy(DCTStrategy):
         """Start the processes and make the mesh."""
         super().setup_environment()
         if self.mesh is None:
-            own = {"stages": self.stages, "micro_batches": self.micro_batches, "schedule": self.schedule}
+            own = {
+                "stages": self.stages,
+                "micro_batches": self.micro_batches,
+                "schedule": self.schedule,
+            }
             # Before the groups: if ranks made different ones, they would hang.
             check_agreement({**own, **vars(self.config)}, nn.Module(), None)
             self.mesh = PipelineMesh(self.stages, self.root_device.type, self._timeout)
             if self.stages == self.world_size:
                 # There is no other pipeline to exchange updates with.
-                self.given = Given(replace(self.given.config, density=1.0, density_per_parameter={}))
+                self.given = Given(
+                    replace(self.given.config, density=1.0, density_per_parameter={})
+                )
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Cut the model, keep this rank's pieces, and wrap them."""
-        module, mesh = self._module, self.mesh
+        module = self._module
+        mesh = self.mesh
         # Before the cut: after it a rank has only its own pieces.
         check_agreement(module_settings(module), module, None)
         placement = self._placement = Placement(module, mesh, self.schedule == "interleaved_1f1b")
         self.sharded_tables()  # refuses any
         if trainer.state.fn == TrainerFn.FITTING:
             placement.check_parameters()
-            # The model's summary and loggers would run it through the whole model, of which a rank has a part.
-            self._example_input, module.example_input_array = module.example_input_array, None
+            # The model's summary and loggers would run it through the whole model, of which a rank
+            # has a part.
+            self._example_input = module.example_input_array
+            module.example_input_array = None
             super().setup(trainer)
             install_clipping(self.precision_plugin, mesh.pipeline, lambda parameter: True)
         else:
             assert self.accelerator is not None
             for name, compressed in self.compressed_modules().items():
-                compressed.name, compressed.traffic = name, self.split_traffic
+                compressed.name = name
+                compressed.traffic = self.split_traffic
             self.accelerator.setup(trainer)
             self.precision_plugin.convert_module(module)
             placement.copy_from_rank_zero()
@@ -170,7 +198,9 @@ class DCTPipelineStrategy(DCTStrategy):
             self.setup_precision_plugin()
         self._metrics = synchronise_metrics(module, mesh)
         precision = self.precision_plugin.forward_context
-        pipeline = Pipeline(placement.pieces, mesh, self.schedule, self.micro_batches, self.root_device, precision)
+        pipeline = Pipeline(
+            placement.pieces, mesh, self.schedule, self.micro_batches, self.root_device, precision
+        )
         self._runner = Runner(module, placement.network, pipeline, self._metrics)
 
     def model_to_device(self) -> None:
@@ -182,7 +212,9 @@ class DCTPipelineStrategy(DCTStrategy):
             super().model_to_device()
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        """Make the optimizers of all parameters, in the same order on every rank, with state for this rank's."""
+        """Make the optimizers of all parameters, in the same order on every rank, with state for
+        this rank's.
+        """
         super().setup_optimizers(trainer)
         # Adagrad and others create it in advance.
         for optimizer in self.optimizers:
@@ -200,9 +232,11 @@ class DCTPipelineStrategy(DCTStrategy):
         for metric in self._metrics:
             metric.dist_sync_fn = None
         self._ddp_kwargs.pop("process_group", None)
-        self._runner, self._metrics = None, []
+        self._runner = None
+        self._metrics = []
         if self._example_input is not None:
-            self._module.example_input_array, self._example_input = self._example_input, None
+            self._module.example_input_array = self._example_input
+            self._example_input = None
         placement = self._placement
         if placement is None or not placement.spread:
             super().teardown()
@@ -215,19 +249,24 @@ class DCTPipelineStrategy(DCTStrategy):
             placement.make_whole()
 
     def training_step(self, *arguments: Any) -> Tensor:
-        """Run a batch through the pipeline, forward and backward, and return its loss on every rank."""
+        """Run a batch through the pipeline, forward and backward, and return its loss on every
+        rank.
+        """
         self._placement.check_trained()
         self.come_to(f"{EXCHANGE} of activations in training_step", group=self.mesh.pipeline)
         # Each once, and anew in each step, because callbacks unfreeze some.
         modules = (piece.modules for piece in self._placement.own)
-        own = list(dict.fromkeys(p for module in modules for p in module.parameters() if p.requires_grad))
+        own = list(
+            dict.fromkeys(p for module in modules for p in module.parameters() if p.requires_grad)
+        )
         with set_aside(own) as gradients:
             loss = self._runner.train(*arguments)
         self.split_traffic.add(steps=1)
         delivery = partial(Delivered.apply, loss, gradients, *own)
         if not isinstance(self.model, DistributedDataParallel):
             return delivery()
-        # As the forward of the wrapped model, so that DistributedDataParallel synchronises its backward.
+        # As the forward of the wrapped model, so that DistributedDataParallel synchronises its
+        # backward.
         with exchanged(self.model.module, "forward", delivery):
             output: Tensor = self.model()
         return output
@@ -243,8 +282,12 @@ class DCTPipelineStrategy(DCTStrategy):
     predict_step = partialmethod(_evaluate, "predict_step", "predict_step_context")
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Combine values over the pipelines: all ranks of a pipeline have the same value, which counts once."""
-        return super().reduce(tensor, self.mesh.data_parallel if group is None else group, reduce_op)
+        """Combine values over the pipelines: all ranks of a pipeline have the same value, which
+        counts once.
+        """
+        return super().reduce(
+            tensor, self.mesh.data_parallel if group is None else group, reduce_op
+        )
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks, or any, decided for something."""
@@ -264,7 +307,9 @@ class DCTPipelineStrategy(DCTStrategy):
         return state
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state of all parameters on rank 0, as of a single process; elsewhere this rank's part."""
+        """The state of all parameters on rank 0, as of a single process; elsewhere this rank's
+        part.
+        """
         # After fit, too, a rank has the state of its own stage.
         part = part_of_optimizer_state(super().optimizer_state(optimizer), optimizer)
         return merge_optimizer_states(self.mesh.gather_on_first(part))
@@ -282,7 +327,9 @@ class DCTPipelineStrategy(DCTStrategy):
         """Load the state of the parameters on this rank."""
         states = [
             part_of_optimizer_state(state, optimizer)
-            for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False)
+            for optimizer, state in zip(
+                self.optimizers, checkpoint["optimizer_states"], strict=False
+            )
         ]
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
 

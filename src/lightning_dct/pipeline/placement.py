@@ -1,7 +1,8 @@
 """Cuts the model at its split points, and places the pieces on the ranks of a pipeline.
 
-Every rank keeps the whole module tree, with the same names and the same order of parameters. Other ranks' pieces are
-on the meta device during fit, where parameters and buffers have shapes but no memory.
+Every rank keeps the whole module tree, with the same names and the same order of parameters. Other
+ranks' pieces are on the meta device during fit, where parameters and buffers have shapes but no
+memory.
 """
 
 from collections import ChainMap, OrderedDict
@@ -34,7 +35,8 @@ class Piece:
 class Placement:
     """The pieces of a model on the ranks of a mesh; piece ``i`` lives on stage ``i % stages``.
 
-    With ``interleaved`` a rank runs several. Models that cannot be cut for so many stages are refused (ValueError).
+    With ``interleaved`` a rank runs several. Models that cannot be cut for so many stages are
+    refused (ValueError).
     """
 
     def __init__(self, model: nn.Module, mesh: PipelineMesh, interleaved: bool) -> None:
@@ -58,39 +60,55 @@ class Placement:
         return [name for name, _ in chain(parameters, buffers) if name.startswith(ignored)]
 
     def part_of(self, stage: int, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The state of a stage's pieces, and of the split points at their ends, whose thresholds it selects.
+        """The state of a stage's pieces, and of the split points at their ends, whose thresholds it
+        selects.
 
         The last stage, which alone runs steps to their end, also has the state outside the network.
         """
         own = self._names(self.pieces[stage :: self.mesh.stages])
         inside = self._names(self.pieces) if stage == self.mesh.stages - 1 else ("",)
-        return {name: one for name, one in state.items() if name.startswith(own) or not name.startswith(inside)}
+        return {
+            name: one
+            for name, one in state.items()
+            if name.startswith(own) or not name.startswith(inside)
+        }
 
     def drop_foreign(self, saved: dict[str, Any]) -> None:
-        """Drop residuals and waiting gradients of other ranks' pieces from a state of another number of stages."""
+        """Drop residuals and waiting gradients of other ranks' pieces from a state of another
+        number of stages.
+        """
         foreign = self._names(self.foreign)
         for part in ("residuals", "accumulated"):
-            saved[part] = {name: one for name, one in saved.get(part, {}).items() if not name.startswith(foreign)}
+            saved[part] = {
+                name: one
+                for name, one in saved.get(part, {}).items()
+                if not name.startswith(foreign)
+            }
 
     def check_parameters(self) -> None:
-        """Refuse parameters that no stage or two stages would train, and a stage without any (ValueError)."""
+        """Refuse parameters that no stage or two stages would train, and a stage without any
+        (ValueError).
+        """
         inside = {id(parameter) for parameter in self.network.parameters()}
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad and id(parameter) not in inside:
                 raise ValueError(
-                    f"The parameter {name!r} lies outside the Sequential that `DCTPipelineStrategy` cuts into stages,"
-                    " so no stage could train it. Move its module into the Sequential, or freeze it."
+                    f"The parameter {name!r} lies outside the Sequential that `DCTPipelineStrategy`"
+                    " cuts into stages, so no stage could train it. Move its module into the"
+                    " Sequential, or freeze it."
                 )
         owners: dict[int, int] = {}
         for piece in self.pieces:
             stage = piece.index % self.mesh.stages
-            for name, tensor in chain(piece.modules.named_parameters(), piece.modules.named_buffers()):
+            for name, tensor in chain(
+                piece.modules.named_parameters(), piece.modules.named_buffers()
+            ):
                 what = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
                 if owners.setdefault(id(tensor), stage) != stage:
                     raise ValueError(
-                        f"The {what} {name!r} of piece {piece.index} is also used on stage {owners[id(tensor)]}:"
-                        " stages on different ranks cannot share it. Make a module for each, untie the weights, or put"
-                        " both uses into one piece."
+                        f"The {what} {name!r} of piece {piece.index} is also used on stage"
+                        f" {owners[id(tensor)]}: stages on different ranks cannot share it. Make a"
+                        " module for each, untie the weights, or put both uses into one piece."
                     )
         self.check_trained()
 
@@ -98,17 +116,27 @@ class Placement:
         """Refuse a stage without a trainable parameter (ValueError); callbacks may freeze some."""
         for stage in range(self.mesh.stages):
             pieces = self.pieces[stage :: self.mesh.stages]
-            if not any(parameter.requires_grad for piece in pieces for parameter in piece.modules.parameters()):
+            if not any(
+                parameter.requires_grad
+                for piece in pieces
+                for parameter in piece.modules.parameters()
+            ):
                 raise ValueError(
-                    f"Stage {stage} of the pipeline has no trainable parameter. Move a SplitPoint, so that every stage"
-                    " has some, or use fewer stages."
+                    f"Stage {stage} of the pipeline has no trainable parameter. Move a SplitPoint,"
+                    " so that every stage has some, or use fewer stages."
                 )
 
     @contextmanager
     def without_foreign(self) -> Iterator[None]:
-        """Keep other ranks' pieces out of the model, because meta tensors cannot be moved to another device."""
+        """Keep other ranks' pieces out of the model, because meta tensors cannot be moved to
+        another device.
+        """
         foreign = {module for piece in self.foreign for module in piece.modules.modules()}
-        children = [(parent._modules, *child) for parent in self.model.modules() for child in parent._modules.items()]
+        children = [
+            (parent._modules, *child)
+            for parent in self.model.modules()
+            for child in parent._modules.items()
+        ]
         places = [(among, name, child) for among, name, child in children if child in foreign]
         try:
             for among, name, _ in places:
@@ -140,9 +168,15 @@ class Placement:
         start_alike(chain(self.model.parameters(), self.model.buffers()), self.mesh.everyone)
 
     def _names(self, pieces: Iterable[Piece]) -> tuple[str, ...]:
-        """The beginnings of all names of what is in some pieces and at their ends: a child may be elsewhere, too."""
+        """The beginnings of all names of what is in some pieces and at their ends: a child may be
+        elsewhere, too.
+        """
         modules = {module for piece in pieces for module in (*piece.modules.modules(), piece.split)}
-        return tuple(f"{name}." for name, one in self.model.named_modules(remove_duplicate=False) if one in modules)
+        return tuple(
+            f"{name}."
+            for name, one in self.model.named_modules(remove_duplicate=False)
+            if one in modules
+        )
 
 
 def find_pipeline(module: nn.Module) -> nn.Sequential:
@@ -155,35 +189,42 @@ def find_pipeline(module: nn.Module) -> nn.Sequential:
     if len(found) != 1:
         have = "none has any" if not found else f"{', '.join(map(repr, found))} have them"
         raise ValueError(
-            "`DCTPipelineStrategy` needs exactly one `torch.nn.Sequential` in the model with `SplitPoint` modules among"
-            f" its children, but {have}. Build the network as one Sequential with a SplitPoint between every two"
-            " stages."
+            "`DCTPipelineStrategy` needs exactly one `torch.nn.Sequential` in the model with"
+            f" `SplitPoint` modules among its children, but {have}. Build the network as one"
+            " Sequential with a SplitPoint between every two stages."
         )
     (network,) = found.values()
     kind = type(network)
     if kind.forward not in (nn.Sequential.forward, SplitSequential.forward):
         raise ValueError(
-            f"The Sequential with `SplitPoint` modules is a {kind.__name__}, whose own `forward` no stage would run."
-            " Move what it does into the first or the last child."
+            f"The Sequential with `SplitPoint` modules is a {kind.__name__}, whose own `forward` no"
+            " stage would run. Move what it does into the first or the last child."
         )
     return network
 
 
 def cut(pipeline: nn.Sequential) -> list[Piece]:
-    """Cut a Sequential at its split points (ValueError if a piece has no modules, or two a split point)."""
+    """Cut a Sequential at its split points (ValueError if a piece has no modules, or two a split
+    point).
+    """
     pieces: list[Piece] = []
     children: OrderedDict[str, nn.Module] = OrderedDict()
-    # Not `named_children`, which leaves out repetitions of a child that stands in several places, such as a ReLU.
+    # Not `named_children`, which leaves out repetitions of a child that stands in several places,
+    # such as a ReLU.
     for name, child in [*pipeline._modules.items(), ("", None)]:
         if child is not None and not isinstance(child, SplitPoint):
             children[name] = child
             continue
         if child is not None and any(piece.split is child for piece in pieces):
-            raise ValueError(f"The `SplitPoint` {name!r} of the pipeline stands in two places. Make one for each.")
+            raise ValueError(
+                f"The `SplitPoint` {name!r} of the pipeline stands in two places. Make one for"
+                " each."
+            )
         if not children:
             raise ValueError(
-                f"Piece {len(pieces)} of the pipeline is empty: a `SplitPoint` must stand between two modules of the"
-                " Sequential, not at its beginning or end or beside another one."
+                f"Piece {len(pieces)} of the pipeline is empty: a `SplitPoint` must stand between"
+                " two modules of the Sequential, not at its beginning or end or beside another"
+                " one."
             )
         pieces.append(Piece(len(pieces), SplitSequential(children), child))
         children = OrderedDict()
@@ -194,20 +235,28 @@ def check_pieces(pieces: Sequence[Piece], stages: int, interleaved: bool) -> Non
     """Refuse a number of pieces that does not fit the stages (ValueError)."""
     count = len(pieces)
     if interleaved:
-        fits, takes = count % stages == 0 and count > stages, "schedule 'interleaved_1f1b' takes"
-        needed = f"a multiple of `stages` above it ({2 * stages} pieces, which {2 * stages - 1} split points make)"
+        fits = count % stages == 0 and count > stages
+        takes = "schedule 'interleaved_1f1b' takes"
+        needed = (
+            f"a multiple of `stages` above it ({2 * stages} pieces, which {2 * stages - 1} split"
+            " points make)"
+        )
     else:
-        fits, takes = count == stages, "schedules 'gpipe' and '1f1b' take"
+        fits = count == stages
+        takes = "schedules 'gpipe' and '1f1b' take"
         needed = f"as many pieces as stages ({stages - 1} split points)"
     if not fits:
         raise ValueError(
-            f"The SplitPoint modules of the model cut it into {count} pieces, and `stages={stages}`. The"
-            f" {takes} {needed}. Change the split points, `stages` or `schedule`."
+            f"The SplitPoint modules of the model cut it into {count} pieces, and"
+            f" `stages={stages}`. The {takes} {needed}. Change the split points, `stages` or"
+            " `schedule`."
         )
 
 
 def convert(pieces: Iterable[Piece], function: Callable[[Tensor], Tensor]) -> None:
-    """Replace each parameter and buffer of some pieces by a function of it; shared tensors stay shared."""
+    """Replace each parameter and buffer of some pieces by a function of it; shared tensors stay
+    shared.
+    """
     converted: dict[Tensor, Tensor] = {}
     for module in (module for piece in pieces for module in piece.modules.modules()):
         for tensors in (module._parameters, module._buffers):
@@ -217,25 +266,39 @@ def convert(pieces: Iterable[Piece], function: Callable[[Tensor], Tensor]) -> No
                 if tensor not in converted:
                     new = function(tensor.detach())
                     is_parameter = isinstance(tensor, nn.Parameter)
-                    converted[tensor] = nn.Parameter(new, tensor.requires_grad) if is_parameter else new
+                    converted[tensor] = (
+                        nn.Parameter(new, tensor.requires_grad) if is_parameter else new
+                    )
                 tensors[name] = converted[tensor]  # type: ignore[assignment]
 
 
 def part_of_optimizer_state(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """The state of this rank's parameters, from ``optimizer.state_dict()`` or a saved one of the whole model.
+    """The state of this rank's parameters, from ``optimizer.state_dict()`` or a saved one of the
+    whole model.
 
-    The optimizer has all parameters, including those on the meta device, in the same order on every rank.
+    The optimizer has all parameters, including those on the meta device, in the same order on every
+    rank.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = [number for group in state["param_groups"] for number in group["params"]]
-    here = {number for number, parameter in zip(numbers, parameters, strict=False) if not parameter.is_meta}
+    here = {
+        number
+        for number, parameter in zip(numbers, parameters, strict=False)
+        if not parameter.is_meta
+    }
     # State without a parameter stays.
-    kept = {key: value for key, value in state["state"].items() if key in here or key not in numbers}
+    kept = {
+        key: value for key, value in state["state"].items() if key in here or key not in numbers
+    }
     return {**state, "state": kept}
 
 
 def merge_optimizer_states(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The state of all parameters, in their order; state without a parameter is the first stage's."""
+    """The state of all parameters, in their order; state without a parameter is the first
+    stage's.
+    """
     merged = ChainMap(*(part["state"] for part in parts))
-    ordered = sorted(merged.items(), key=lambda item: (not isinstance(item[0], int), str(item[0]).zfill(12)))
+    ordered = sorted(
+        merged.items(), key=lambda item: (not isinstance(item[0], int), str(item[0]).zfill(12))
+    )
     return {**parts[0], "state": dict(ordered)}

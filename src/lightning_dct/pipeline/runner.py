@@ -1,8 +1,10 @@
-"""Runs the user's steps over a pipeline, and gives the schedule's gradients to DistributedDataParallel.
+"""Runs the user's steps over a pipeline, and gives the schedule's gradients to
+DistributedDataParallel.
 
-A step is ordinary code that calls the network once. To capture the arguments of that call, the network's forward is
-replaced by one that ends the step. To compute a loss, it is replaced by one that returns the last stage's output. So on
-the last stage the code before the call runs twice. It has the same batch and draws the same random numbers both times.
+A step is ordinary code that calls the network once. To capture the arguments of that call, the
+network's forward is replaced by one that ends the step. To compute a loss, it is replaced by one
+that returns the last stage's output. So on the last stage the code before the call runs twice. It
+has the same batch and draws the same random numbers both times.
 """
 
 import random
@@ -33,20 +35,23 @@ from lightning_dct.pipeline.sequential import NetworkCall, check_context, check_
 # How ranks of one pipeline differ, and the remedy.
 _BATCHES = (
     "read different batches for `{step}`, and all of them must read the same. Begin the script with"
-    " `seed_everything(0, workers=True)`, so that all ranks make, shuffle and augment data alike, and draw no random"
-    " numbers on some ranks only. If the script splits data itself, use `trainer.distributed_sampler_kwargs`"
-    " (`num_replicas`: pipelines, `rank`: this one) instead of `trainer.world_size` and `trainer.global_rank`."
+    " `seed_everything(0, workers=True)`, so that all ranks make, shuffle and augment data alike,"
+    " and draw no random numbers on some ranks only. If the script splits data itself, use"
+    " `trainer.distributed_sampler_kwargs` (`num_replicas`: pipelines, `rank`: this one) instead of"
+    " `trainer.world_size` and `trainer.global_rank`."
 )
 _KEYWORDS = (
-    "called the network with different keyword arguments in `{step}`. They do not cross between stages, so they"
-    " must follow from the batch alone: compute them without state that ranks do not share, or make them part of"
-    " the network's first argument."
+    "called the network with different keyword arguments in `{step}`. They do not cross between"
+    " stages, so they must follow from the batch alone: compute them without state that ranks do"
+    " not share, or make them part of the network's first argument."
 )
 
 
 @dataclass
 class Runner:
-    """The steps of a user's module on one rank, during a Trainer's run; ``network`` in it is cut into pieces."""
+    """The steps of a user's module on one rank, during a Trainer's run; ``network`` in it is cut
+    into pieces.
+    """
 
     module: pl.LightningModule
     network: nn.Sequential
@@ -67,22 +72,29 @@ class Runner:
         ``training_step`` gets each micro-batch, and the other arguments unchanged.
 
         Returns:
-            The mean of the micro-batches' losses, without a graph; the same on every rank of the pipeline.
+            The mean of the micro-batches' losses, without a graph; the same on every rank of the
+            pipeline.
 
         Raises:
-            ValueError: The batch cannot be cut into micro-batches of one shape, or ranks have read different batches.
-            RuntimeError: ``training_step`` does not call the network exactly once, or returns no loss.
+            ValueError: The batch cannot be cut into micro-batches of one shape, or ranks have read
+                different batches.
+            RuntimeError: ``training_step`` does not call the network exactly once, or returns no
+                loss.
         """
         if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
             raise RuntimeError(
-                "Trainer(detect_anomaly=True) does not work with `DCTPipelineStrategy`: gradients cross between stages"
-                " as bytes that read as NaN. Look for anomalies with one process and `strategy='auto'`."
+                "Trainer(detect_anomaly=True) does not work with `DCTPipelineStrategy`: gradients"
+                " cross between stages as bytes that read as NaN. Look for anomalies with one"
+                " process and `strategy='auto'`."
             )
         self._check_same_data("training_step", _BATCHES, batch)
         micro_batches = self.pipeline.micro_batches
         parts = steps.split_batch(batch, micro_batches)
         with self.pipeline.precision():
-            calls = [self._capture("training_step", number, part, *arguments) for number, part in enumerate(parts)]
+            calls = [
+                self._capture("training_step", number, part, *arguments)
+                for number, part in enumerate(parts)
+            ]
         self._check_same_data("training_step", _KEYWORDS, [call.context for call in calls])
         losses: list[Tensor] = []
         logged: list[list[steps.LogCall]] = []
@@ -97,19 +109,27 @@ class Runner:
         borders = self._borders_of(calls[0])
         if any(self._borders_of(call) != borders for call in calls[1:]):
             raise ValueError(
-                "The micro-batches of this batch give the network inputs of different shapes; a schedule sends payloads"
-                " of one size. Pad the inputs to the same shape for the whole batch."
+                "The micro-batches of this batch give the network inputs of different shapes; a"
+                " schedule sends payloads of one size. Pad the inputs to the same shape for the"
+                " whole batch."
             )
         self._step_results.post_receive()
-        self.pipeline.train(calls, borders, loss_of, partial(self._drawing, "training_step", arguments))
-        result = (torch.stack(losses).mean().cpu(), steps.combine(logged)) if self._mesh.is_last else None
+        self.pipeline.train(
+            calls, borders, loss_of, partial(self._drawing, "training_step", arguments)
+        )
+        result = (
+            (torch.stack(losses).mean().cpu(), steps.combine(logged))
+            if self._mesh.is_last
+            else None
+        )
         return self._share(result, self._step_results.share).to(self.pipeline.device)
 
     def evaluate(self, step: str, batch: Any, *arguments: Any) -> Any:
-        """Run ``"validation_step"``, ``"test_step"`` or ``"predict_step"``, and return its result on every rank.
+        """Run ``"validation_step"``, ``"test_step"`` or ``"predict_step"``, and return its result
+        on every rank.
 
-        The step sees the whole batch. Only the network runs in micro-batches, which may differ in size by a row. Each
-        is masked by itself, as in training.
+        The step sees the whole batch. Only the network runs in micro-batches, which may differ in
+        size by a row. Each is masked by itself, as in training.
         """
         self._check_same_data(step, _BATCHES, batch)
         whole = self._capture(step, 0, batch, *arguments)
@@ -117,26 +137,37 @@ class Runner:
         calls = steps.split_ragged(whole, self.pipeline.micro_batches, batch)
         borders = [self._borders_of(call) for call in calls]
         outputs = self.pipeline.forward(calls, borders, partial(self._drawing, step, arguments))
-        sent, result = None, None
+        sent = None
+        result = None
         if outputs is not None:
             result, logs = self._finish(step, 0, steps.join(outputs), batch, *arguments)
             sent = to_device(result, "cpu"), logs
         shared = self._share(sent, partial(self._mesh.share, stage=self._mesh.stages - 1))
         return to_device(shared, self.pipeline.device) if outputs is None else result
 
-    def _share(self, result: tuple[Any, list[steps.LogCall]] | None, share: Callable[[Any], Any]) -> Any:
-        """Share the last stage's result and logs (None elsewhere), and repeat its logs and its metrics' counts."""
-        own = None if result is None else (*result, [metric._update_count for metric in self.metrics])
+    def _share(
+        self, result: tuple[Any, list[steps.LogCall]] | None, share: Callable[[Any], Any]
+    ) -> Any:
+        """Share the last stage's result and logs (None elsewhere), and repeat its logs and its
+        metrics' counts.
+        """
+        own = (
+            None if result is None else (*result, [metric._update_count for metric in self.metrics])
+        )
         shared, logs, counts = share(own)
         for metric, count in zip(self.metrics, counts, strict=True):
             if metric._update_count != count:
-                # Without this hack, metrics would warn about computing without data, and return cached values.
-                metric._update_count, metric._computed = count, None
+                # Without this hack, metrics would warn about computing without data, and return
+                # cached values.
+                metric._update_count = count
+                metric._computed = None
         steps.replay(self.module, logs)
         return shared
 
     def _capture(self, step: str, number: int, batch: Any, *arguments: Any) -> NetworkCall:
-        """Run a step up to its call of the network, without logs, and return the arguments of that call."""
+        """Run a step up to its call of the network, without logs, and return the arguments of that
+        call.
+        """
 
         def reach(input: Any, **context: Any) -> Any:
             check_context(self.network, context)
@@ -150,8 +181,8 @@ class Runner:
         except _Reached as reached:
             return reached.args[0]
         raise RuntimeError(
-            f"`{step}` never calls the Sequential that is cut into stages. Under `DCTPipelineStrategy` every step calls"
-            " it once, as in `self.network(inputs)`."
+            f"`{step}` never calls the Sequential that is cut into stages. Under"
+            " `DCTPipelineStrategy` every step calls it once, as in `self.network(inputs)`."
         )
 
     def _finish(
@@ -165,24 +196,37 @@ class Runner:
             inputs.append(input)
             return output
 
-        result = self._run(step, number, (batch, *arguments), answer, steps.recorder(self.module, logs))
+        result = self._run(
+            step, number, (batch, *arguments), answer, steps.recorder(self.module, logs)
+        )
         if len(inputs) != 1:
             raise RuntimeError(
-                f"`{step}` has called the Sequential that is cut into stages {len(inputs)} times. Under"
-                " `DCTPipelineStrategy` every step calls it once: join the inputs into one batch."
+                f"`{step}` has called the Sequential that is cut into stages {len(inputs)} times."
+                " Under `DCTPipelineStrategy` every step calls it once: join the inputs into one"
+                " batch."
             )
         return result, logs
 
     def _run(self, step: str, number: int, arguments: Sequence[Any], forward: Any, log: Any) -> Any:
         """Run a step with another forward of the network and another ``self.log``."""
-        network, gather = exchanged(self.network, "forward", forward), exchanged(self.module, "all_gather", _refuse)
-        with self._drawing(step, arguments[1:], number), network, gather, exchanged(self.module, "log", log):
+        network = exchanged(self.network, "forward", forward)
+        gather = exchanged(self.module, "all_gather", _refuse)
+        with (
+            self._drawing(step, arguments[1:], number),
+            network,
+            gather,
+            exchanged(self.module, "log", log),
+        ):
             return getattr(self.module, step)(*arguments)
 
     @contextmanager
     def _drawing(self, step: str, arguments: Sequence[Any], *where: int) -> Iterator[None]:
-        """Draw numbers that follow from the batch and ``where``. Others stay: ranks still shuffle data alike."""
-        trainer, numbers = self.module.trainer, [one for one in arguments if isinstance(one, int)]
+        """Draw numbers that follow from the batch and ``where``.
+
+        Others stay: ranks still shuffle data alike.
+        """
+        trainer = self.module.trainer
+        numbers = [one for one in arguments if isinstance(one, int)]
         place = step, trainer.current_epoch, trainer.global_step, numbers
         seed = zlib.crc32(repr((self._seed, self._mesh.replica, place, *where)).encode())
         with isolate_rng():
@@ -193,30 +237,44 @@ class Runner:
 
     def _borders_of(self, call: NetworkCall) -> list[Border]:
         leaves, structure = tree_flatten(call)
-        kinds = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
+        kinds = tuple(
+            (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves
+        )
         key = (self.module.training, structure, kinds)
         if key not in self._borders:
             pipeline = self.pipeline
-            self._borders[key] = trace_borders(pipeline.pieces, call, pipeline.device, pipeline.precision)
+            self._borders[key] = trace_borders(
+                pipeline.pieces, call, pipeline.device, pipeline.precision
+            )
         return self._borders[key]
 
     def _check_same_data(self, step: str, difference: str, data: Any) -> None:
-        """Check, in the first batch of an epoch, that all ranks of the pipeline have the same tensors (ValueError)."""
+        """Check, in the first batch of an epoch, that all ranks of the pipeline have the same
+        tensors (ValueError).
+        """
         if self._checked.get((step, difference)) == (epoch := self.module.trainer.current_epoch):
             return
         self._checked[step, difference] = epoch
-        seen = [(leaf.shape, checksum_of(leaf)) for leaf in tree_leaves(data) if isinstance(leaf, Tensor)]
+        seen = [
+            (leaf.shape, checksum_of(leaf))
+            for leaf in tree_leaves(data)
+            if isinstance(leaf, Tensor)
+        ]
         if any(theirs != seen for theirs in gather_objects(seen, self._mesh.control)):
             raise ValueError(f"The ranks of one pipeline have {difference.format(step=step)}")
 
 
 class _Reached(BaseException):
-    """Ends the step with the network's arguments; no ``except Exception`` in user code catches it."""
+    """Ends the step with the network's arguments; no ``except Exception`` in user code catches
+    it.
+    """
 
 
 @contextmanager
 def exchanged(module: nn.Module, method: str, replacement: Callable[..., Any]) -> Iterator[None]:
-    """Replace a method of one module, as Lightning does for DDP: the instance's attribute hides the class's."""
+    """Replace a method of one module, as Lightning does for DDP: the instance's attribute hides the
+    class's.
+    """
     setattr(module, method, replacement)
     try:
         yield
@@ -226,17 +284,20 @@ def exchanged(module: nn.Module, method: str, replacement: Callable[..., Any]) -
 
 def _refuse(*_: Any, **__: Any) -> Any:
     raise RuntimeError(
-        "`self.all_gather` in a step would wait forever: under `DCTPipelineStrategy` only ranks of the last stage run"
-        " the step to its end. Log with `self.log(..., sync_dist=True)`, or gather in `on_validation_epoch_end`."
+        "`self.all_gather` in a step would wait forever: under `DCTPipelineStrategy` only ranks of"
+        " the last stage run the step to its end. Log with `self.log(..., sync_dist=True)`, or"
+        " gather in `on_validation_epoch_end`."
     )
 
 
 @contextmanager
 def set_aside(parameters: Sequence[nn.Parameter]) -> Iterator[list[Tensor | None]]:
-    """Collect the gradients of the code inside in a list, one or None per parameter, and leave ``.grad`` unchanged.
+    """Collect the gradients of the code inside in a list, one or None per parameter, and leave
+    ``.grad`` unchanged.
 
-    A schedule runs its own backward passes in the middle of ``training_step``, and then Lightning calls ``zero_grad``
-    and ``backward``. With :class:`Delivered`, accumulation and DistributedDataParallel's hooks work as usual.
+    A schedule runs its own backward passes in the middle of ``training_step``, and then Lightning
+    calls ``zero_grad`` and ``backward``. With :class:`Delivered`, accumulation and
+    DistributedDataParallel's hooks work as usual.
     """
     before = [parameter.grad for parameter in parameters]
     gradients: list[Tensor | None] = []
@@ -251,10 +312,15 @@ def set_aside(parameters: Sequence[nn.Parameter]) -> Iterator[list[Tensor | None
 
 
 class Delivered(torch.autograd.Function):
-    """A copy of a scalar loss. Its backward, which may run once, scales gradients in place and returns them."""
+    """A copy of a scalar loss.
+
+    Its backward, which may run once, scales gradients in place and returns them.
+    """
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, gradients: Sequence[Tensor | None], *parameters: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, loss: Tensor, gradients: Sequence[Tensor | None], *parameters: Tensor
+    ) -> Tensor:
         """``gradients`` has one for each of the parameters."""
         ctx.gradients = gradients
         return loss.clone()
@@ -264,5 +330,6 @@ class Delivered(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients, times that of the loss."""
         (scale,) = grad_outputs
-        gradients, ctx.gradients = ctx.gradients, None
+        gradients = ctx.gradients
+        ctx.gradients = None
         return (None, None, *(None if g is None else g.mul_(scale.to(g.dtype)) for g in gradients))

@@ -1,4 +1,6 @@
-"""A Sequential whose children can take keyword arguments in addition to the previous child's result."""
+"""A Sequential whose children can take keyword arguments in addition to the previous child's
+result.
+"""
 
 import inspect
 from collections.abc import Mapping
@@ -18,9 +20,9 @@ class NetworkCall(NamedTuple):
 class SplitSequential(nn.Sequential):
     """A ``torch.nn.Sequential`` that passes keyword arguments to the children that name them.
 
-    Each child gets the previous child's result, as in any Sequential, and the keywords that its ``forward`` names after
-    its first parameter (all of them if it takes ``**keywords``). So children can use more of the batch, such as a
-    decoder's tokens::
+    Each child gets the previous child's result, as in any Sequential, and the keywords that its
+    ``forward`` names after its first parameter (all of them if it takes ``**keywords``). So
+    children can use more of the batch, such as a decoder's tokens::
 
         class Decoder(nn.Module):
             def forward(self, memory, target_in): ...
@@ -28,8 +30,9 @@ class SplitSequential(nn.Sequential):
         network = SplitSequential(encoder, SplitPoint(density=0.1), decoder)
         logits = network(source, target_in=target_in)
 
-    Under :class:`~lightning_dct.DCTPipelineStrategy` keywords are not sent between stages: every rank takes them from
-    its own copy of the batch. So they must follow from the batch alone, and have no gradient.
+    Under :class:`~lightning_dct.DCTPipelineStrategy` keywords are not sent between stages: every
+    rank takes them from its own copy of the batch. So they must follow from the batch alone, and
+    have no gradient.
 
     Raises:
         TypeError: In a call: a required keyword is missing, or no child takes a given one.
@@ -44,28 +47,38 @@ class SplitSequential(nn.Sequential):
 
 
 def check_context(network: nn.Sequential, context: Mapping[str, Any]) -> None:
-    """Check that children take all given keywords, and that no required one is missing (TypeError)."""
+    """Check that children take all given keywords, and that no required one is missing
+    (TypeError).
+    """
     if context and not isinstance(network, SplitSequential):
         raise TypeError(
-            f"The network is called with {', '.join(context)} as keywords, and it is a {type(network).__name__}, which"
-            " takes one input. Make it a `lightning_dct.SplitSequential`."
+            f"The network is called with {', '.join(context)} as keywords, and it is a"
+            f" {type(network).__name__}, which takes one input. Make it a"
+            " `lightning_dct.SplitSequential`."
         )
     unused = set(context)
     for name, child in network.named_children():
         unused -= set(context_of(child, context))
         for parameter in _keywords(child):
-            keyword, is_required = parameter.name, parameter.default is parameter.empty
-            if is_required and parameter.kind is not parameter.VAR_KEYWORD and keyword not in context:
+            keyword = parameter.name
+            is_required = parameter.default is parameter.empty
+            if (
+                is_required
+                and parameter.kind is not parameter.VAR_KEYWORD
+                and keyword not in context
+            ):
                 given = ", ".join(map(repr, context)) or "none"
                 raise TypeError(
-                    f"The forward of {name!r} ({type(child).__name__}) takes {keyword!r}, which the call of the network"
-                    f" does not give (given by keyword: {given}). Make it a `lightning_dct.SplitSequential` and call it"
-                    f" as in `self.network(inputs, {keyword}=...)`, or give the parameter a default."
+                    f"The forward of {name!r} ({type(child).__name__}) takes {keyword!r}, which the"
+                    f" call of the network does not give (given by keyword: {given}). Make it a"
+                    " `lightning_dct.SplitSequential` and call it as in `self.network(inputs,"
+                    f" {keyword}=...)`, or give the parameter a default."
                 )
     if unused:
         raise TypeError(
-            f"No child of the SplitSequential has a forward that names {', '.join(map(repr, sorted(unused)))} after"
-            " its first parameter. Leave the keyword out of the call, or name it in the forward that needs it."
+            "No child of the SplitSequential has a forward that names"
+            f" {', '.join(map(repr, sorted(unused)))} after its first parameter. Leave the keyword"
+            " out of the call, or name it in the forward that needs it."
         )
 
 
@@ -81,9 +94,10 @@ def check_no_gradients(context: Mapping[str, Any]) -> None:
     for name, value in context.items():
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(value)):
             raise ValueError(
-                f"The network is called with {name!r} as a keyword, a tensor that requires a gradient. Keywords do not"
-                " cross between stages under `DCTPipelineStrategy`, and no gradient comes back for them. Detach it if"
-                " it needs none; or compute it inside a piece, or make it part of the activation that crosses."
+                f"The network is called with {name!r} as a keyword, a tensor that requires a"
+                " gradient. Keywords do not cross between stages under `DCTPipelineStrategy`, and"
+                " no gradient comes back for them. Detach it if it needs none; or compute it"
+                " inside a piece, or make it part of the activation that crosses."
             )
 
 

@@ -1,4 +1,6 @@
-"""What the user's ``*_step`` takes and gives: batches, cut into micro-batches, and logs, which every rank repeats."""
+"""What the user's ``*_step`` takes and gives: batches, cut into micro-batches, and logs, which
+every rank repeats.
+"""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -30,9 +32,9 @@ def loss_in(result: Any) -> Tensor:
     loss = result.get("loss") if isinstance(result, dict) else result
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise RuntimeError(
-            "`training_step` must return a loss that depends on the network's output: a tensor of one entry, or a dict"
-            f" with one under 'loss'. It returned {type(result).__name__}. Under `DCTPipelineStrategy` no micro-batch"
-            " can be skipped."
+            "`training_step` must return a loss that depends on the network's output: a tensor of"
+            f" one entry, or a dict with one under 'loss'. It returned {type(result).__name__}."
+            " Under `DCTPipelineStrategy` no micro-batch can be skipped."
         )
     return loss
 
@@ -40,7 +42,8 @@ def loss_in(result: Any) -> Tensor:
 def combine(micro_batches: Sequence[Sequence[LogCall]]) -> list[LogCall]:
     """The logs of a batch from those of its micro-batches.
 
-    Values are combined like batches of an epoch: by ``reduce_fx``, by default the mean weighted by ``batch_size``.
+    Values are combined like batches of an epoch: by ``reduce_fx``, by default the mean weighted by
+    ``batch_size``.
     """
     by_name: dict[str, list[LogCall]] = {}
     for call in chain.from_iterable(micro_batches):
@@ -61,40 +64,48 @@ def replay(module: pl.LightningModule, calls: Sequence[LogCall]) -> None:
 
 
 def split_batch(batch: Any, parts: int) -> list[Any]:
-    """Cut the tensors of a nested batch along dimension 0; every part gets all scalars and other objects.
+    """Cut the tensors of a nested batch along dimension 0; every part gets all scalars and other
+    objects.
 
-    Tensors that cannot be cut into equal parts, or that have different numbers of rows, are refused (ValueError).
+    Tensors that cannot be cut into equal parts, or that have different numbers of rows, are refused
+    (ValueError).
     """
     lengths = _lengths(batch)
     if not lengths:
         raise ValueError(
-            f"No tensors to cut into micro-batches are found in the training batch, a {type(batch).__name__}. Have the"
-            " loader's `collate_fn` return a tensor, or a dict, list or tuple of tensors."
+            "No tensors to cut into micro-batches are found in the training batch, a"
+            f" {type(batch).__name__}. Have the loader's `collate_fn` return a tensor, or a dict,"
+            " list or tuple of tensors."
         )
     for length in sorted(lengths):
         if length % parts:
             raise ValueError(
-                f"`micro_batches={parts}` does not divide the training batch, which has {length} rows on this"
-                f" pipeline. Choose a batch size that is a multiple of {parts} (and `drop_last=True` for the loader's"
-                " last batch), or other `micro_batches`."
+                f"`micro_batches={parts}` does not divide the training batch, which has {length}"
+                f" rows on this pipeline. Choose a batch size that is a multiple of {parts} (and"
+                " `drop_last=True` for the loader's last batch), or other `micro_batches`."
             )
     if len(lengths) > 1:
         raise ValueError(
-            f"The training batch has tensors of {' and '.join(map(str, sorted(lengths)))} rows, and every tensor of it"
-            " is cut into micro-batches along dimension 0. Give all of them a row for each sample, and keep what is no"
-            " data, such as a weight for each feature, in the LightningModule."
+            f"The training batch has tensors of {' and '.join(map(str, sorted(lengths)))} rows, and"
+            " every tensor of it is cut into micro-batches along dimension 0. Give all of them a"
+            " row for each sample, and keep what is no data, such as a weight for each feature, in"
+            " the LightningModule."
         )
     return _cut(batch, parts)
 
 
 def split_ragged(value: Any, parts: int, batch: Any) -> list[Any]:
-    """Cut a network's arguments along dimension 0 into at most ``parts`` parts, whose sizes differ by at most 1.
+    """Cut a network's arguments along dimension 0 into at most ``parts`` parts, whose sizes differ
+    by at most 1.
 
-    They are not cut if they have other numbers of rows than the batch, as if the sequence comes first, or as many rows
-    as columns: then the sequence may come first, too.
+    They are not cut if they have other numbers of rows than the batch, as if the sequence comes
+    first, or as many rows as columns: then the sequence may come first, too.
     """
-    lengths, leaves = _lengths(value), tree_leaves(value)
-    is_batch = len(lengths) == 1 and all(_has_rows(leaf) and leaf.shape[1:2] != leaf.shape[:1] for leaf in leaves)
+    lengths = _lengths(value)
+    leaves = tree_leaves(value)
+    is_batch = len(lengths) == 1 and all(
+        _has_rows(leaf) and leaf.shape[1:2] != leaf.shape[:1] for leaf in leaves
+    )
     if not is_batch or not lengths <= _lengths(batch) - {0}:
         return [value]
     return _cut(value, min(parts, *lengths))
@@ -104,7 +115,10 @@ def join(outputs: Sequence[Any]) -> Any:
     """Undo :func:`split_ragged` for the network's results."""
     if len(outputs) == 1:
         return outputs[0]
-    rows = [next((len(leaf) for leaf in tree_leaves(output) if _has_rows(leaf)), 1) for output in outputs]
+    rows = [
+        next((len(leaf) for leaf in tree_leaves(output) if _has_rows(leaf)), 1)
+        for output in outputs
+    ]
     return tree_map(lambda *parts: _joined(parts, rows), *outputs)
 
 
@@ -124,7 +138,9 @@ def _has_rows(leaf: Any) -> bool:
 
 
 def _joined(parts: Sequence[Any], rows: Sequence[int]) -> Any:
-    """Rows one after the other; of a number such as an auxiliary loss the mean over all rows; else the first."""
+    """Rows one after the other; of a number such as an auxiliary loss the mean over all rows; else
+    the first.
+    """
     if _has_rows(parts[0]):
         return torch.cat([*parts])
     if not isinstance(parts[0], Tensor):
@@ -140,11 +156,12 @@ def recorder(module: pl.LightningModule, calls: list[LogCall]) -> Callable[..., 
     def record(*arguments: Any, **settings: Any) -> None:
         bound = arguments_of_log.bind(module, *arguments, **settings).arguments
         del bound["self"]
-        name, value = bound.pop("name"), bound.pop("value")
+        name = bound.pop("name")
+        value = bound.pop("value")
         if bound.get("sync_dist_group") is not None:
             raise ValueError(
-                f"`self.log({name!r}, sync_dist_group=...)`: under `DCTPipelineStrategy` values are combined over the"
-                " pipelines. Leave `sync_dist_group` out."
+                f"`self.log({name!r}, sync_dist_group=...)`: under `DCTPipelineStrategy` values are"
+                " combined over the pipelines. Leave `sync_dist_group` out."
             )
         bound["enable_graph"] = False
         metric = None
@@ -153,8 +170,9 @@ def recorder(module: pl.LightningModule, calls: list[LogCall]) -> Callable[..., 
             metric = bound.get("metric_attribute") or next(names, None)
             if metric is None:
                 raise ValueError(
-                    "A torchmetrics metric was logged that is no attribute of the LightningModule, so other ranks"
-                    " cannot find it. Assign it in `__init__`, or log `metric.compute()`."
+                    "A torchmetrics metric was logged that is no attribute of the LightningModule,"
+                    " so other ranks cannot find it. Assign it in `__init__`, or log"
+                    " `metric.compute()`."
                 )
             value = value._forward_cache
         calls.append(LogCall(name, to_device(value, "cpu"), metric, bound))

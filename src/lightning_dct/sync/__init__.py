@@ -1,1 +1,3 @@
-"""When ranks exchange: the clock of rounds, the weights that each rank has and those that all share, and gradients."""
+"""When ranks exchange: the clock of rounds, the weights that each rank has and those that all
+share, and gradients.
+"""

@@ -1,26 +1,28 @@
-r"""How far the ranks' gradients agree, by row and column of each tensor, and the gain on the mean of their updates.
+r"""How far the ranks' gradients agree, by row and column of each tensor, and the gain on the mean
+of their updates.
 
-The *coherence* of ``W`` vectors ``g_r`` is the number of them that one of the same direction would stand for:
+The *coherence* of ``W`` vectors ``g_r`` is the number of them that one of the same direction would
+stand for:
 
     R  =  |sum over ranks of g|^2 / sum over ranks of |g|^2  =  1 + (W - 1) c
 
-It is ``W`` if all are alike, 1 if they are noise, and less if they are opposed; ``c`` is their mean cosine. Adam
-divides by the root of ``v``, a running mean of squares. On the mean gradient, as under DistributedDataParallel, it
-would divide by the root of a ``v`` that is smaller by ``R / W``. So the mean of the ranks' updates is multiplied by the
-*gain*
+It is ``W`` if all are alike, 1 if they are noise, and less if they are opposed; ``c`` is their mean
+cosine. Adam divides by the root of ``v``, a running mean of squares. On the mean gradient, as under
+DistributedDataParallel, it would divide by the root of a ``v`` that is smaller by ``R / W``. So the
+mean of the ranks' updates is multiplied by the *gain*
 
     f  =  sqrt(W / R)
 
-with the squares of ``R`` averaged over time as the optimizer averages them. ``R`` differs within a tensor: the rows of
-frequent words agree, those of rare ones do not. Like the second moments of Adafactor it is taken from those of rows
-and columns, ``R_ij = R_i R_j / R``. A tensor of one dimension has one ``R``. If an optimizer keeps no squares of
-gradients, as Lion and Muon, its steps of the last few measurements take the place of gradients, so the mean gets as
-long as the steps are.
+with the squares of ``R`` averaged over time as the optimizer averages them. ``R`` differs within a
+tensor: the rows of frequent words agree, those of rare ones do not. Like the second moments of
+Adafactor it is taken from those of rows and columns, ``R_ij = R_i R_j / R``. A tensor of one
+dimension has one ``R``. If an optimizer keeps no squares of gradients, as Lion and Muon, its steps
+of the last few measurements take the place of gradients, so the mean gets as long as the steps are.
 
 Ranks measure now and then, from about one entry of each row.
 
-Sources: radial-directional averaging of Decoupled DiLoCo (arXiv 2604.21428), which has an ``f`` of each tensor;
-Adafactor (Shazeer and Stern, ICML 2018) for rows and columns.
+Sources: radial-directional averaging of Decoupled DiLoCo (arXiv 2604.21428), which has an ``f`` of
+each tensor; Adafactor (Shazeer and Stern, ICML 2018) for rows and columns.
 """
 
 import math
@@ -35,10 +37,15 @@ from lightning_dct.compress.awaited import Awaited
 from lightning_dct.compress.bucket_plan import Gain
 from lightning_dct.exchange.collectives import Link, all_gather_payload
 
-# A sample has one entry in so many, or in each row if it is longer, but at least so many of a tensor, and at most.
-STRIDE, FEWEST, MOST = 64, 16, 1 << 16
+# A sample has one entry in so many, or in each row if it is longer, but at least so many of a
+# tensor, and at most.
+STRIDE = 64
+FEWEST = 16
+MOST = 1 << 16
 # Measured in every step at first, when coherence changes fast, and then once in so many steps.
-OFTEN, SELDOM, EARLY = 4, 16, 64
+OFTEN = 4
+SELDOM = 16
+EARLY = 64
 # The weight of a measurement in a running mean of the last few.
 USUAL_WEIGHT = 0.25
 # Noise of a measurement must not make a mean of opposed steps too long.
@@ -57,7 +64,8 @@ class Sample(NamedTuple):
     Attributes:
         entries: Those of its entries that :func:`places_of` says, fp32: shape ``[k]``.
         shape: The rows and columns of the tensor; one row for a tensor of one dimension.
-        memory: What remains in a step of the optimizer's running mean of squares; None if it keeps none.
+        memory: What remains in a step of the optimizer's running mean of squares; None if it keeps
+            none.
     """
 
     entries: Tensor
@@ -66,14 +74,15 @@ class Sample(NamedTuple):
 
 
 class TensorCoherence:
-    """The coherence of one tensor among ``ranks``: running means of squares, fp64 on the host, alike on all ranks.
+    """The coherence of one tensor among ``ranks``: running means of squares, fp64 on the host,
+    alike on all ranks.
 
     Attributes:
-        rows: For each row the squares of sums over ranks, the sums of squares, and the number of samples: shape
-            ``[3, rows]``.
+        rows: For each row the squares of sums over ranks, the sums of squares, and the number of
+            samples: shape ``[3, rows]``.
         columns: The same of columns; of a tensor of one dimension they stay zero.
-        whole: Squares of sums over ranks and sums of squares of all samples, and the latter of the last few
-            measurements: shape ``[4]``.
+        whole: Squares of sums over ranks and sums of squares of all samples, and the latter of the
+            last few measurements: shape ``[4]``.
     """
 
     def __init__(self, shape: tuple[int, int]) -> None:
@@ -88,7 +97,9 @@ class TensorCoherence:
         return [self.rows, self.columns, self.whole]
 
     def add(self, places: Tensor, of_sums: Tensor, sums: Tensor, weight: float) -> None:
-        """Add a measurement: the squares of sums over ranks, and sums of squares, of the entries at some places."""
+        """Add a measurement: the squares of sums over ranks, and sums of squares, of the entries at
+        some places.
+        """
         squares = of_sums, sums
         if self.shape[0] > 1:
             numbers = places // self.shape[1], places % self.shape[1]
@@ -98,7 +109,9 @@ class TensorCoherence:
                     total.mul_(1 - weight).add_(torch.bincount(number, values, size).mul_(weight))
                 known[2].add_(torch.bincount(number, minlength=size))
         # One after the other, because the order of a sum must not depend on the processor.
-        whole = torch.cat([torch.bincount(torch.zeros_like(places), values, 1) for values in squares])
+        whole = torch.cat(
+            [torch.bincount(torch.zeros_like(places), values, 1) for values in squares]
+        )
         self.whole[:2].mul_(1 - weight).add_(whole * weight)
         self.whole[2:].mul_(1 - USUAL_WEIGHT).add_(whole * USUAL_WEIGHT)
 
@@ -122,7 +135,9 @@ class TensorCoherence:
 
     @staticmethod
     def _shrunk(known: Tensor, whole: float, ranks: int) -> Tensor:
-        """The coherence of rows or columns; those with few samples are near that of the whole tensor."""
+        """The coherence of rows or columns; those with few samples are near that of the whole
+        tensor.
+        """
         of_sums, sums, count = known
         own = torch.where(sums > 0, of_sums / sums, whole)
         return ((own * count + PRIOR * whole) / (count + PRIOR)).clamp_(LEAST, ranks)
@@ -137,8 +152,9 @@ class Coherence:
 
     Attributes:
         tensors: What is known, by parameter.
-        measured: The latest measurement by parameter: its step, and the results of :func:`measure_all`. It counts from
-            the next one on, because by then every rank knows it.
+        measured: The latest measurement by parameter: its step, and the results of
+            :func:`measure_all`. It counts from the next one on, because by then every rank knows
+            it.
         mean: The coherence of all tensors, each counting as much; None while nothing is known.
     """
 
@@ -157,7 +173,9 @@ class Coherence:
         return self._begun == step
 
     def begin(self, step: int, weights: Mapping[str, Tensor]) -> None:
-        """Sample weights whose step will be compared, before optimizer step number ``step`` (from 1 on)."""
+        """Sample weights whose step will be compared, before optimizer step number ``step`` (from 1
+        on).
+        """
         self._begun = step
         self._before = {name: sample_of(own, step).clone() for name, own in weights.items()}
 
@@ -166,12 +184,17 @@ class Coherence:
         self._begun = 0
 
     def moved(self, name: str, weights: Tensor) -> Tensor | None:
-        """The sample of a parameter's step, which has begun; None if :meth:`begin` has not sampled it."""
+        """The sample of a parameter's step, which has begun; None if :meth:`begin` has not sampled
+        it.
+        """
         before = self._before.get(name)
         return None if before is None else sample_of(weights, self._begun) - before
 
-    def sample(self, name: str, weights: Tensor, gradient: Tensor | None, memory: float | None) -> Sample:
-        """What is compared of a parameter in the step that has begun: its step, if :meth:`begin` has sampled it.
+    def sample(
+        self, name: str, weights: Tensor, gradient: Tensor | None, memory: float | None
+    ) -> Sample:
+        """What is compared of a parameter in the step that has begun: its step, if :meth:`begin`
+        has sampled it.
 
         Otherwise that is its gradient, which may be sparse; None stands for zeros.
         """
@@ -183,8 +206,12 @@ class Coherence:
         return Sample(entries.float(), shape_of(weights), memory)
 
     def measure(self, samples: Mapping[str, Sample], everyone: Link, awaited: Awaited) -> None:
-        """Measure from this rank's samples by parameter, of the step that has begun; a collective call."""
-        step, self._begun, self._before = self._begun, 0, {}
+        """Measure from this rank's samples by parameter, of the step that has begun; a collective
+        call.
+        """
+        step = self._begun
+        self._begun = 0
+        self._before = {}
         if self._is_awaited:
             awaited.synchronize()
         self._use_measured(everyone.size)
@@ -198,7 +225,12 @@ class Coherence:
 
         def take(numbers: list[int]) -> None:
             self._is_awaited = False
-            results = torch.tensor(numbers, dtype=torch.int64).view(torch.float64).view(2, -1).split(sizes, dim=1)
+            results = (
+                torch.tensor(numbers, dtype=torch.int64)
+                .view(torch.float64)
+                .view(2, -1)
+                .split(sizes, dim=1)
+            )
             self.measured = {
                 name: (step, weight, result)
                 for (name, weight), result in zip(weights.items(), results, strict=True)
@@ -224,12 +256,16 @@ class Coherence:
 
     @property
     def are_opposed(self) -> bool:
-        """Whether the ranks' gradients cancel each other, which those of ranks with the same data do not."""
+        """Whether the ranks' gradients cancel each other, which those of ranks with the same data
+        do not.
+        """
         return self.mean is not None and self.mean < OPPOSED
 
     def _know(self, ranks: int) -> None:
         """Take what has been measured into gains, and into the mean."""
-        self._gains = {name: known.gain(ranks) for name, known in self.tensors.items() if bool(known.whole[1])}
+        self._gains = {
+            name: known.gain(ranks) for name, known in self.tensors.items() if bool(known.whole[1])
+        }
         of_all = [self.tensors[name].of_whole(ranks) for name in self._gains]
         self.mean = sum(of_all) / len(of_all) if of_all else None
 
@@ -245,7 +281,9 @@ def is_measured(step: int) -> bool:
 
 
 def weight_of(step: int, memory: float | None) -> float:
-    """The weight of a measurement in a running mean that keeps ``memory`` of itself in each step, from zero on."""
+    """The weight of a measurement in a running mean that keeps ``memory`` of itself in each step,
+    from zero on.
+    """
     if memory is None:
         return 1.0 if step == 1 else USUAL_WEIGHT
     steps = next((step - before for before in range(step - 1, 0, -1) if is_measured(before)), step)
@@ -255,15 +293,20 @@ def weight_of(step: int, memory: float | None) -> float:
 
 
 def shape_of(tensor: Tensor) -> tuple[int, int]:
-    """The rows and columns of a tensor of real numbers; one of fewer than two dimensions is a single row."""
+    """The rows and columns of a tensor of real numbers; one of fewer than two dimensions is a
+    single row.
+    """
     if tensor.dim() < 2 or not tensor.numel():
         return 1, tensor.numel()
     return tensor.shape[0], tensor.numel() // tensor.shape[0]
 
 
 def places_of(shape: tuple[int, int], step: int) -> tuple[int, int]:
-    """The first sampled entry of a tensor, and the distance between two, which takes all columns in turn."""
-    size, width = shape[0] * shape[1], shape[1] if shape[0] > 1 else 1
+    """The first sampled entry of a tensor, and the distance between two, which takes all columns in
+    turn.
+    """
+    size = shape[0] * shape[1]
+    width = shape[1] if shape[0] > 1 else 1
     stride = min(max(STRIDE, width, size // MOST), max(size // FEWEST, 1))
     while math.gcd(stride, width) > 1:
         stride += 1
@@ -283,7 +326,8 @@ def sample_of_gradient(gradient: Tensor, step: int) -> Tensor:
     if gradient.sparse_dim() != 1 or gradient.dim() < 2:
         return sample_of(gradient.to_dense(), step)
     gradient = gradient.coalesce()
-    rows, values = gradient.indices()[0], gradient.values()
+    rows = gradient.indices()[0]
+    values = gradient.values()
     width = gradient.numel() // max(gradient.shape[0], 1)
     start, stride = places_of((gradient.shape[0], width), step)
     places = torch.arange(start, gradient.numel(), stride, device=values.device)
@@ -296,7 +340,8 @@ def sample_of_gradient(gradient: Tensor, step: int) -> Tensor:
 
 
 def measure_all(samples: Sequence[Tensor], everyone: Link) -> Tensor:
-    """The square of the sum over ranks of each sampled entry, and the sum of squares: shape ``[2, k]``, fp64.
+    """The square of the sum over ranks of each sampled entry, and the sum of squares: shape ``[2,
+    k]``, fp64.
 
     All ranks add in the same order, so they find the same bits. This is a collective call.
     """
@@ -320,7 +365,9 @@ def squares_over_ranks(samples: Sequence[Tensor]) -> Tensor:
 
 
 def coherence_of_all(steps: Tensor) -> float | None:
-    """The coherence of the samples of all ranks, shape ``[ranks, k]``, fp32; None if it is not defined."""
+    """The coherence of the samples of all ranks, shape ``[ranks, k]``, fp32; None if it is not
+    defined.
+    """
     steps = steps.double()
     ratio = float(steps.sum(0).square().sum() / steps.square().sum())
     return min(max(ratio, LEAST), float(len(steps))) if math.isfinite(ratio) else None

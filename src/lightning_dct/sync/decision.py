@@ -1,4 +1,6 @@
-"""What the ranks do after an optimizer step, decided from the step's number, the settings and the optimizer alone."""
+"""What the ranks do after an optimizer step, decided from the step's number, the settings and the
+optimizer alone.
+"""
 
 from collections.abc import Mapping
 from enum import Enum
@@ -25,7 +27,8 @@ class Decision(NamedTuple):
         is_exchanged: Whether buckets that do not take turns are due.
         measures: Whether the ranks measure how far their gradients agree.
         agrees_on_decay: Whether they compare by how much weights decay.
-        holds_back: Whether own weights are without residuals, because the ranks pull in opposite directions.
+        holds_back: Whether own weights are without residuals, because the ranks pull in opposite
+            directions.
         kept: What remains of a residual.
         mean: What makes the mean as long as it has to be.
         averages_buffers: Whether buffers are exchanged, too.
@@ -61,13 +64,16 @@ def decide(
     Args:
         step: Of one optimizer.
         config: The settings that hold by now.
-        chooses_length: Whether the optimizer's steps do not grow with their gradients, as those of Adam.
-        clips_by_norm: Whether gradients are clipped by the norm of their mean, for which coherence is measured.
+        chooses_length: Whether the optimizer's steps do not grow with their gradients, as those of
+            Adam.
+        clips_by_norm: Whether gradients are clipped by the norm of their mean, for which coherence
+            is measured.
         is_ending: Whether this is the last part of a long run.
         are_opposed: Whether the ranks' gradients cancel each other.
     """
     length = config.length_at(step)
-    # Longer means go further in as many steps. At the end of a long run their noise costs more than that gains.
+    # Longer means go further in as many steps. At the end of a long run their noise costs more than
+    # that gains.
     if not chooses_length or is_ending:
         mean = Length.PLAIN
     elif config.exchanges_every_step:
@@ -86,6 +92,7 @@ def decide(
         holds_back=holds_back,
         kept=config.kept_of_residuals(chooses_length) if loses_residuals else 1.0,
         mean=mean,
-        # Training does not use the running statistics of a BatchNorm, so warm-up does not send them more often.
+        # Training does not use the running statistics of a BatchNorm, so warm-up does not send them
+        # more often.
         averages_buffers=step % config.local_steps == 0,
     )

@@ -1,6 +1,7 @@
 """Exchanges gradients in every backward, as DDP's communication hook."""
 
-# No `from __future__ import annotations` here: DistributedDataParallel compares the hook's annotations with classes.
+# No `from __future__ import annotations` here: DistributedDataParallel compares the hook's
+# annotations with classes.
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -23,14 +24,17 @@ from lightning_dct.wire.payload import tag_of
 class GradientSynchronizer(Synchronizer):
     """Averages the gradients of all ranks, as the paper does.
 
-    A *synchronisation* is one pass over all buckets: one for each optimizer step, whatever the number of micro-batches.
+    A *synchronisation* is one pass over all buckets: one for each optimizer step, whatever the
+    number of micro-batches.
 
     Args:
         config, parameter_names, exchange: See :class:`Synchronizer`.
-        defer_unused: Send nothing of a tensor that this rank's backward did not use. With ``find_unused_parameters``
-            DDP discards the mean of a parameter that no rank has used, and what was sent would be lost.
-        loss_scale: Gives the loss scale of mixed-precision training; None if there is none. With it, a synchronisation
-            that ends in an infinite or NaN gradient is undone, because the scaler skips that optimizer step.
+        defer_unused: Send nothing of a tensor that this rank's backward did not use. With
+            ``find_unused_parameters`` DDP discards the mean of a parameter that no rank has used,
+            and what was sent would be lost.
+        loss_scale: Gives the loss scale of mixed-precision training; None if there is none. With
+            it, a synchronisation that ends in an infinite or NaN gradient is undone, because the
+            scaler skips that optimizer step.
     """
 
     def __init__(
@@ -53,11 +57,11 @@ class GradientSynchronizer(Synchronizer):
     def hook(self, state: object, bucket: GradBucket) -> Future[Tensor]:
         """The communication hook for ``DistributedDataParallel.register_comm_hook``.
 
-        DDP passes the buckets in the same order on every rank, each as soon as backward has filled it. So communication
-        overlaps with backward.
+        DDP passes the buckets in the same order on every rank, each as soon as backward has filled
+        it. So communication overlaps with backward.
 
-        On a GPU all work is queued on a second stream. On backward's own, the rest of backward would wait for the
-        network together with a bucket that is sent in several rounds.
+        On a GPU all work is queued on a second stream. On backward's own, the rest of backward
+        would wait for the network together with a bucket that is sent in several rounds.
 
         Returns:
             A future of the bucket's averaged gradients.
@@ -70,17 +74,19 @@ class GradientSynchronizer(Synchronizer):
             return self._take(bucket)
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "A CUDA graph cannot hold an exchange of gradients: replaying it would send the same entries again."
-                " Leave backward out of the graph, or use `compress='updates'`, which exchanges after the optimizer's"
-                " step."
+                "A CUDA graph cannot hold an exchange of gradients: replaying it would send the"
+                " same entries again. Leave backward out of the graph, or use `compress='updates'`,"
+                " which exchanges after the optimizer's step."
             )
         backward = torch.cuda.current_stream(device)
         if device not in self._beside:
             self._beside[device] = torch.cuda.Stream(device)
         beside = self._beside[device]
         beside.wait_stream(backward)
-        # Backward loses the time of its host now, and at the end the time until the second stream is done.
-        clock, self.traffic.clock = self.traffic.clock, Clock()
+        # Backward loses the time of its host now, and at the end the time until the second stream
+        # is done.
+        clock = self.traffic.clock
+        self.traffic.clock = Clock()
         try:
             with torch.cuda.stream(beside):
                 future = self._take(bucket)
@@ -98,8 +104,8 @@ class GradientSynchronizer(Synchronizer):
         with self.traffic.timed("compress"):
             self._messages.append(self._send(bucket))
         future = self._messages[-1].future
-        # The buckets before this one start their next collective now. This must not depend on what has arrived: every
-        # rank has to start the same collectives in the same order.
+        # The buckets before this one start their next collective now. This must not depend on what
+        # has arrived: every rank has to start the same collectives in the same order.
         for message in earlier:
             message.advance(self.traffic, self._loss_scale is not None)
         if bucket.is_last():
@@ -107,7 +113,9 @@ class GradientSynchronizer(Synchronizer):
         return future
 
     def _begin(self) -> None:
-        self.come_to(EXCHANGE, f"an exchange of gradients for optimizer step {self.synchronisations + 1}")
+        self.come_to(
+            EXCHANGE, f"an exchange of gradients for optimizer step {self.synchronisations + 1}"
+        )
         self.request_refresh_when_due()
         self.feedback.begin(self.refresh_requested)
         scale = 1.0 if self._loss_scale is None else 1.0 / self._loss_scale()
@@ -115,12 +123,15 @@ class GradientSynchronizer(Synchronizer):
 
     def _finish(self) -> None:
         """Complete all buckets and count the synchronisation."""
-        # In backward's thread and not in callbacks of the futures: gloo would run those in its own threads, which
-        # compete with backward for the interpreter and can abort the process when it ends.
+        # In backward's thread and not in callbacks of the futures: gloo would run those in its own
+        # threads, which compete with backward for the interpreter and can abort the process when it
+        # ends.
         finish(self._messages, self.traffic, self._loss_scale is not None)
         self.feedback.awaited.poll()
         # The scaler checks the same. The means are the same on all ranks, and so is the result.
-        nonfinite = self._loss_scale is not None and not all(message.finite for message in self._messages)
+        nonfinite = self._loss_scale is not None and not all(
+            message.finite for message in self._messages
+        )
         self.traffic.add(steps=1)
         if nonfinite:
             # The scaler skips this optimizer step. A requested refresh stays requested.
@@ -137,7 +148,8 @@ class GradientSynchronizer(Synchronizer):
         buffer = bucket.buffer()
         if buffer.is_sparse:
             return Message(send_sparse(buffer, self.exchange.everyone), 1, buffer.device)
-        # DDP passes complex parameters as real numbers of twice their size, and `bucket.gradients()` does not.
+        # DDP passes complex parameters as real numbers of twice their size, and
+        # `bucket.gradients()` does not.
         sizes = [real_numel(parameter) for parameter in bucket.parameters()]
         plan = self._plan_of(bucket.parameters(), sizes, buffer.dtype)
         everyone = self.exchange.everyone
@@ -148,16 +160,19 @@ class GradientSynchronizer(Synchronizer):
         """The tensors of a bucket that this rank's backward did not use."""
         if not self._defer_unused:
             return set()
-        # DDP passes zeros for them, but for parameters that `toggle_optimizer` has frozen, the gradient of an earlier
-        # backward.
+        # DDP passes zeros for them, but for parameters that `toggle_optimizer` has frozen, the
+        # gradient of an earlier backward.
         parameters = enumerate(bucket.parameters())
-        return unused_tensors(bucket.buffer(), plan) | {index for index, p in parameters if not p.requires_grad}
+        return unused_tensors(bucket.buffer(), plan) | {
+            index for index, p in parameters if not p.requires_grad
+        }
 
     def _start(self, buffer: Tensor, plan: BucketPlan, deferred: set[int]) -> Message:
         """Start sending a flattened bucket, which takes the mean."""
         in_bf16 = self.config.averages_in_bf16 and buffer.dtype == torch.float32
         has_none = plan.is_dense or self.exchange.sums_first
         residuals = [] if has_none else [self.feedback.residual_of(plan, buffer.device)]
-        bucket, read = Bucket([buffer], residuals, self._how.scale), partial(decompress, self.feedback, buffer=buffer)
+        bucket = Bucket([buffer], residuals, self._how.scale)
+        read = partial(decompress, self.feedback, buffer=buffer)
         dtype = torch.bfloat16 if in_bf16 else None
         return self.exchange.start(bucket, plan, deferred, self.feedback, self._how, read, dtype)

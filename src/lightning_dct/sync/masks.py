@@ -1,8 +1,10 @@
-"""Finds masks of weights on a rank: tensors that the model keeps beside its weights, and weights that stay zero.
+"""Finds masks of weights on a rank: tensors that the model keeps beside its weights, and weights
+that stay zero.
 
-Code that prunes or regrows weights often chooses them by the gradients of its own process. Under ``ddp`` these are the
-mean of all ranks. Here they are a rank's own, so the ranks choose differently, and nothing fails: the shared weights
-then follow none of the masks. So ranks compare what looks like a mask soon after the first steps, and now and then:
+Code that prunes or regrows weights often chooses them by the gradients of its own process. Under
+``ddp`` these are the mean of all ranks. Here they are a rank's own, so the ranks choose
+differently, and nothing fails: the shared weights then follow none of the masks. So ranks compare
+what looks like a mask soon after the first steps, and now and then:
 
     before step 8, 16, 32, ...    what is a mask now
     before the step after it      which of these still are
@@ -50,11 +52,19 @@ class Masks:
         if not is_first and not self.found:
             return
         now = dict(self._kept_tensors())
-        now |= {ZEROS_OF + name: kept for name in names if (kept := _where_not_set_to_zero(weights, name)) is not None}
+        now |= {
+            ZEROS_OF + name: kept
+            for name in names
+            if (kept := _where_not_set_to_zero(weights, name)) is not None
+        }
         if is_first:
             self.found = now
         elif (steps - 1) & (steps - 2) == 0:
-            self.found = {name: one for name, one in self.found.items() if name in now and torch.equal(one, now[name])}
+            self.found = {
+                name: one
+                for name, one in self.found.items()
+                if name in now and torch.equal(one, now[name])
+            }
 
     def is_due(self, steps: int) -> bool:
         """Whether the ranks compare themselves after an exchange in this step."""
@@ -92,7 +102,8 @@ def _is_mask(tensor: Tensor) -> bool:
 
 
 def _where_not_set_to_zero(weights: SharedWeights, name: str) -> Tensor | None:
-    """False where this rank's own weights are exactly zero and the shared ones are not; None if that is nearly nowhere.
+    """False where this rank's own weights are exactly zero and the shared ones are not; None if
+    that is nearly nowhere.
 
     Training leaves no such weights: a rank's own are the shared ones and what it has not sent.
     """

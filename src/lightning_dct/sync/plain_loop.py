@@ -1,4 +1,5 @@
-"""The method in a loop of the user's own: it needs an optimizer, a process group and nothing of Lightning's Trainer.
+"""The method in a loop of the user's own: it needs an optimizer, a process group and nothing of
+Lightning's Trainer.
 
 updates = lightning_dct.Updates(model, optimizer, density=0.03)
 for batch in batches:
@@ -35,7 +36,11 @@ from lightning_dct.failures.lifeline import lifeline_of_process
 from lightning_dct.law import Given, RunSettings
 from lightning_dct.step_hooks import before_steps_while_alive
 from lightning_dct.sync.optimizer_trial import refuse, warn_of_late_gradients
-from lightning_dct.sync.setup import check_settings, make_gradient_synchronizer, make_update_synchronizer
+from lightning_dct.sync.setup import (
+    check_settings,
+    make_gradient_synchronizer,
+    make_update_synchronizer,
+)
 from lightning_dct.sync.unseen_steps import is_skipped
 from lightning_dct.sync.updates import take_number_of_dropped
 from lightning_dct.traffic import Traffic
@@ -61,16 +66,22 @@ class _Loop:
         self.traffic.clock = clock_of(next(model.parameters()).device)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state, to save for each rank with those of model and optimizers: numbers, dicts, CPU tensors.
+        """This rank's state, to save for each rank with those of model and optimizers: numbers,
+        dicts, CPU tensors.
 
-        If updates are exchanged, save the model's state within :meth:`Updates.shared_weights`, and load it first.
+        If updates are exchanged, save the model's state within :meth:`Updates.shared_weights`, and
+        load it first.
         """
         return self.synchronizer.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from this rank's saved state (ValueError: another object's, or a tensor has another size)."""
+        """Continue from this rank's saved state (ValueError: another object's, or a tensor has
+        another size).
+        """
         if "residuals" not in state or ("weights" in state) != (self.config.compress == "updates"):
-            raise ValueError(f"This is not a state that `{type(self).__name__}.state_dict()` has made.")
+            raise ValueError(
+                f"This is not a state that `{type(self).__name__}.state_dict()` has made."
+            )
         if "weights" in state and not self.synchronizer.weights.shown:
             self.synchronizer.weights.forget()
         self.synchronizer.load_state_dict(state)
@@ -79,26 +90,31 @@ class _Loop:
 class Updates(_Loop):
     """Exchanges the updates of a model's weights after its optimizers' steps.
 
-    Each rank trains its own weights with its own optimizer on its own data. The optimizers' step hooks exchange what
-    weights have moved; :mod:`lightning_dct.sync.updates` has the equations. An optimizer that is made later, as for a
-    second phase of the training, takes part from its first step on the model's parameters on. Do not wrap the model in
-    ``DistributedDataParallel``. All ranks make this object together, after ``torch.distributed.init_process_group``;
-    they continue with the weights of the first one. Every rank must make the same steps, or all end with an error: a
-    loss scaler may skip a step on one rank, as with fp16. Use bf16. ``traffic`` counts bytes and times.
+    Each rank trains its own weights with its own optimizer on its own data. The optimizers' step
+    hooks exchange what weights have moved; :mod:`lightning_dct.sync.updates` has the equations. An
+    optimizer that is made later, as for a second phase of the training, takes part from its first
+    step on the model's parameters on. Do not wrap the model in ``DistributedDataParallel``. All
+    ranks make this object together, after ``torch.distributed.init_process_group``; they continue
+    with the weights of the first one. Every rank must make the same steps, or all end with an
+    error: a loss scaler may skip a step on one rank, as with fp16. Use bf16. ``traffic`` counts
+    bytes and times.
 
     Args:
         model: Its parameters may be of several optimizers, or of none.
         optimizers: One, or several in the same order on every rank.
-        steps: Optimizer steps of the run, from which settings that are left out follow; None if that is not known.
+        steps: Optimizer steps of the run, from which settings that are left out follow; None if
+            that is not known.
         process_group: The ranks that train together; by default all.
-        average_buffers: Average the running statistics of normalisation layers, and take other buffers from rank 0.
-        project: Brings the weights of the model back into their bounds after each step, in place: a projection, which
-            leaves weights within their bounds as they are.
+        average_buffers: Average the running statistics of normalisation layers, and take other
+            buffers from rank 0.
+        project: Brings the weights of the model back into their bounds after each step, in place: a
+            projection, which leaves weights within their bounds as they are.
         **settings: Those of :class:`~lightning_dct.DCTConfig`, for updates.
 
     Raises:
         TypeError: A setting has the wrong type, or its name is not known.
-        ValueError: A setting is out of range, the ranks differ, or an optimizer does not go with updates.
+        ValueError: A setting is out of range, the ranks differ, or an optimizer does not go with
+            updates.
     """
 
     def __init__(
@@ -114,14 +130,21 @@ class Updates(_Loop):
     ) -> None:
         given = Given.of(settings)
         if given.config.compress != "updates":
-            raise ValueError("`Updates` exchanges updates of weights; got `compress='gradients'`. Use `Gradients`.")
+            raise ValueError(
+                "`Updates` exchanges updates of weights; got `compress='gradients'`. Use"
+                " `Gradients`."
+            )
         if isinstance(model, DistributedDataParallel):
-            raise ValueError("`Updates` replaces `DistributedDataParallel`. Give it the model that is not wrapped.")
+            raise ValueError(
+                "`Updates` replaces `DistributedDataParallel`. Give it the model that is not"
+                " wrapped."
+            )
         group = process_group or dist.distributed_c10d._get_default_group()
         given_optimizers = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
         if not given_optimizers or not all(isinstance(one, Optimizer) for one in given_optimizers):
             raise TypeError(
-                "`Updates` needs an optimizer after the model, or a list of several, each of torch's class."
+                "`Updates` needs an optimizer after the model, or a list of several, each of"
+                " torch's class."
             )
         for optimizer in given_optimizers:
             _refuse_wrapper(optimizer)
@@ -141,7 +164,9 @@ class Updates(_Loop):
         )
         self.synchronizer.run_settings = run_settings
         self.synchronizer.refresh_every = self.config.refresh_every
-        check_agreement(describe_optimizers(given_optimizers, self.synchronizer.parameter_names), model, group)
+        check_agreement(
+            describe_optimizers(given_optimizers, self.synchronizer.parameter_names), model, group
+        )
         self._handles: list[RemovableHandle] = []
         # Whose steps have begun and not ended.
         self._begun: list[Optimizer] = []
@@ -160,11 +185,17 @@ class Updates(_Loop):
         """Exchange after each of an optimizer's steps."""
         self._optimizers.append(weakref.ref(optimizer))
         # Of a compiled `optimizer.step`, torch would compile the exchange, too.
-        self._handles.append(optimizer.register_step_pre_hook(torch.compiler.disable(self._begin_step)))
-        self._handles.append(optimizer.register_step_post_hook(torch.compiler.disable(self._end_step)))
+        self._handles.append(
+            optimizer.register_step_pre_hook(torch.compiler.disable(self._begin_step))
+        )
+        self._handles.append(
+            optimizer.register_step_post_hook(torch.compiler.disable(self._end_step))
+        )
 
     def _follow_new_ones(self) -> None:
-        """Look at all optimizer steps of this process, for those of optimizers that are made from now on."""
+        """Look at all optimizer steps of this process, for those of optimizers that are made from
+        now on.
+        """
         own = self.synchronizer.parameter_names.keys()
         for other in _looking:  # at the same model, and not closed
             if not own.isdisjoint(other.synchronizer.parameter_names):
@@ -173,19 +204,31 @@ class Updates(_Loop):
         self._handles.append(_look_at_steps(self, self._look_at))
 
     def _look_at(self, optimizer: Optimizer) -> None:
-        """Exchange also the steps of an optimizer that is new, from this step on, which all ranks begin."""
+        """Exchange also the steps of an optimizer that is new, from this step on, which all ranks
+        begin.
+        """
         # What is written into shared weights while they are shown is taken over.
-        if not self._looks or self.synchronizer.evaluates or any(one is optimizer for one in self.optimizers):
+        if (
+            not self._looks
+            or self.synchronizer.evaluates
+            or any(one is optimizer for one in self.optimizers)
+        ):
             return
         known = self.synchronizer.parameter_names
-        if not any(one in known and one.requires_grad for one in _stepped_by(optimizer)) or self._is_inside(optimizer):
+        if not any(
+            one in known and one.requires_grad for one in _stepped_by(optimizer)
+        ) or self._is_inside(optimizer):
             return
         kind = type(optimizer).__name__
-        self.synchronizer.come_to("the first step of an optimizer", f"the first step of a new `{kind}`")
+        self.synchronizer.come_to(
+            "the first step of an optimizer", f"the first step of a new `{kind}`"
+        )
         check_agreement(describe_optimizers([optimizer], known), Module(), self._group)
         self._follow(optimizer)
         take_number_of_dropped(self.synchronizer, self._optimizers, optimizer, self._group)
-        rank_zero_info(f"`Updates` exchanges the steps of another optimizer, a new `{kind}`, from now on.")
+        rank_zero_info(
+            f"`Updates` exchanges the steps of another optimizer, a new `{kind}`, from now on."
+        )
 
     def _is_inside(self, optimizer: Optimizer) -> bool:
         """Whether a step is a part of one that has begun, and changes nothing else."""
@@ -208,20 +251,27 @@ class Updates(_Loop):
             self.synchronizer.after_step(optimizer, not is_skipped(optimizer))
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Clip gradients by the norm of the ranks' mean gradient, in place of ``torch.nn.utils.clip_grad_norm_``.
+        """Clip gradients by the norm of the ranks' mean gradient, in place of
+        ``torch.nn.utils.clip_grad_norm_``.
 
-        A rank's own gradient is longer than the mean, so its own norm would clip too much. Call it as usual, between
-        backward and step. It is no collective call.
+        A rank's own gradient is longer than the mean, so its own norm would clip too much. Call it
+        as usual, between backward and step. It is no collective call.
 
         Returns:
             About the norm of the mean of all ranks' gradients before clipping: a scalar of fp32.
         """
-        parameters = [p for one in self.optimizers for group in one.param_groups for p in group["params"]]
-        return clip_by_norm_of_mean(dict.fromkeys(parameters), max_norm, self.synchronizer.norm_of_mean)
+        parameters = [
+            p for one in self.optimizers for group in one.param_groups for p in group["params"]
+        ]
+        return clip_by_norm_of_mean(
+            dict.fromkeys(parameters), max_norm, self.synchronizer.norm_of_mean
+        )
 
     @contextmanager
     def shared_weights(self) -> Iterator[None]:
-        """Have the weights that all ranks share in the model, to evaluate or save them; a collective call."""
+        """Have the weights that all ranks share in the model, to evaluate or save them; a
+        collective call.
+        """
         shown = self.synchronizer.evaluates  # within another evaluation, or after `close`
         if not shown:
             self.synchronizer.come_to("an evaluation", "an evaluation")
@@ -240,7 +290,9 @@ class Updates(_Loop):
             self._handles.pop().remove()
         self.synchronizer.come_to("the end", "`close`")
         if not self.traffic.totals.steps:
-            rank_zero_warn("`Updates` has exchanged nothing: no optimizer has stepped parameters of the model.")
+            rank_zero_warn(
+                "`Updates` has exchanged nothing: no optimizer has stepped parameters of the model."
+            )
         self.synchronizer.warn_if_unsent()
         self.synchronizer.apply_all()
         with self.shared_weights():  # they stay
@@ -248,12 +300,14 @@ class Updates(_Loop):
 
 
 def _refuse_wrapper(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that torch's class has not set up, because it passes steps on to another one (TypeError)."""
+    """Refuse an optimizer that torch's class has not set up, because it passes steps on to another
+    one (TypeError).
+    """
     if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         raise TypeError(
-            f"`{type(optimizer).__name__}` has no step hooks, by which `Updates` sees steps: it wraps another"
-            " optimizer, as that of accelerate's `prepare` does. Give `Updates` the one that it wraps, before you wrap"
-            " it or as `optimizer.optimizer`, and step either."
+            f"`{type(optimizer).__name__}` has no step hooks, by which `Updates` sees steps: it"
+            " wraps another optimizer, as that of accelerate's `prepare` does. Give `Updates` the"
+            " one that it wraps, before you wrap it or as `optimizer.optimizer`, and step either."
         )
 
 
@@ -261,7 +315,9 @@ _looking: weakref.WeakSet[Updates] = weakref.WeakSet()
 
 
 def _look_at_steps(loop: _Loop, look_at: Callable[[Optimizer], None]) -> RemovableHandle:
-    """Have a method of a loop look at each optimizer that makes a step, as long as there is that loop."""
+    """Have a method of a loop look at each optimizer that makes a step, as long as there is that
+    loop.
+    """
     method = weakref.WeakMethod(look_at)
 
     def look(optimizer: Optimizer, *_: Any) -> None:
@@ -286,10 +342,11 @@ def _is_running(optimizer: Optimizer) -> bool:
 
 
 class Gradients(_Loop):
-    """Averages compressed gradients in every backward, as the communication hook of ``DistributedDataParallel``.
+    """Averages compressed gradients in every backward, as the communication hook of
+    ``DistributedDataParallel``.
 
-    All ranks make this object together, after they have wrapped the model, and step as without it. ``traffic`` counts
-    bytes and times.
+    All ranks make this object together, after they have wrapped the model, and step as without it.
+    ``traffic`` counts bytes and times.
 
     Args:
         model: The wrapped model.
@@ -302,12 +359,21 @@ class Gradients(_Loop):
         RuntimeError: The model has a communication hook already.
     """
 
-    def __init__(self, model: DistributedDataParallel, *, scaler: GradScaler | None = None, **settings: Any) -> None:
+    def __init__(
+        self, model: DistributedDataParallel, *, scaler: GradScaler | None = None, **settings: Any
+    ) -> None:
         if not isinstance(model, DistributedDataParallel):
-            raise TypeError(f"`Gradients` needs a model in `DistributedDataParallel`; got `{type(model).__name__}`.")
-        super().__init__(DCTConfig(**{"compress": "gradients", **settings}), model, model.process_group)
+            raise TypeError(
+                "`Gradients` needs a model in `DistributedDataParallel`; got"
+                f" `{type(model).__name__}`."
+            )
+        super().__init__(
+            DCTConfig(**{"compress": "gradients", **settings}), model, model.process_group
+        )
         if self.config.compress != "gradients":
-            raise ValueError("`Gradients` exchanges gradients; got `compress='updates'`. Use `Updates`.")
+            raise ValueError(
+                "`Gradients` exchanges gradients; got `compress='updates'`. Use `Updates`."
+            )
         check_settings(self.config, model.module, {"process_group": model.process_group}, {})
         self.synchronizer = make_gradient_synchronizer(self, model, scaler)
         self.synchronizer.refresh_every = self.config.refresh_every
@@ -317,7 +383,9 @@ class Gradients(_Loop):
         model.register_comm_hook(None, self.synchronizer.hook)
 
     def _look_at(self, optimizer: Optimizer) -> None:
-        """Warn of an optimizer that loses quality with gradients that come late, at its first step."""
+        """Warn of an optimizer that loses quality with gradients that come late, at its first
+        step.
+        """
         if optimizer not in self._warned_of and self.synchronizer.is_stepped_by(optimizer):
             self._warned_of.add(optimizer)
             warn_of_late_gradients(optimizer)

@@ -1,4 +1,6 @@
-"""The user's function that keeps weights within bounds, and a look at whether it is a projection."""
+"""The user's function that keeps weights within bounds, and a look at whether it is a
+projection.
+"""
 
 import math
 from collections.abc import Callable
@@ -14,16 +16,19 @@ AGAIN = 0.1
 
 
 class Projection:
-    """Calls a function of a module that brings its weights back into their bounds, and warns if it is no projection.
+    """Calls a function of a module that brings its weights back into their bounds, and warns if it
+    is no projection.
 
-    It is called for two sets of weights, after each step. So what lies within the bounds must stay as it is: calling
-    it twice must do what calling it once does. A soft threshold, or a decay, moves weights each time.
+    It is called for two sets of weights, after each step. So what lies within the bounds must stay
+    as it is: calling it twice must do what calling it once does. A soft threshold, or a decay,
+    moves weights each time.
 
     The function is looked at in calls 1, 2, 4, 8 ... until one of them has moved weights.
     """
 
     def __init__(self, function: Callable[[Module], None], module: Module) -> None:
-        self._function, self._module = function, module
+        self._function = function
+        self._module = module
         self._calls = 0
         self._is_known = False
 
@@ -48,11 +53,12 @@ class Projection:
             parameter.copy_(weights)
         if again > AGAIN * moved:
             rank_zero_warn(
-                f"`project` is no projection: called once more, it moves the weights again ({again / moved:.2g} of what"
-                " it has moved before). It is called for this rank's own weights and for the shared ones, after each"
-                " step, so what it does each time, as a soft threshold or a decay does, counts more than once. Give a"
-                " function that leaves weights within their bounds as they are, such as a clamp. For a proximal step"
-                " use `compress='gradients'`, with the function in the optimizer's `step`."
+                "`project` is no projection: called once more, it moves the weights again"
+                f" ({again / moved:.2g} of what it has moved before). It is called for this rank's"
+                " own weights and for the shared ones, after each step, so what it does each time,"
+                " as a soft threshold or a decay does, counts more than once. Give a function that"
+                " leaves weights within their bounds as they are, such as a clamp. For a proximal"
+                " step use `compress='gradients'`, with the function in the optimizer's `step`."
             )
 
     def _parameters(self) -> list[Tensor]:
@@ -63,5 +69,7 @@ class Projection:
 
 
 def _distance(these: list[Tensor], those: list[Tensor]) -> float:
-    moved = [float((one - other).abs().float().norm()) for one, other in zip(these, those, strict=True)]
+    moved = [
+        float((one - other).abs().float().norm()) for one, other in zip(these, those, strict=True)
+    ]
     return math.hypot(*(distance for distance in moved if math.isfinite(distance)))

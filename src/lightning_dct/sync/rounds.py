@@ -1,4 +1,6 @@
-"""When an optimizer's parameters are exchanged, in which buckets, and the flow of these between weights and ranks."""
+"""When an optimizer's parameters are exchanged, in which buckets, and the flow of these between
+weights and ranks.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +11,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dct.compress.awaited import must_not_wait
-from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Plans, Received, Sending, real_dtype, real_numel
+from lightning_dct.compress.bucket_plan import (
+    Bucket,
+    BucketPlan,
+    Plans,
+    Received,
+    Sending,
+    real_dtype,
+    real_numel,
+)
 from lightning_dct.compress.codec import apply, counting, decompress, decompress_own
 from lightning_dct.compress.error_feedback import ErrorFeedback
 from lightning_dct.exchange.base import Exchange, Message, finish
@@ -20,12 +30,14 @@ from lightning_dct.sync.shared_decay import OwnDecay, SharedDecay
 from lightning_dct.sync.shared_weights import SharedWeights
 from lightning_dct.traffic import FP32_BYTES, all_gather_bytes, all_reduce_bytes
 
-# Entries. One bucket is compressed while others are in flight. Smaller buckets cost more calls. Larger ones take more
-# memory, and leave the link idle while the first is compressed and the last is decompressed. A GPU compresses a hundred
-# times as fast as a CPU, and a launch costs it as much as a million entries.
-LARGEST_BUCKET, LARGEST_ON_GPU = 1 << 20, 1 << 27
-# With this many entries in flight behind the oldest bucket, and those of a whole bucket, that one is applied before the
-# next is compressed. So buckets of a single large tensor overlap, too.
+# Entries. One bucket is compressed while others are in flight. Smaller buckets cost more calls.
+# Larger ones take more memory, and leave the link idle while the first is compressed and the last
+# is decompressed. A GPU compresses a hundred times as fast as a CPU, and a launch costs it as much
+# as a million entries.
+LARGEST_BUCKET = 1 << 20
+LARGEST_ON_GPU = 1 << 27
+# With this many entries in flight behind the oldest bucket, and those of a whole bucket, that one
+# is applied before the next is compressed. So buckets of a single large tensor overlap, too.
 MOST_IN_FLIGHT = 1 << 21
 # Below this a collective costs more in latency than in bytes.
 SMALLEST_BUCKET = 1 << 16
@@ -40,7 +52,8 @@ class InFlight:
         entries: Their entries.
         due: The optimizer's step after which the mean is applied.
         message: What has been sent. Its result are payloads, or the mean, shape ``[n]``.
-        own: Shape ``[n]``: what this rank has sent, or has given to its node; None if that is among the payloads.
+        own: Shape ``[n]``: what this rank has sent, or has given to its node; None if that is among
+            the payloads.
         bucket: Both sets of weights, if they cannot have moved since.
     """
 
@@ -63,12 +76,15 @@ class Rounds:
         buckets: The names by bucket.
         what: A digest of what is exchanged: the parameters, their sizes and buckets.
         said: A description of it, for messages.
-        dense_entries: Entries that the dense fp32 exchange of its gradients would send in a step; None if not counted.
-        sparse: Parameters with sparse gradients, of which that exchange would send the rows that a step has used.
+        dense_entries: Entries that the dense fp32 exchange of its gradients would send in a step;
+            None if not counted.
+        sparse: Parameters with sparse gradients, of which that exchange would send the rows that a
+            step has used.
         without_gradient: Parameters that have had no gradient yet, sparse or dense.
         in_flight: Updates that have not been applied.
         coherence: How far the ranks' gradients agree.
-        holds_back: Whether own weights are without what this rank has not sent, from the next exchange on.
+        holds_back: Whether own weights are without what this rank has not sent, from the next
+            exchange on.
         squares: Averages what the optimizer has learnt about the size of gradients.
         decay: Decays their shared weights.
         own_decay: Does so where ranks may make different steps.
@@ -98,7 +114,9 @@ class Rounds:
 
     @property
     def exchanges(self) -> bool:
-        """Whether its optimizer steps parameters that take part; true of one that has not stepped since a resume."""
+        """Whether its optimizer steps parameters that take part; true of one that has not stepped
+        since a resume.
+        """
         return bool(self.names) or self.tried is None
 
     @property
@@ -109,7 +127,8 @@ class Rounds:
     def due(self, length: int, takes_turns: bool) -> list[list[str]]:
         """The buckets that are sent after this step, ``length`` steps after the last time.
 
-        Buckets that take turns are left out while they are still in flight from a short first round.
+        Buckets that take turns are left out while they are still in flight from a short first
+        round.
         """
         if not takes_turns:
             return self.buckets if is_due(self.steps, length) else []
@@ -121,7 +140,9 @@ class Rounds:
         ]
 
     def bytes_under_ddp(self, parameters: Mapping[str, Tensor], ranks: int) -> int:
-        """Bytes that DistributedDataParallel would have sent for this step, of all parameters by name."""
+        """Bytes that DistributedDataParallel would have sent for this step, of all parameters by
+        name.
+        """
         late = self.without_gradient and any(one.grad is not None for one in self.without_gradient)
         if self.dense_entries is None or late:
             own = [parameters[name] for name in self.names]
@@ -132,35 +153,43 @@ class Rounds:
         num_bytes = all_reduce_bytes(FP32_BYTES * self.dense_entries, ranks)
         for parameter in self.sparse:
             if (gradient := parameter.grad) is not None:
-                num_bytes += all_gather_bytes(gradient._indices().nbytes + gradient._values().nbytes, ranks)
+                num_bytes += all_gather_bytes(
+                    gradient._indices().nbytes + gradient._values().nbytes, ranks
+                )
         return num_bytes
 
 
 def is_due(step: int, length: int, place: int = 0, places: int = 1) -> bool:
-    """Whether bucket number ``place`` of ``places`` that take turns is exchanged after a step (from 1 on)."""
+    """Whether bucket number ``place`` of ``places`` that take turns is exchanged after a step (from
+    1 on).
+    """
     return (step - place * length // places) % length == 0
 
 
 def buckets_of(parameters: Sequence[tuple[str, Tensor]], turns: int) -> list[list[str]]:
     """Divide parameters, in the model's order, into buckets of one dtype and device each.
 
-    A parameter that fills a bucket has one of its own. ``turns`` is the number of buckets of equal size, if the
-    parameters are large enough for that.
+    A parameter that fills a bucket has one of its own. ``turns`` is the number of buckets of equal
+    size, if the parameters are large enough for that.
     """
     entries = sum(real_numel(parameter) for _, parameter in parameters)
     on_gpu = any(must_not_wait(parameter.device) for _, parameter in parameters)
-    largest = min(LARGEST_ON_GPU if on_gpu else LARGEST_BUCKET, max(SMALLEST_BUCKET, -(-entries // turns)))
+    largest = min(
+        LARGEST_ON_GPU if on_gpu else LARGEST_BUCKET, max(SMALLEST_BUCKET, -(-entries // turns))
+    )
     buckets: list[list[str]] = []
     # The current bucket by dtype and device: its number, and its entries so far.
     filling: dict[tuple[torch.dtype, torch.device], tuple[int, int]] = {}
     for name, parameter in parameters:
-        kind, size = (real_dtype(parameter), parameter.device), real_numel(parameter)
+        kind = (real_dtype(parameter), parameter.device)
+        size = real_numel(parameter)
         if size >= largest:
             buckets.append([name])
             continue
         number, filled = filling.get(kind, (0, largest))
         if filled + size > largest or kind not in filling:
-            number, filled = len(buckets), 0
+            number = len(buckets)
+            filled = 0
             buckets.append([])
         buckets[number].append(name)
         filling[kind] = number, filled + size
@@ -177,44 +206,61 @@ class UpdateFlow:
         feedback: The thresholds, and residuals of what is not read from the weights in place.
     """
 
-    def __init__(self, plans: Plans, weights: SharedWeights, exchange: Exchange, feedback: ErrorFeedback) -> None:
-        self._plans, self._weights, self._exchange, self._feedback = plans, weights, exchange, feedback
+    def __init__(
+        self, plans: Plans, weights: SharedWeights, exchange: Exchange, feedback: ErrorFeedback
+    ) -> None:
+        self._plans = plans
+        self._weights = weights
+        self._exchange = exchange
+        self._feedback = feedback
         self._traffic = exchange.everyone.traffic
 
     def plan(self, names: Sequence[str], length: int) -> BucketPlan:
         """How some parameters are sent, so many steps after the last time."""
-        sizes, dtype = [self._weights.sizes[name] for name in names], real_dtype(self._weights.parameters[names[0]])
+        sizes = [self._weights.sizes[name] for name in names]
+        dtype = real_dtype(self._weights.parameters[names[0]])
         return self._plans.of(names, sizes, dtype, length / self._plans.config.local_steps)
 
     def send(self, names: Sequence[str], rounds: Rounds, length: int, how: Sending) -> InFlight:
-        """Start sending the updates of some parameters, ``length`` steps after the last time; a collective call."""
+        """Start sending the updates of some parameters, ``length`` steps after the last time; a
+        collective call.
+        """
         with self._traffic.timed("compress"):
-            config, plan = self._plans.config, self.plan(names, length)
+            config = self._plans.config
+            plan = self.plan(names, length)
             self._weights.take_back(names)
             is_summed = plan.is_dense or self._exchange.sums_first
             bucket = None if is_summed else self._weights.bucket(names)
-            sent, own, left = bucket, None, list[Tensor]()
+            sent = bucket
+            own = None
+            left = list[Tensor]()
             if sent is None:  # updates are not read from the weights in place
                 moved = self._weights.movement(names, plan.residual_dtype)
                 own = moved.clone() if is_summed else None
                 left = [] if is_summed else [self._feedback.residual_of(plan, moved.device)]
                 sent = Bucket([moved], left, 1.0)
             message = self._exchange.start(sent, plan, set(), self._feedback, how)
-            if left:  # what is not sent stays in the weights, and the residual is not needed any more
+            # What is not sent stays in the weights, and the residual is not needed any more.
+            if left:
                 if how.lost:
                     self._weights.add_own(names, left[0].mul_(how.lost), -1.0)
                 for name in names:
                     self._feedback.residuals.drop(name)
             due = rounds.steps + min(config.overlap_steps, length)
             # While training goes on the weights may come to lie elsewhere.
-            return InFlight(names, sum(plan.sizes), due, message, own, None if config.overlap_steps else bucket)
+            return InFlight(
+                names, sum(plan.sizes), due, message, own, None if config.overlap_steps else bucket
+            )
 
     def apply(self, rounds: Rounds, items: list[InFlight]) -> None:
-        """Add the mean to the shared weights, and replace what this rank has sent by the mean in its own."""
+        """Add the mean to the shared weights, and replace what this rank has sent by the mean in
+        its own.
+        """
         self.finish(items)
         with self._traffic.timed("apply"):
             for item in items:
-                bucket, received = item.bucket or self._weights.bucket(item.names), item.message.result
+                bucket = item.bucket or self._weights.bucket(item.names)
+                received = item.message.result
                 if isinstance(received, Received) and item.own is None and bucket is not None:
                     apply(self._feedback, received, bucket)
                 else:
@@ -229,11 +275,18 @@ class UpdateFlow:
         self._feedback.commit()
 
     def read(self, item: InFlight) -> tuple[Tensor, Tensor]:
-        """The mean of what all ranks have sent, and what this rank has sent, of updates that arrived: ``[n]`` each."""
+        """The mean of what all ranks have sent, and what this rank has sent, of updates that
+        arrived: ``[n]`` each.
+        """
         received = item.message.result
         if not isinstance(received, Received):
             return received, item.own  # type: ignore[return-value]
         mean = received.payloads.new_empty(item.entries, dtype=received.plan.residual_dtype)
-        mean, sent = decompress(self._feedback, received, mean), decompress_own(self._feedback, received, mean)
+        mean, sent = (
+            decompress(self._feedback, received, mean),
+            decompress_own(self._feedback, received, mean),
+        )
         # A node sends for its ranks, which keep what it does not send.
-        return mean, sent if item.own is None else torch.where(counting(sent, received.plan), item.own, 0.0)
+        return mean, sent if item.own is None else torch.where(
+            counting(sent, received.plan), item.own, 0.0
+        )

@@ -1,10 +1,11 @@
 """Two sets of weights on every rank: its own, and the shared ones.
 
-A rank trains its *own* weights. The *shared* weights change at exchanges only, by the same amount on every rank, so
-they are bitwise identical everywhere. The difference of the two is the residual.
+A rank trains its *own* weights. The *shared* weights change at exchanges only, by the same amount
+on every rank, so they are bitwise identical everywhere. The difference of the two is the residual.
 
-Either set can be in the model. Exchanging them exchanges pointers and copies nothing. If others see the memory of a
-parameter, as a view that the user has kept, or another process, contents are exchanged instead: it stays one memory.
+Either set can be in the model. Exchanging them exchanges pointers and copies nothing. If others see
+the memory of a parameter, as a view that the user has kept, or another process, contents are
+exchanged instead: it stays one memory.
 """
 
 import ctypes
@@ -23,7 +24,8 @@ from lightning_dct.compress.bucket_plan import Bucket, local_of, real_numel
 
 # What kernels can read and write in place.
 IN_PLACE = {torch.float32, torch.float64}
-# Who hold the storage of a parameter that nobody else sees: the parameter, and the object that is asked.
+# Who hold the storage of a parameter that nobody else sees: the parameter, and the object that is
+# asked.
 HOLDERS = 2
 _compare_memory = ctypes.CDLL(None).memcmp
 _compare_memory.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
@@ -45,12 +47,14 @@ class SharedWeights:
         self._held: dict[str, Tensor] = {}
         # Kept as long as their weights lie at the same addresses.
         self._buckets: dict[tuple[str, ...], tuple[list[int], Bucket | None]] = {}
-        # While the shared weights are in the model: this rank's own, and copies of the shared ones to compare with. And
-        # the parameters of which contents have been exchanged; their copies are the memory of the shared weights.
+        # While the shared weights are in the model: this rank's own, and copies of the shared ones
+        # to compare with. And the parameters of which contents have been exchanged; their copies
+        # are the memory of the shared weights.
         self._own: dict[str, Tensor] = {}
         self._before: dict[str, Tensor] = {}
         self._exchanged: set[str] = set()
-        # What was written over since training was interrupted, by parameter: the shared weights, and this rank's own.
+        # What was written over since training was interrupted, by parameter: the shared weights,
+        # and this rank's own.
         self._unwritten: dict[str, tuple[Tensor, Tensor]] = {}
 
     @property
@@ -59,26 +63,39 @@ class SharedWeights:
         return bool(self._own)
 
     def adopt(self, name: str, parameter: Tensor) -> None:
-        """Add a parameter; its weights, which must be the same on every rank, become the shared ones."""
+        """Add a parameter; its weights, which must be the same on every rank, become the shared
+        ones.
+        """
         if name not in self.parameters:
-            self.parameters[name], self.sizes[name] = parameter, real_numel(parameter)
+            self.parameters[name] = parameter
+            self.sizes[name] = real_numel(parameter)
             self._shared[name] = local_of(parameter).detach().clone()
 
     def forget(self) -> None:
         """Forget all parameters; :meth:`adopt` takes the weights that they have by then."""
-        self.parameters, self.sizes, self._shared, self._held, self._buckets = {}, {}, {}, {}, {}
+        self.parameters = {}
+        self.sizes = {}
+        self._shared = {}
+        self._held = {}
+        self._buckets = {}
 
     def shared(self, name: str) -> Tensor:
-        """The shared weights of a parameter, in its shape and dtype; only exchanges change them, in place."""
+        """The shared weights of a parameter, in its shape and dtype; only exchanges change them, in
+        place.
+        """
         return self._shared[name]
 
     def seen(self) -> dict[str, Tensor]:
-        """The shared weights by name, with what has been written into them since they are in the model."""
+        """The shared weights by name, with what has been written into them since they are in the
+        model.
+        """
         in_model = {name: local_of(parameter).data for name, parameter in self.parameters.items()}
         return in_model if self.shown else self._shared
 
     def own(self, name: str) -> Tensor:
-        """This rank's own weights of a parameter, in its shape and dtype, to be changed in place."""
+        """This rank's own weights of a parameter, in its shape and dtype, to be changed in
+        place.
+        """
         return self._own[name] if name in self._own else local_of(self.parameters[name]).data
 
     def show(self) -> None:
@@ -91,21 +108,27 @@ class SharedWeights:
             if self._is_seen_by_others(parameter, ours):
                 self._exchanged.add(name)
                 self._shared[name] = local_of(parameter).data
-                self._own[name], self._before[name] = self._shared[name].clone(), shared
+                self._own[name] = self._shared[name].clone()
+                self._before[name] = shared
                 self._shared[name].copy_(shared)
             else:
-                self._own[name], parameter.data = parameter.data, shared
+                self._own[name] = parameter.data
+                parameter.data = shared
                 self._before[name] = shared.clone()
 
     def _views_of_storages(self) -> Counter[int]:
-        """How many tensors with each storage, by address, this object keeps in buckets: views, and what they are of."""
+        """How many tensors with each storage, by address, this object keeps in buckets: views, and
+        what they are of.
+        """
         buckets = [bucket for _, bucket in self._buckets.values() if bucket is not None]
         views = [view for bucket in buckets for view in (*bucket.news, *bucket.bases)]
         kept = chain(views, (view._base for view in views if view._base is not None))
         return Counter(tensor.untyped_storage().data_ptr() for tensor in kept)
 
     def _is_seen_by_others(self, parameter: Tensor, ours: Mapping[int, int]) -> bool:
-        """Whether a parameter's memory is also that of another tensor or array than ``ours``, or of another process."""
+        """Whether a parameter's memory is also that of another tensor or array than ``ours``, or of
+        another process.
+        """
         local = local_of(parameter)
         storage = local.untyped_storage()
         is_larger = storage.nbytes() > local.nbytes
@@ -119,12 +142,15 @@ class SharedWeights:
         return self._held
 
     def hold_back(self, names: Sequence[str]) -> None:
-        """Keep the residuals of some parameters apart until the next exchange, so that own weights are the shared ones.
+        """Keep the residuals of some parameters apart until the next exchange, so that own weights
+        are the shared ones.
 
-        Where ranks pull in opposite directions, each would otherwise train on weights that lie in its own direction.
+        Where ranks pull in opposite directions, each would otherwise train on weights that lie in
+        its own direction.
         """
         for name in names:
-            own, shared = as_real(self.own(name)), as_real(self._shared[name])
+            own = as_real(self.own(name))
+            shared = as_real(self._shared[name])
             self._held[name] = own - shared
             own.copy_(shared)
 
@@ -148,11 +174,13 @@ class SharedWeights:
         return whole
 
     def settle(self) -> None:
-        """Have training continue from what was written into the shared weights since they are in the model.
+        """Have training continue from what was written into the shared weights since they are in
+        the model.
 
-        This rank's own weights move by the same, so they keep what this rank has not sent. What is written and taken
-        back before training goes on leaves every bit as it was. Contents are compared, because writes through ``.data``
-        leave a parameter's version as it was, and may give it other memory.
+        This rank's own weights move by the same, so they keep what this rank has not sent. What is
+        written and taken back before training goes on leaves every bit as it was. Contents are
+        compared, because writes through ``.data`` leave a parameter's version as it was, and may
+        give it other memory.
         """
         for name, before in self._before.items():
             own, shown = self.settled(name)
@@ -163,8 +191,12 @@ class SharedWeights:
                 self._shared[name].copy_(shown)
 
     def settled(self, name: str) -> tuple[Tensor, Tensor]:
-        """This rank's own and the shared weights of a parameter as :meth:`settle` would leave them."""
-        own, before, shown = self.own(name), self._before.get(name), local_of(self.parameters[name]).data
+        """This rank's own and the shared weights of a parameter as :meth:`settle` would leave
+        them.
+        """
+        own = self.own(name)
+        before = self._before.get(name)
+        shown = local_of(self.parameters[name]).data
         if before is None or (not must_not_wait(shown.device) and are_same_bits(shown, before)):
             return own, self._shared[name]
         shared, own = self._unwritten.get(name, (before, own))
@@ -183,12 +215,15 @@ class SharedWeights:
         self.settle()
         for name, own in self._own.items():
             if name in self._exchanged:
-                in_model, self._shared[name] = self._shared[name], self._before[name]
+                in_model = self._shared[name]
+                self._shared[name] = self._before[name]
                 self._shared[name].copy_(in_model)
                 own = in_model.copy_(own)
             if not _is_the_same_memory(local_of(self.parameters[name]), own):
                 self.parameters[name].data = own
-        self._own, self._before, self._exchanged = {}, {}, set()
+        self._own = {}
+        self._before = {}
+        self._exchanged = set()
 
     @contextmanager
     def in_model(self) -> Iterator[None]:
@@ -202,7 +237,9 @@ class SharedWeights:
                 self.hide()
 
     def project(self, function: Callable[[], None] | None) -> None:
-        """Apply a function of the model's weights, if any, to both sets, while this rank's own are in the model."""
+        """Apply a function of the model's weights, if any, to both sets, while this rank's own are
+        in the model.
+        """
         if function is None:
             return
         for _ in range(2):
@@ -219,8 +256,9 @@ class SharedWeights:
         own = self.own(name)
         if saved.shape != own.shape:
             raise ValueError(
-                f"The checkpoint's weights of parameter {name!r} have shape {list(saved.shape)}, the model's parameter"
-                f" has {list(own.shape)}. Resume with the model that was saved."
+                f"The checkpoint's weights of parameter {name!r} have shape {list(saved.shape)},"
+                f" the model's parameter has {list(own.shape)}. Resume with the model that was"
+                " saved."
             )
         own.copy_(saved)
         self._held.pop(name, None)
@@ -238,10 +276,14 @@ class SharedWeights:
             self._before[name] = self._before[name].to(parameter.device)
 
     def movement(self, names: Sequence[str], dtype: torch.dtype) -> Tensor:
-        """This rank's own weights less the shared ones: real numbers, flattened, one parameter after the other."""
+        """This rank's own weights less the shared ones: real numbers, flattened, one parameter
+        after the other.
+        """
         weights = [as_real(self.own(name)) for name in names]
         moved = weights[0].new_empty(sum(own.numel() for own in weights), dtype=dtype)
-        for name, own, part in zip(names, weights, moved.split([own.numel() for own in weights]), strict=True):
+        for name, own, part in zip(
+            names, weights, moved.split([own.numel() for own in weights]), strict=True
+        ):
             torch.sub(own.to(dtype), as_real(self._shared[name]), out=part.view(own.shape))
             if name in self._held:
                 part.add_(self._held[name].reshape(-1))
@@ -252,13 +294,16 @@ class SharedWeights:
         weights = [self.parameters[name] for name in names]
         if self.shown or any(isinstance(weight, DTensor) for weight in weights):
             return self._bucket(names)
-        key, places = tuple(names), [weight.data_ptr() for weight in [*weights, *map(self.shared, names)]]
+        key = tuple(names)
+        places = [weight.data_ptr() for weight in [*weights, *map(self.shared, names)]]
         if key not in self._buckets or self._buckets[key][0] != places:
             self._buckets[key] = places, self._bucket(names)
         return self._buckets[key][1]
 
     def _bucket(self, names: Sequence[str]) -> Bucket | None:
-        both = [[as_real(weights_of(name)) for name in names] for weights_of in (self.own, self.shared)]
+        both = [
+            [as_real(weights_of(name)) for name in names] for weights_of in (self.own, self.shared)
+        ]
         for real in chain(*both):
             on_cpu_or_gpu = real.is_cpu or must_not_wait(real.device)
             if not (on_cpu_or_gpu and real.dtype in IN_PLACE and real.is_contiguous()):
@@ -267,7 +312,8 @@ class SharedWeights:
         return Bucket(news, bases, None)
 
     def move(self, names: Sequence[str], mean: Tensor, own: Tensor) -> None:
-        """Add a mean to both sets of weights, after subtracting from this rank's own what it has sent.
+        """Add a mean to both sets of weights, after subtracting from this rank's own what it has
+        sent.
 
         ``mean`` and ``own``, what it has sent, have shape ``[n]``, one parameter after the other.
         """
@@ -279,7 +325,9 @@ class SharedWeights:
             shared.add_(part.view(shared.shape))
 
     def add_own(self, names: Sequence[str], addend: Tensor, factor: float) -> None:
-        """Add ``factor * addend``, shape ``[n]``, to this rank's own weights, one parameter after the other."""
+        """Add ``factor * addend``, shape ``[n]``, to this rank's own weights, one parameter after
+        the other.
+        """
         sizes = [self.sizes[name] for name in names]
         for name, part in zip(names, addend.split(sizes), strict=True):
             own = as_real(self.own(name))

@@ -1,4 +1,6 @@
-"""The base of synchronizers: thresholds, residuals, plans, an exchange and counters, and their state."""
+"""The base of synchronizers: thresholds, residuals, plans, an exchange and counters, and their
+state.
+"""
 
 import math
 import statistics
@@ -26,8 +28,9 @@ class TensorFigures(NamedTuple):
         name: The parameter.
         entries: Its number of entries.
         density: Share of them that the next synchronisation may send, in (0, 1].
-        threshold: The magnitude at or above which an entry is sent; the median if pieces of the tensor have a threshold
-            each, as with ``exchange="two_phase"``. None for a tensor sent dense.
+        threshold: The magnitude at or above which an entry is sent; the median if pieces of the
+            tensor have a threshold each, as with ``exchange="two_phase"``. None for a tensor sent
+            dense.
         residual_norm: Euclidean norm of this rank's residual.
     """
 
@@ -41,9 +44,9 @@ class TensorFigures(NamedTuple):
 class Synchronizer:
     """Exchanges compressed tensors of one rank with the other ranks.
 
-    :class:`~lightning_dct.sync.gradients.GradientSynchronizer` exchanges gradients in every backward, and
-    :class:`~lightning_dct.sync.updates.UpdateSynchronizer` the updates of weights after every ``local_steps`` optimizer
-    steps. All state is kept by parameter name.
+    :class:`~lightning_dct.sync.gradients.GradientSynchronizer` exchanges gradients in every
+    backward, and :class:`~lightning_dct.sync.updates.UpdateSynchronizer` the updates of weights
+    after every ``local_steps`` optimizer steps. All state is kept by parameter name.
 
     Args:
         config: The settings.
@@ -54,13 +57,15 @@ class Synchronizer:
 
     Attributes:
         synchronisations: Optimizer steps that count, of all optimizers together.
-        unclocked: Those of them from before a state without the optimizers' clocks, which began anew.
+        unclocked: Those of them from before a state without the optimizers' clocks, which began
+            anew.
         steps_since_refresh: Synchronisations since the thresholds were last selected.
-        refresh_every: The number of those steps after which the synchronizer requests a refresh itself; infinite if a
-            callback requests it.
+        refresh_every: The number of those steps after which the synchronizer requests a refresh
+            itself; infinite if a callback requests it.
         given_density: The share of entries that was set in mid-run; None if none was.
         epoch: This rank's epoch, as far as it is known; payloads of another epoch are refused.
-        batch: The number of this rank's batch since training began, and a name for it; None if batches are not known.
+        batch: The number of this rank's batch since training began, and a name for it; None if
+            batches are not known.
         lifeline: Compares what the ranks do; None if there is none.
         peers: The ranks of the job that do the same as this one.
     """
@@ -77,8 +82,11 @@ class Synchronizer:
         self._first_config = config
         self.exchange = exchange
         self.traffic = exchange.everyone.traffic
-        self.feedback = ErrorFeedback(exchange.pieces, config.adapt_threshold, undoable, config.kernel, of_updates)
-        self.thresholds, self.residuals = self.feedback.thresholds, self.feedback.residuals
+        self.feedback = ErrorFeedback(
+            exchange.pieces, config.adapt_threshold, undoable, config.kernel, of_updates
+        )
+        self.thresholds = self.feedback.thresholds
+        self.residuals = self.feedback.residuals
         self.synchronisations = self.unclocked = self.steps_since_refresh = 0
         self.parameter_names = parameter_names
         self.refresh_requested = False
@@ -91,10 +99,12 @@ class Synchronizer:
 
     def compare_places(self, lifeline: Lifeline | None, group: dist.ProcessGroup) -> None:
         """Have a lifeline compare what the ranks of a group do, which hold the same parameters."""
-        self.lifeline, self.peers = lifeline, dist.get_process_group_ranks(group)
+        self.lifeline = lifeline
+        self.peers = dist.get_process_group_ranks(group)
 
     def come_to(self, what: str, said: str) -> None:
-        """Come to a place where all ranks do the same; see :meth:`lightning_dct.failures.lifeline.Lifeline.come_to`.
+        """Come to a place where all ranks do the same; see
+        :meth:`lightning_dct.failures.lifeline.Lifeline.come_to`.
 
         Raises:
             RuntimeError: They do not, which the message explains.
@@ -110,17 +120,29 @@ class Synchronizer:
     @property
     def delays_gradients(self) -> bool:
         """Whether gradients are exchanged, and those below a threshold later."""
-        return self.config.compress == "gradients" and self.config.density < 1.0 and self.exchange.everyone.size > 1
+        return (
+            self.config.compress == "gradients"
+            and self.config.density < 1.0
+            and self.exchange.everyone.size > 1
+        )
 
     def is_stepped_by(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer steps parameters that are synchronised."""
-        return any(one in self.parameter_names for group in optimizer.param_groups for one in group["params"])
+        return any(
+            one in self.parameter_names
+            for group in optimizer.param_groups
+            for one in group["params"]
+        )
 
     def set_density(self, density: float) -> None:
-        """Send this share of each tensor's entries from the next exchange on; all ranks do this at the same place."""
+        """Send this share of each tensor's entries from the next exchange on; all ranks do this at
+        the same place.
+        """
         if density != self.config.density:
             steps = self.synchronisations
-            rank_zero_info(f"After {steps:,} optimizer steps DCT takes density={density:g}, which was set.")
+            rank_zero_info(
+                f"After {steps:,} optimizer steps DCT takes density={density:g}, which was set."
+            )
         self.given_density = density
         self.plans.change(self._with_density(self.config))
 
@@ -149,9 +171,15 @@ class Synchronizer:
         return ()
 
     def entries_under_ddp(self) -> int:
-        """Entries that DistributedDataParallel all-reduces in a step: not those of parameters with sparse gradients."""
+        """Entries that DistributedDataParallel all-reduces in a step: not those of parameters with
+        sparse gradients.
+        """
         sparse = self.sparse
-        return sum(real_numel(one) for one in self.parameter_names if one.requires_grad and one not in sparse)
+        return sum(
+            real_numel(one)
+            for one in self.parameter_names
+            if one.requires_grad and one not in sparse
+        )
 
     def norms(self) -> dict[str, float]:
         """Euclidean norm of this rank's residual of each parameter, by name."""
@@ -168,16 +196,22 @@ class Synchronizer:
         """
         thresholds: dict[str, list[float]] = {name: [] for name in self.parameter_names.values()}
         for label, value in self.thresholds.by_label().items():
-            # A piece's label is the parameter's name and a range. Thresholds of sums have other labels.
+            # A piece's label is the parameter's name and a range. Thresholds of sums have other
+            # labels.
             name = label if label in thresholds else label.rpartition("[")[0]
             if name in thresholds:
                 thresholds[name].append(value)
-        norms, figures = self.norms(), []
+        norms = self.norms()
+        figures = []
         for parameter, name in self.parameter_names.items():
             density = self.density_of(parameter)
             if parameter.requires_grad and (thresholds[name] or density == 1.0):
                 threshold = statistics.median(thresholds[name]) if density < 1.0 else None
-                figures.append(TensorFigures(name, real_numel(parameter), density, threshold, norms.get(name, 0.0)))
+                figures.append(
+                    TensorFigures(
+                        name, real_numel(parameter), density, threshold, norms.get(name, 0.0)
+                    )
+                )
         return figures
 
     def flush(self) -> None:
@@ -207,7 +241,9 @@ class Synchronizer:
             ValueError: A saved residual has another size than the parameter of its name.
         """
         self.flush()
-        self.feedback.load_state_dict(state, {name: real_numel(p) for p, name in self.parameter_names.items()})
+        self.feedback.load_state_dict(
+            state, {name: real_numel(p) for p, name in self.parameter_names.items()}
+        )
         self.synchronisations = int(state["synchronisations"])
         self.steps_since_refresh = int(state["steps_since_refresh"])
         self.traffic.load_state_dict(state["traffic"])
@@ -219,11 +255,18 @@ class Synchronizer:
             self.plans.change(self._first_config)
 
     def shared_state(self) -> dict[str, Any]:
-        """The part of the state that is equal on all ranks of the exchange, by name: numbers and tensors."""
-        steps = {"synchronisations": self.synchronisations, "steps_since_refresh": self.steps_since_refresh}
+        """The part of the state that is equal on all ranks of the exchange, by name: numbers and
+        tensors.
+        """
+        steps = {
+            "synchronisations": self.synchronisations,
+            "steps_since_refresh": self.steps_since_refresh,
+        }
         return {**steps, "density": self.config.density}
 
-    def _plan_of(self, tensors: Sequence[Tensor], sizes: Sequence[int], dtype: torch.dtype) -> BucketPlan:
+    def _plan_of(
+        self, tensors: Sequence[Tensor], sizes: Sequence[int], dtype: torch.dtype
+    ) -> BucketPlan:
         """The plan of some parameters with these sizes (in real numbers)."""
         self._refuse([tensor for tensor in tensors if tensor not in self.parameter_names])
         return self.plans.of([self.parameter_names[tensor] for tensor in tensors], sizes, dtype)
@@ -231,7 +274,7 @@ class Synchronizer:
     def _refuse(self, unknown: Sequence[Tensor]) -> None:
         if unknown:
             raise ValueError(
-                f"A parameter of shape {list(unknown[0].shape)} was made after synchronisation had been set up, so its"
-                " state would have no name. Make all parameters before that: those of a LightningModule in `__init__`"
-                " or `configure_model`."
+                f"A parameter of shape {list(unknown[0].shape)} was made after synchronisation had"
+                " been set up, so its state would have no name. Make all parameters before that:"
+                " those of a LightningModule in `__init__` or `configure_model`."
             )

@@ -1,4 +1,6 @@
-"""The state of updates between two exchanges: both sets of weights, clocks and updates in flight; saved and loaded."""
+"""The state of updates between two exchanges: both sets of weights, clocks and updates in flight;
+saved and loaded.
+"""
 
 import math
 from collections import defaultdict
@@ -36,7 +38,8 @@ class UpdateState(Synchronizer):
 
     Attributes:
         flow: Sends a bucket and applies what arrives.
-        clips_by_norm: Whether gradients are clipped by the norm of their mean, for which coherence is measured.
+        clips_by_norm: Whether gradients are clipped by the norm of their mean, for which coherence
+            is measured.
         evaluates: Whether the model has the shared weights and buffers for an evaluation.
     """
 
@@ -68,7 +71,9 @@ class UpdateState(Synchronizer):
 
     @property
     def sparse(self) -> set[Tensor]:
-        """Parameters whose gradients have turned out to be sparse; known from their first step on."""
+        """Parameters whose gradients have turned out to be sparse; known from their first step
+        on.
+        """
         return {parameter for rounds in self._rounds.values() for parameter in rounds.sparse}
 
     @property
@@ -77,25 +82,41 @@ class UpdateState(Synchronizer):
         return any(rounds.in_flight for rounds in self._rounds.values())
 
     def norms(self) -> dict[str, float]:
-        """Euclidean norm of this rank's residual of each parameter, of its own updates and of sums."""
-        own, of_sums = self.weights.norms(), self.feedback.norms()
-        return {name: math.hypot(own.get(name, 0.0), of_sums.get(name, 0.0)) for name in own | of_sums}
+        """Euclidean norm of this rank's residual of each parameter, of its own updates and of
+        sums.
+        """
+        own = self.weights.norms()
+        of_sums = self.feedback.norms()
+        return {
+            name: math.hypot(own.get(name, 0.0), of_sums.get(name, 0.0)) for name in own | of_sums
+        }
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: plain numbers, dicts and CPU tensors. Waits for updates in flight, but keeps them."""
+        """This rank's state: plain numbers, dicts and CPU tensors.
+
+        Waits for updates in flight, but keeps them.
+        """
         for rounds in self._rounds.values():
             self.flow.finish(rounds.in_flight)
         state = super().state_dict()
         clocks, in_flight = self._save_rounds()
-        # Weight averaging swaps weights in temporarily. Save what is there after it swaps them back.
+        # Weight averaging swaps weights in temporarily. Save what is there after it swaps them
+        # back.
         settled = {name: self.weights.settled(name) for name in self.weights.parameters}
-        own = {name: self.weights.with_held(name, own) for name, (own, _) in settled.items()} | self.buffers.own()
+        own = {
+            name: self.weights.with_held(name, own) for name, (own, _) in settled.items()
+        } | self.buffers.own()
         held = {f"own of {name}": settled[name][0].cpu().clone() for name in self.weights.held}
-        held |= {f"residual of {name}": residual.cpu().clone() for name, residual in self.weights.held.items()}
+        held |= {
+            f"residual of {name}": residual.cpu().clone()
+            for name, residual in self.weights.held.items()
+        }
         return {
             **state,
             "residuals": {},
-            "weights": {name: weights.detach().to("cpu", copy=True) for name, weights in own.items()},
+            "weights": {
+                name: weights.detach().to("cpu", copy=True) for name, weights in own.items()
+            },
             "shared": {name: checksum_of(shared) for name, (_, shared) in settled.items()},
             "exchange_clocks": {**clocks, COUNTED_STEPS: self._counted},
             "in_flight": in_flight,
@@ -108,23 +129,31 @@ class UpdateState(Synchronizer):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state; the model has the shared weights of the checkpoint.
 
-        If a parameter's shared weights were edited in the file, or a hook has written into them, they become this
-        rank's own weights too. Otherwise the next exchanges would undo the edit.
+        If a parameter's shared weights were edited in the file, or a hook has written into them,
+        they become this rank's own weights too. Otherwise the next exchanges would undo the edit.
 
         Raises:
             ValueError: A saved tensor has another size than the parameter of its name.
         """
-        self.given_density = None  # what was set after the save: settings follow the run's before the next step
+        self.given_density = (
+            None  # what was set after the save: settings follow the run's before the next step
+        )
         super().load_state_dict(state)
-        self.buffers.continue_training()  # an evaluation gives back nothing that is loaded within it
-        parameters, buffers = self._parameters_by_name(), self.buffers.named()
-        edited, saved = [], state.get("weights", {})
+        # an evaluation gives back nothing that is loaded within it
+        self.buffers.continue_training()
+        parameters = self._parameters_by_name()
+        buffers = self.buffers.named()
+        edited = []
+        saved = state.get("weights", {})
         gone = saved.keys() - parameters.keys() - buffers.keys()
-        new = {name for name, parameter in parameters.items() if parameter.requires_grad} - saved.keys()
+        new = {
+            name for name, parameter in parameters.items() if parameter.requires_grad
+        } - saved.keys()
         if gone and new:  # a state for other pipeline stages has more names, and lacks none
             rank_zero_warn(
-                f"The checkpoint has states of {sorted(gone)!s:.300}, which this model does not train, and none of"
-                f" {sorted(new)!s:.300}. These start from the model's weights. Unsent changes of those are lost."
+                f"The checkpoint has states of {sorted(gone)!s:.300}, which this model does not"
+                f" train, and none of {sorted(new)!s:.300}. These start from the model's weights."
+                " Unsent changes of those are lost."
             )
         for name, weights in saved.items():
             if name in parameters and self._alone:
@@ -137,12 +166,15 @@ class UpdateState(Synchronizer):
                 edited += [name] if _is_edited(name, shared, state) else []
                 held = state.get("held_back", {})
                 if f"own of {name}" in held and name not in edited:
-                    self.weights.hold_saved(name, held[f"own of {name}"], held[f"residual of {name}"])
+                    self.weights.hold_saved(
+                        name, held[f"own of {name}"], held[f"residual of {name}"]
+                    )
                 else:
                     self.weights.set_own(name, shared if name in edited else weights)
             elif name in buffers:
                 buffers[name].copy_(weights)
-        # Parameters that took no part yet when the state was saved, as before the trials of a search for a rate.
+        # Parameters that took no part yet when the state was saved, as before the trials of a
+        # search for a rate.
         for name in self.weights.parameters.keys() - saved.keys():
             self.weights.set_own(name, self.weights.shared(name))
         # Residuals of sums, from another exchange or another number of ranks.
@@ -150,7 +182,9 @@ class UpdateState(Synchronizer):
         self.residuals.load_state_dict({})
         for name, left in residuals.items():
             if name in self.weights.parameters or (self._alone and name in parameters):
-                own = as_real(local_of(parameters[name]).data if self._alone else self.weights.own(name))
+                own = as_real(
+                    local_of(parameters[name]).data if self._alone else self.weights.own(name)
+                )
                 own.add_(left.view(own.shape).to(own.device))
         clocks = dict(state.get("exchange_clocks", {}))
         self._counted = clocks.pop(COUNTED_STEPS, 0)
@@ -159,36 +193,55 @@ class UpdateState(Synchronizer):
             self._rounds.setdefault(number, Rounds()).own_decay.factors = dict(factors)
         self._load_coherence(state.get("coherence", {}))
         self._load_deviations(state.get("deviations", {}))
-        self.unclocked = self.synchronisations - sum(rounds.steps for rounds in self._rounds.values())
+        self.unclocked = self.synchronisations - sum(
+            rounds.steps for rounds in self._rounds.values()
+        )
         for item in (item for rounds in self._rounds.values() for item in rounds.in_flight):
             if item.names[0] in edited:  # saved ones have one parameter each
                 # It is subtracted when the mean has arrived.
                 self.weights.add_own(item.names, item.own, 1.0)  # type: ignore[arg-type]
         if edited:
             rank_zero_warn(
-                f"The model's weights of {', '.join(map(repr, edited))[:300]} differ from the weights that were saved"
-                " with this state. If you have not edited them, load the model's state first. Every rank continues from"
-                " the model's weights. Unsent changes of these parameters are lost."
+                f"The model's weights of {', '.join(map(repr, edited))[:300]} differ from the"
+                " weights that were saved with this state. If you have not edited them, load the"
+                " model's state first. Every rank continues from the model's weights. Unsent"
+                " changes of these parameters are lost."
             )
         self._settled = self._excluded()
         if self.evaluates:  # parameters that had no shared weights before
             self.weights.show()
 
     def shared_state(self) -> dict[str, Any]:
-        """The base class's, with clocks, shared weights, and the means in flight that will change them."""
+        """The base class's, with clocks, shared weights, and the means in flight that will change
+        them.
+        """
         clocks, in_flight = self._save_rounds()
         means = {name: mean for name, mean in in_flight.items() if name.startswith("mean of ")}
-        shared = {f"shared weights of {name}": self.weights.shared(name) for name in self.weights.parameters}
+        shared = {
+            f"shared weights of {name}": self.weights.shared(name)
+            for name in self.weights.parameters
+        }
         coherence = {f"coherence of {key}": known for key, known in self._save_coherence().items()}
-        return {**super().shared_state(), **clocks, COUNTED_STEPS: self._counted, **means, **shared, **coherence}
+        return {
+            **super().shared_state(),
+            **clocks,
+            COUNTED_STEPS: self._counted,
+            **means,
+            **shared,
+            **coherence,
+        }
 
     def _own_decay(self) -> dict[int, dict[str, float]]:
-        """What this rank's weights have decayed by since the last exchange, by optimizer and parameter."""
+        """What this rank's weights have decayed by since the last exchange, by optimizer and
+        parameter.
+        """
         found = {number: dict(rounds.own_decay.factors) for number, rounds in self._rounds.items()}
         return {number: factors for number, factors in found.items() if factors}
 
     def _save_rounds(self) -> tuple[dict[str, int], dict[str, Tensor]]:
-        """The clocks as numbers, and the completed updates in flight as CPU tensors by parameter."""
+        """The clocks as numbers, and the completed updates in flight as CPU tensors by
+        parameter.
+        """
         clocks = {f"refresh {name}": 1 for name in self._to_refresh}
         if self.clips_by_norm:
             clocks[CLIPS] = 1
@@ -203,7 +256,10 @@ class UpdateState(Synchronizer):
                 means, owns = (both.split(sizes) for both in self.flow.read(item))
                 for name, mean, own in zip(item.names, means, owns, strict=True):
                     clocks[f"due in {number} {name}"] = item.due
-                    in_flight |= {f"mean of {name}": mean.cpu().clone(), f"own of {name}": own.cpu().clone()}
+                    in_flight |= {
+                        f"mean of {name}": mean.cpu().clone(),
+                        f"own of {name}": own.cpu().clone(),
+                    }
         return clocks, in_flight
 
     def _load_rounds(self, clocks: Mapping[str, int], in_flight: Mapping[str, Tensor]) -> None:
@@ -226,22 +282,32 @@ class UpdateState(Synchronizer):
             elif what == "unaveraged":
                 own.since_buffers = value
             elif what in ("agreement", "cosine", "measured"):
-                pass  # of elastic ranks, and of an earlier version, which measured one number for all tensors
+                # of elastic ranks, and of an earlier version, which measured one number for all
+                # tensors
+                pass
             elif what == "undecayed":
                 (own.decay.left_out if value else own.decay.known).update(names)
             elif (name := names[0]) in parameters and f"mean of {name}" in in_flight:
                 device = parameters[name].device
                 mean, sent = (in_flight[f"{part} of {name}"].to(device) for part in ("mean", "own"))
-                own.in_flight.append(InFlight([name], mean.numel(), value, Message.arrived(mean), sent))
+                own.in_flight.append(
+                    InFlight([name], mean.numel(), value, Message.arrived(mean), sent)
+                )
         self._rounds = dict(rounds)
 
     def _save_coherence(self) -> dict[str, Tensor]:
-        """What is known of how far gradients agree, as flat tensors by number of an optimizer, part and parameter."""
+        """What is known of how far gradients agree, as flat tensors by number of an optimizer, part
+        and parameter.
+        """
         saved = {}
         for number, rounds in self._rounds.items():
             for name, known in rounds.coherence.tensors.items():
-                shape = torch.tensor([self.exchange.everyone.size, *known.shape], dtype=torch.float64)
-                saved[f"{number} known {name}"] = torch.cat([shape, *map(torch.flatten, known.parts)])
+                shape = torch.tensor(
+                    [self.exchange.everyone.size, *known.shape], dtype=torch.float64
+                )
+                saved[f"{number} known {name}"] = torch.cat(
+                    [shape, *map(torch.flatten, known.parts)]
+                )
             for name, (step, weight, result) in rounds.coherence.measured.items():
                 found = torch.tensor([step, weight], dtype=torch.float64)
                 saved[f"{number} measured {name}"] = torch.cat([found, result.flatten()])
@@ -249,7 +315,8 @@ class UpdateState(Synchronizer):
 
     def _load_coherence(self, saved: Mapping[str, Tensor]) -> None:
         """Continue with it; among another number of ranks it is measured anew."""
-        parameters, ranks = self._parameters_by_name(), self.exchange.everyone.size
+        parameters = self._parameters_by_name()
+        ranks = self.exchange.everyone.size
         found: defaultdict[int, dict[str, TensorCoherence]] = defaultdict(dict)
         measured: defaultdict[int, dict[str, tuple[int, float, Tensor]]] = defaultdict(dict)
         for key, values in saved.items():
@@ -270,16 +337,23 @@ class UpdateState(Synchronizer):
         for number, tensors in found.items():  # of optimizers whose clocks were saved, too
             coherence = Coherence()
             coherence.load(tensors, ranks)
-            coherence.measured = {name: one for name, one in measured[number].items() if name in tensors}
+            coherence.measured = {
+                name: one for name, one in measured[number].items() if name in tensors
+            }
             self._rounds[number].coherence = coherence
 
     def _save_deviations(self) -> dict[str, Tensor]:
-        """How this rank's squares of gradients deviate, as flat tensors by number of an optimizer and state."""
-        saved, ranks = {}, self.exchange.everyone.size
+        """How this rank's squares of gradients deviate, as flat tensors by number of an optimizer
+        and state.
+        """
+        saved = {}
+        ranks = self.exchange.everyone.size
         for number, rounds in self._rounds.items():
             for name, (left, drift, persistence) in rounds.squares.deviations.items():
                 numbers = torch.tensor([ranks, persistence], dtype=torch.float64)
-                saved[f"{number} {name}"] = torch.cat([numbers, left.double().cpu(), drift.double().cpu()])
+                saved[f"{number} {name}"] = torch.cat(
+                    [numbers, left.double().cpu(), drift.double().cpu()]
+                )
         return saved
 
     def _load_deviations(self, saved: Mapping[str, Tensor]) -> None:
@@ -289,7 +363,9 @@ class UpdateState(Synchronizer):
             ranks, persistence = values[:2].tolist()
             if ranks == self.exchange.everyone.size and int(number) in self._rounds:
                 left, drift = values[2:].float().chunk(2)
-                self._rounds[int(number)].squares.deviations[name] = Deviation(left, drift, persistence)
+                self._rounds[int(number)].squares.deviations[name] = Deviation(
+                    left, drift, persistence
+                )
 
     def _excluded(self) -> set[Tensor]:
         return set(self._parameters()) - self.parameter_names.keys()
@@ -301,4 +377,8 @@ class UpdateState(Synchronizer):
 def _is_edited(name: str, shared: Tensor, state: Mapping[str, Any]) -> bool:
     """Whether a parameter's shared weights differ from those saved with a state, in its dtype."""
     known = state.get("shared", {})
-    return name in known and state["weights"][name].dtype == shared.dtype and checksum_of(shared) != known[name]
+    return (
+        name in known
+        and state["weights"][name].dtype == shared.dtype
+        and checksum_of(shared) != known[name]
+    )

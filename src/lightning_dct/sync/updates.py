@@ -6,23 +6,25 @@
     every rank     m    = f / W * sum over ranks of c_r               any exchange
                    S   += m,   w_r += m - c_r
 
-``S`` are the shared weights. A rank replaces what it has sent by the mean of what all have sent, and keeps what it has
-not sent in its own weights: it trains on with that, as in *Step-Ahead Error Feedback* (Xu and Huang, AAAI 2021). So
-``w_r - S`` is the residual. During warm-up own weights lose a part of it with each exchange,
-``w_r -= (1 - decay) (a_r - c_r)``, which keeps the ranks from drifting apart.
+``S`` are the shared weights. A rank replaces what it has sent by the mean of what all have sent,
+and keeps what it has not sent in its own weights: it trains on with that, as in *Step-Ahead Error
+Feedback* (Xu and Huang, AAAI 2021). So ``w_r - S`` is the residual. During warm-up own weights lose
+a part of it with each exchange, ``w_r -= (1 - decay) (a_r - c_r)``, which keeps the ranks from
+drifting apart.
 
-The gradients of one rank are larger than their mean, because they are mostly noise. So an optimizer that divides by the
-size of gradients, such as Adam, takes steps whose mean is too short. The gain ``f`` mends that. If ranks exchange after
-every step, each tensor has its own, which follows from how far the ranks' gradients agree
-(:mod:`lightning_dct.sync.coherence`). Otherwise ``f = sqrt(W / n)`` for an entry that ``n`` ranks (by node: nodes) have
-sent: the fewer have sent an entry, the less the ranks agree on where it should move. If steps grow with their
-gradients, as those of SGD do, ``f = 1`` and ``m`` is the step of DistributedDataParallel
-(:mod:`lightning_dct.sync.optimizer_trial`). Decoupled weight decay is no update: ``S`` decays by itself
-(:mod:`lightning_dct.sync.shared_decay`).
+The gradients of one rank are larger than their mean, because they are mostly noise. So an optimizer
+that divides by the size of gradients, such as Adam, takes steps whose mean is too short. The gain
+``f`` mends that. If ranks exchange after every step, each tensor has its own, which follows from
+how far the ranks' gradients agree (:mod:`lightning_dct.sync.coherence`). Otherwise ``f = sqrt(W /
+n)`` for an entry that ``n`` ranks (by node: nodes) have sent: the fewer have sent an entry, the
+less the ranks agree on where it should move. If steps grow with their gradients, as those of SGD
+do, ``f = 1`` and ``m`` is the step of DistributedDataParallel
+(:mod:`lightning_dct.sync.optimizer_trial`). Decoupled weight decay is no update: ``S`` decays by
+itself (:mod:`lightning_dct.sync.shared_decay`).
 
-Sources: SPARQ-SGD (Singh et al., arXiv 1910.14280) and DiLoCo (Douillard et al., arXiv 2311.08105) for compressed
-local steps; Streaming DiLoCo (Douillard et al., arXiv 2501.18512) for tensors that take turns, and for exchanges that
-overlap with training.
+Sources: SPARQ-SGD (Singh et al., arXiv 1910.14280) and DiLoCo (Douillard et al., arXiv 2311.08105)
+for compressed local steps; Streaming DiLoCo (Douillard et al., arXiv 2501.18512) for tensors that
+take turns, and for exchanges that overlap with training.
 """
 
 import zlib
@@ -57,14 +59,15 @@ SETTLED = 100
 class UpdateSynchronizer(UpdateState):
     """Exchanges the updates of one rank's weights with the other ranks.
 
-    Every optimizer has its own clock, which counts its steps, skipped ones included. A parameter takes part from the
-    first step of its optimizer at which it is trainable. For the arguments see
+    Every optimizer has its own clock, which counts its steps, skipped ones included. A parameter
+    takes part from the first step of its optimizer at which it is trainable. For the arguments see
     :class:`~lightning_dct.sync.update_state.UpdateState`.
 
     Attributes:
         run_settings: Chooses settings as the run goes on; None if they stay.
         project: Brings the weights in the model back into their bounds; None if they have none.
-        may_skip: Whether a rank may skip a step by itself, as under a loss scaler; the same on all ranks.
+        may_skip: Whether a rank may skip a step by itself, as under a loss scaler; the same on all
+            ranks.
         masks: Finds masks on this rank; None to compare nothing within training.
     """
 
@@ -75,10 +78,13 @@ class UpdateSynchronizer(UpdateState):
     _has_warned: bool = False
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Take the settings of a run of this length, and register parameters that are stepped for the first time."""
+        """Take the settings of a run of this length, and register parameters that are stepped for
+        the first time.
+        """
         if self.run_settings is not None:
             self._change(self.run_settings.at(self.fewest_steps))
-        self.continue_training()  # a checkpoint made and not saved has left the shared ones in the model
+        # a checkpoint made and not saved has left the shared ones in the model
+        self.continue_training()
         rounds = self.register(optimizer)
         step = rounds.steps + 1
         if self.masks is not None and rounds.names and self._is_first(rounds):
@@ -88,12 +94,18 @@ class UpdateSynchronizer(UpdateState):
             rounds.coherence.begin(step, self._compared_by_step(rounds, optimizer))
 
     def begin_step(self, optimizer: Optimizer) -> None:
-        """As :meth:`before_step`, where weights may be loaded until the first step; a collective call."""
-        known, number = len(self.weights.parameters), self._number_of(optimizer)
+        """As :meth:`before_step`, where weights may be loaded until the first step; a collective
+        call.
+        """
+        known = len(self.weights.parameters)
+        number = self._number_of(optimizer)
         self.before_step(optimizer)
         if new := [*self.weights.parameters][known:]:
-            self.come_to(f"{self._rounds[number].what} begins", f"the first step of {len(new)} parameters")
-            # Forward may have written other values on each rank, which count as updates of the first rank's weights.
+            self.come_to(
+                f"{self._rounds[number].what} begins", f"the first step of {len(new)} parameters"
+            )
+            # Forward may have written other values on each rank, which count as updates of the
+            # first rank's weights.
             start_alike(map(self.weights.shared, new), self.exchange.everyone.group)
 
     def register(self, optimizer: Optimizer) -> Rounds:
@@ -101,56 +113,72 @@ class UpdateSynchronizer(UpdateState):
         number = self._number_of(optimizer)
         rounds = self._rounds[number] = self._rounds.get(number) or Rounds()
         if rounds.tried != (tried := (ref(optimizer), len(optimizer.param_groups))):
-            rounds.tried, rounds.trial = tried, try_out(optimizer)
+            rounds.tried = tried
+            rounds.trial = try_out(optimizer)
             if rounds.trial.sets_zeros and not self._alone:
                 warn_of_zeros(optimizer)
-        listed = [p for group in optimizer.param_groups for p in group["params"] if p not in rounds.known]
+        listed = [
+            p for group in optimizer.param_groups for p in group["params"] if p not in rounds.known
+        ]
         # A frozen one is looked at once, because a checkpoint may have its weights.
         fresh = {p for p in listed if p.requires_grad or not rounds.known}
         if not fresh:
             return rounds
         if not (self._alone or rounds.known) and fresh.isdisjoint(self._parameters()):
             rank_zero_warn(
-                f"`{type(optimizer).__name__}` steps no parameter of the model, so nothing that it does is exchanged."
-                " If it holds copies of the weights, as in fp32 for weights of half precision, use"
-                " `compress='gradients'`."
+                f"`{type(optimizer).__name__}` steps no parameter of the model, so nothing that it"
+                " does is exchanged. If it holds copies of the weights, as in fp32 for weights of"
+                " half precision, use `compress='gradients'`."
             )
         unknown = fresh - self.parameter_names.keys() - self._settled
         # Parameters outside the model are not synchronised, as under DistributedDataParallel.
         self._refuse([parameter for parameter in self._parameters() if parameter in unknown])
         # One that is frozen now took part before if a checkpoint has its weights.
-        known, candidates = self.weights.parameters, fresh & self.parameter_names.keys()
+        known = self.weights.parameters
+        candidates = fresh & self.parameter_names.keys()
         new = {p for p in candidates if p.requires_grad or self.parameter_names[p] in known}
         self._settled |= unknown | new
         rounds.known |= (fresh - candidates) | new
         if not new or self._alone:
             return rounds
         self._check_overlap(rounds, {self.parameter_names[p] for p in new})
-        before, parameters = set(rounds.names), self._parameters_by_name()
+        before = set(rounds.names)
+        parameters = self._parameters_by_name()
         # In the model's order, which is the same on every rank.
-        rounds.names = [name for name, parameter in parameters.items() if name in before or parameter in new]
+        rounds.names = [
+            name for name, parameter in parameters.items() if name in before or parameter in new
+        ]
         for name in rounds.names:
             self.weights.adopt(name, parameters[name])
         rounds.buckets = buckets_of(
             [(name, parameters[name]) for name in rounds.names],
             self.config.local_steps if self.config.overlap_steps else 1,
         )
-        rounds.dense_entries, rounds.sparse = None, []
+        rounds.dense_entries = None
+        rounds.sparse = []
         rounds.coherence.skip()
         shapes = [
-            [(name, str(parameters[name].dtype), real_numel(parameters[name])) for name in b] for b in rounds.buckets
+            [(name, str(parameters[name].dtype), real_numel(parameters[name])) for name in b]
+            for b in rounds.buckets
         ]
         rounds.what = f"{EXCHANGE} {number} {zlib.crc32(repr(shapes).encode()):x}"
-        added = ", ".join(repr(name) for name in rounds.names if name not in before) if before else ""
-        rounds.said = f"an exchange of {len(rounds.names)} parameters" + (f", {added[:200]} added" if added else "")
+        added = (
+            ", ".join(repr(name) for name in rounds.names if name not in before) if before else ""
+        )
+        rounds.said = f"an exchange of {len(rounds.names)} parameters" + (
+            f", {added[:200]} added" if added else ""
+        )
         return rounds
 
     def _check_overlap(self, rounds: Rounds, new: set[str]) -> None:
         """Refuse updates of one parameter that two optimizers have in flight at once."""
-        others = {name for other in self._rounds.values() if other is not rounds for name in other.names}
+        others = {
+            name for other in self._rounds.values() if other is not rounds for name in other.names
+        }
         if self.config.overlap_steps and (shared := sorted(new & others)):
             raise ValueError(
-                f"Two optimizers step {shared[0]!r}, whose updates may then be in flight twice. Use `overlap_steps=0`."
+                f"Two optimizers step {shared[0]!r}, whose updates may then be in flight twice. Use"
+                " `overlap_steps=0`."
             )
 
     def takes_part(self, parameter: Tensor) -> bool:
@@ -169,8 +197,13 @@ class UpdateSynchronizer(UpdateState):
 
         All ranks call this after the same batch.
         """
-        chosen, steps = self.run_settings, self.fewest_steps
-        if chosen is not None and steps >= FEWEST_COUNTED and chosen.is_off(counted := round(steps / share)):
+        chosen = self.run_settings
+        steps = self.fewest_steps
+        if (
+            chosen is not None
+            and steps >= FEWEST_COUNTED
+            and chosen.is_off(counted := round(steps / share))
+        ):
             self._counted = counted
             chosen.count(counted)
             self._change(chosen.at(steps))
@@ -178,7 +211,10 @@ class UpdateSynchronizer(UpdateState):
     @property
     def fewest_steps(self) -> int:
         """The fewest steps that any optimizer has made, of those that have begun."""
-        return min((rounds.steps for rounds in self._rounds.values() if rounds.exchanges and rounds.steps), default=0)
+        return min(
+            (rounds.steps for rounds in self._rounds.values() if rounds.exchanges and rounds.steps),
+            default=0,
+        )
 
     def _change(self, config: DCTConfig) -> None:
         """Take settings for another length of the run, between two exchanges."""
@@ -186,36 +222,45 @@ class UpdateSynchronizer(UpdateState):
         if (config.local_steps, density) != (self.config.local_steps, self.config.density):
             counted = f", of about {self._counted:,} of each optimizer," if self._counted else ""
             rank_zero_info(
-                f"After {self.fewest_steps:,} optimizer steps{counted} DCT takes local_steps={config.local_steps},"
-                f" density={density:g} for a run of this length."
+                f"After {self.fewest_steps:,} optimizer steps{counted} DCT takes"
+                f" local_steps={config.local_steps}, density={density:g} for a run of this length."
             )
             self.plans.change(self._with_density(config))
 
     def after_step(self, optimizer: Optimizer, was_made: bool = True) -> None:
-        """Count a step, apply updates that are due, and send the buckets that are due; a collective call.
+        """Count a step, apply updates that are due, and send the buckets that are due; a collective
+        call.
 
         ``was_made`` is False for a step that a loss scaler has skipped.
         """
-        rounds, config = self._count_step(optimizer), self.config
+        rounds = self._count_step(optimizer)
+        config = self.config
         self._decay(rounds, optimizer, was_made)
         if arrived := [item for item in rounds.in_flight if item.due <= rounds.steps]:
             if self.exchange.num_collectives > 1:  # the last of its collectives takes all ranks
                 self.come_to(
-                    f"{EXCHANGE} that ends", f"the arrival of updates in optimizer step {self.synchronisations}"
+                    f"{EXCHANGE} that ends",
+                    f"the arrival of updates in optimizer step {self.synchronisations}",
                 )
             self.flow.apply(rounds, arrived)
         decision = self._decide(rounds, rounds.steps)
         length = decision.length
         if sending := rounds.due(length, takes_turns=bool(config.overlap_steps)):
-            own = f", step {rounds.steps} of optimizer {self._number_of(optimizer)}" if len(self._rounds) > 1 else ""
+            own = (
+                f", step {rounds.steps} of optimizer {self._number_of(optimizer)}"
+                if len(self._rounds) > 1
+                else ""
+            )
             what = rounds.what
             # A rank that has not clipped as the others have may measure nothing.
             if rounds.coherence.has_begun(rounds.steps):
                 what = f"{what} with coherence"
-            with self.traffic.timed("exchange", "seconds_waiting"):  # it may wait for the others in the first steps
+            # It may wait for the others in the first steps.
+            with self.traffic.timed("exchange", "seconds_waiting"):
                 self.come_to(what, f"{rounds.said}{own}, in optimizer step {self.synchronisations}")
             self._measure(rounds, optimizer, decision)
-            decision = self._decide(rounds, rounds.steps)  # measuring has taken the measurement before into account
+            # Measuring has taken the measurement before into account.
+            decision = self._decide(rounds, rounds.steps)
             if self.may_skip and rounds.decays:
                 rounds.own_decay.agree(rounds.names, self.weights, self.exchange.everyone)
             self._forget_thresholds(sending)
@@ -225,7 +270,11 @@ class UpdateSynchronizer(UpdateState):
             rounds.holds_back = decision.holds_back
             for bucket in sending:
                 rounds.in_flight.append(self.flow.send(bucket, rounds, length, how))
-                behind = 0 if config.overlap_steps else sum([item.entries for item in rounds.in_flight[1:]])
+                behind = (
+                    0
+                    if config.overlap_steps
+                    else sum([item.entries for item in rounds.in_flight[1:]])
+                )
                 if behind >= max(MOST_IN_FLIGHT, rounds.in_flight[-1].entries):
                     self.flow.apply(rounds, rounds.in_flight[:1])
             self.traffic.add(refreshes=int(self.feedback.selected))
@@ -242,49 +291,74 @@ class UpdateSynchronizer(UpdateState):
         self.feedback.awaited.poll()
 
     def _decay(self, rounds: Rounds, optimizer: Optimizer, was_made: bool) -> None:
-        """Decay the shared weights as a step has decayed this rank's own, or note that for the next exchange."""
+        """Decay the shared weights as a step has decayed this rank's own, or note that for the next
+        exchange.
+        """
         if not rounds.decays or not was_made:
             return
         if self.may_skip:
             rounds.own_decay.after_step(optimizer, rounds.trial.decays, self.parameter_names)
         else:
-            rounds.decay.after_step(optimizer, rounds.trial.decays, self.parameter_names, self.weights)
+            rounds.decay.after_step(
+                optimizer, rounds.trial.decays, self.parameter_names, self.weights
+            )
 
     def _average_squares(self, rounds: Rounds, optimizer: Optimizer, length: int) -> None:
         """Now and then give all ranks the same mean squares of gradients; a collective call."""
-        keys, parameters = rounds.trial.squares_by_parameter(optimizer), self.weights.parameters
+        keys = rounds.trial.squares_by_parameter(optimizer)
+        parameters = self.weights.parameters
         having = [name for name in rounds.names if keys.get(parameters[name])]
         if not having:
             return
         states = [local_of(parameters[name]) for name in having for _ in keys[parameters[name]]]
         num_bytes = bytes_of_average(states, self.exchange.everyone.size)
         sent = sum(self.flow.plan(names, length).num_bytes for names in rounds.buckets)
-        if is_averaged(rounds.steps, length, num_bytes, sent * self.exchange.link_traversals / length):
+        if is_averaged(
+            rounds.steps, length, num_bytes, sent * self.exchange.link_traversals / length
+        ):
             squares = squares_of(optimizer, {name: parameters[name] for name in having}, keys)
             with self.traffic.timed("exchange", "seconds_waiting"):
-                rounds.squares.average(squares, self.exchange.everyone, parameters[having[0]].device)
+                rounds.squares.average(
+                    squares, self.exchange.everyone, parameters[having[0]].device
+                )
 
     def _warn_if_unlike(self, rounds: Rounds) -> None:
-        """Warn once if the ranks' gradients differ by more than noise: then a mean of their steps is not DDP's."""
-        coherence, persistence = rounds.coherence.mean, rounds.squares.persistence
+        """Warn once if the ranks' gradients differ by more than noise: then a mean of their steps
+        is not DDP's.
+        """
+        coherence = rounds.coherence.mean
+        persistence = rounds.squares.persistence
         if self._has_warned or not (rounds.coherence.are_opposed or persistence > DATA):
             return
         self._has_warned = True
-        said = f"their sizes deviate with a persistence of {persistence:.2f}, about 0 if data are alike"
+        said = (
+            f"their sizes deviate with a persistence of {persistence:.2f}, about 0 if data are"
+            " alike"
+        )
         if coherence is not None:
             said = f"coherence {coherence:.2f}, 1 or more if data are alike; {said}"
         rank_zero_warn(
-            "The ranks seem to train on data of different kinds, each with its own classes, domain or users: their"
-            f" gradients differ by more than noise ({said}). DCT corrects for that, but such a run may still end a few"
-            " percent above plain DDP. Shuffle the data over the ranks if you can, and compare with `strategy='ddp'` if"
-            " you cannot."
+            "The ranks seem to train on data of different kinds, each with its own classes, domain"
+            f" or users: their gradients differ by more than noise ({said}). DCT corrects for that,"
+            " but such a run may still end a few percent above plain DDP. Shuffle the data over"
+            " the ranks if you can, and compare with `strategy='ddp'` if you cannot."
         )
 
     def _compare(self, rounds: Rounds) -> None:
-        """Now and then compare what must be alike, so that what is not is told soon; a collective call."""
-        if self.masks is None or self._alone or not self._is_first(rounds) or not self.masks.is_due(rounds.steps):
+        """Now and then compare what must be alike, so that what is not is told soon; a collective
+        call.
+        """
+        if (
+            self.masks is None
+            or self._alone
+            or not self._is_first(rounds)
+            or not self.masks.is_due(rounds.steps)
+        ):
             return
-        self.come_to(f"{EXCHANGE} of checksums", f"a comparison of weights in optimizer step {self.synchronisations}")
+        self.come_to(
+            f"{EXCHANGE} of checksums",
+            f"a comparison of weights in optimizer step {self.synchronisations}",
+        )
         shared, others = self._compared_tensors()
         check_alike(shared, others, self.peers, self.masks.found, self.exchange.everyone.group)
         self.masks.compared(rounds.steps)
@@ -292,22 +366,36 @@ class UpdateSynchronizer(UpdateState):
     def _compared_tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The shared weights, and the parameters that are not shared, by name."""
         shared = self.weights.seen()
-        return shared, {name: local_of(p) for p, name in self.parameter_names.items() if name not in shared}
+        return shared, {
+            name: local_of(p) for p, name in self.parameter_names.items() if name not in shared
+        }
 
     def _is_first(self, rounds: Rounds) -> bool:
         """Whether these are the rounds of the first optimizer that exchanges."""
-        return rounds is self._rounds[min([number for number, other in self._rounds.items() if other.exchanges])]
+        return (
+            rounds
+            is self._rounds[
+                min([number for number, other in self._rounds.items() if other.exchanges])
+            ]
+        )
 
     def _exchange_buffers_with(self, rounds: Rounds) -> None:
-        """Exchange buffers when the first optimizer exchanges, or another one while the first rests."""
+        """Exchange buffers when the first optimizer exchanges, or another one while the first
+        rests.
+        """
         if self._is_first(rounds) or rounds.since_buffers > self.config.local_steps:
             for other in self._rounds.values():
                 other.since_buffers = 0
-            self.buffers.exchange(lambda n: self.come_to(f"{EXCHANGE} of {n} buffers", f"an exchange of {n} buffers"))
+            self.buffers.exchange(
+                lambda n: self.come_to(f"{EXCHANGE} of {n} buffers", f"an exchange of {n} buffers")
+            )
 
     def _count_step(self, optimizer: Optimizer) -> Rounds:
-        """Count a step of an optimizer, and the bytes that DistributedDataParallel would have sent for it."""
-        rounds, everyone = self._rounds[self._number_of(optimizer)], self.exchange.everyone
+        """Count a step of an optimizer, and the bytes that DistributedDataParallel would have sent
+        for it.
+        """
+        rounds = self._rounds[self._number_of(optimizer)]
+        everyone = self.exchange.everyone
         self.request_refresh_when_due()
         rounds.steps += 1
         rounds.since_buffers += 1
@@ -329,26 +417,36 @@ class UpdateSynchronizer(UpdateState):
         )
 
     def _compared_by_step(self, rounds: Rounds, optimizer: Optimizer) -> dict[str, Tensor]:
-        """Own weights of the parameters whose steps are compared, because no squares of their gradients are kept."""
+        """Own weights of the parameters whose steps are compared, because no squares of their
+        gradients are kept.
+        """
         if not rounds.trial.chooses_length:
             return {}
-        squares, parameters = rounds.trial.squares_by_parameter(optimizer), self.weights.parameters
+        squares = rounds.trial.squares_by_parameter(optimizer)
+        parameters = self.weights.parameters
         by_step = [name for name in rounds.names if not squares.get(parameters[name])]
         return {name: as_real(self.weights.own(name)) for name in by_step}
 
     def _samples(self, rounds: Rounds, optimizer: Optimizer) -> dict[str, Sample]:
-        """What is compared of each parameter in the step just made: see :mod:`lightning_dct.sync.coherence`."""
-        squares, samples = rounds.trial.squares_by_parameter(optimizer), {}
+        """What is compared of each parameter in the step just made: see
+        :mod:`lightning_dct.sync.coherence`.
+        """
+        squares = rounds.trial.squares_by_parameter(optimizer)
+        samples = {}
         for name in rounds.names:
-            parameter, own = self.weights.parameters[name], as_real(self.weights.own(name))
+            parameter = self.weights.parameters[name]
+            own = as_real(self.weights.own(name))
             gradient = None if parameter.grad is None else as_real(local_of(parameter.grad))
             memory = next(iter(squares.get(parameter, {}).values()), None)
             samples[name] = rounds.coherence.sample(name, own, gradient, memory)
         return samples
 
     def _measure(self, rounds: Rounds, optimizer: Optimizer, decision: Decision) -> None:
-        """Now and then measure how far gradients agree in the step just made, and agree on decay; collective calls."""
-        everyone, awaited = self.exchange.everyone, self.feedback.awaited
+        """Now and then measure how far gradients agree in the step just made, and agree on decay;
+        collective calls.
+        """
+        everyone = self.exchange.everyone
+        awaited = self.feedback.awaited
         with self.traffic.timed("exchange", "seconds_waiting"):
             if rounds.coherence.has_begun(rounds.steps):
                 rounds.coherence.measure(self._samples(rounds, optimizer), everyone, awaited)
@@ -357,10 +455,12 @@ class UpdateSynchronizer(UpdateState):
 
     @torch.no_grad()
     def norm_of_mean(self, parameters: Iterable[Tensor]) -> Tensor:
-        """About the norm of the mean of all ranks' gradients, from this rank's own: a scalar of fp32.
+        """About the norm of the mean of all ranks' gradients, from this rank's own: a scalar of
+        fp32.
 
-        A rank's gradient is longer than the mean by ``sqrt(W / R)``; see :mod:`lightning_dct.sync.coherence`. No
-        collective call, but from now on coherence is measured for it.
+        A rank's gradient is longer than the mean by ``sqrt(W / R)``; see
+        :mod:`lightning_dct.sync.coherence`. No collective call, but from now on coherence is
+        measured for it.
         """
         self.clips_by_norm = True
         square = torch.zeros((), dtype=torch.float64)
@@ -369,36 +469,46 @@ class UpdateSynchronizer(UpdateState):
                 continue
             gradient = local_of(parameter.grad)
             values = gradient.coalesce().values() if gradient.is_sparse else gradient
-            own = torch.linalg.vector_norm(as_real(values), dtype=torch.promote_types(values.dtype, torch.float32))
+            own = torch.linalg.vector_norm(
+                as_real(values), dtype=torch.promote_types(values.dtype, torch.float32)
+            )
             square = square.to(own.device) + own.double().square() * self._share_of_mean(parameter)
         return square.sqrt().float()
 
     def _share_of_mean(self, parameter: Tensor) -> float:
-        """The square of the mean gradient of a parameter, as a share of the ranks' own; 1 while it is not known."""
-        name, ranks = self.parameter_names.get(parameter, ""), self.exchange.everyone.size
+        """The square of the mean gradient of a parameter, as a share of the ranks' own; 1 while it
+        is not known.
+        """
+        name = self.parameter_names.get(parameter, "")
+        ranks = self.exchange.everyone.size
         for rounds in self._rounds.values():
             if name in rounds.coherence.tensors:
                 return rounds.coherence.tensors[name].present(ranks) / ranks
         return 1.0
 
     def apply_all(self) -> None:
-        """Wait for updates in flight and apply them, whether they are due or not; a collective call."""
+        """Wait for updates in flight and apply them, whether they are due or not; a collective
+        call.
+        """
         self.continue_training()
         for rounds in [one for one in self._rounds.values() if one.in_flight]:
             self.flow.apply(rounds, rounds.in_flight)
 
     def warn_if_unsent(self) -> None:
         """Warn at the end of a run that has exchanged nothing yet."""
-        steps, others = self.synchronisations, self.exchange.everyone.size - 1
+        steps = self.synchronisations
+        others = self.exchange.everyone.size - 1
         if steps and others and not self.traffic.totals.entries:
             rank_zero_warn(
-                f"This run has ended after {steps} optimizer steps, before its first exchange: the shared weights,"
-                f" which you see, have not changed. Lower `local_steps` ({self.config.local_steps} here), or train"
-                " for longer."
+                f"This run has ended after {steps} optimizer steps, before its first exchange: the"
+                " shared weights, which you see, have not changed. Lower `local_steps`"
+                f" ({self.config.local_steps} here), or train for longer."
             )
 
     def forget_optimizer(self, number: int) -> None:
-        """Apply the updates in flight of an optimizer that steps no more, and forget its clock; a collective call."""
+        """Apply the updates in flight of an optimizer that steps no more, and forget its clock; a
+        collective call.
+        """
         if (rounds := self._rounds.pop(number, None)) is not None:
             self.continue_training()
             self.flow.apply(rounds, rounds.in_flight)
@@ -409,7 +519,10 @@ class UpdateSynchronizer(UpdateState):
         self.buffers.exchange(lambda _: self.come_to("buffers", said))
 
     def check_alike(self) -> None:
-        """Compare the parameters of all ranks; a collective call. See :func:`~lightning_dct.agreement.check_alike`."""
+        """Compare the parameters of all ranks; a collective call.
+
+        See :func:`~lightning_dct.agreement.check_alike`.
+        """
         # A rank without peers takes part, too.
         if self._rounds and dist.get_world_size() > 1:
             check_alike(*self._compared_tensors(), self.peers)
@@ -421,22 +534,29 @@ class UpdateSynchronizer(UpdateState):
         self.buffers.continue_training()
 
     def begin_evaluation(self) -> None:
-        """Put the shared weights and the same buffers on all ranks into the model; a collective call."""
+        """Put the shared weights and the same buffers on all ranks into the model; a collective
+        call.
+        """
         self.buffers.show(self.exchange_buffers)
         self.weights.show()
         self.evaluates = True
 
     def end_evaluation(self) -> None:
-        """Continue with this rank's own weights and buffers, or with what was written into them meanwhile."""
+        """Continue with this rank's own weights and buffers, or with what was written into them
+        meanwhile.
+        """
         self.evaluates = False
         self.weights.hide()
         self.buffers.give_back()
 
     def _forget_thresholds(self, buckets: Iterable[Sequence[str]]) -> None:
-        """Delete the thresholds of buckets about to be sent, if a refresh was requested since they were last sent."""
+        """Delete the thresholds of buckets about to be sent, if a refresh was requested since they
+        were last sent.
+        """
         if self.refresh_requested:
             self._to_refresh = set(self.weights.parameters)
-            self.refresh_requested, self.steps_since_refresh = False, 1
+            self.refresh_requested = False
+            self.steps_since_refresh = 1
         if self._to_refresh:
             names = self._to_refresh & {name for bucket in buckets for name in bucket}
             self.thresholds.forget_those_of(names)
@@ -447,8 +567,8 @@ class UpdateSynchronizer(UpdateState):
             if known is optimizer:
                 return number
         raise ValueError(
-            f"An optimizer ({type(optimizer).__name__}) has made a step, but `configure_optimizers` did not return it."
-            " Return it there too, so that all ranks know when it steps."
+            f"An optimizer ({type(optimizer).__name__}) has made a step, but `configure_optimizers`"
+            " did not return it. Return it there too, so that all ranks know when it steps."
         )
 
 
@@ -458,10 +578,13 @@ def take_number_of_dropped(
     successor: Optimizer,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Give an optimizer the number of one that the user has dropped on every rank, if any; a collective call."""
+    """Give an optimizer the number of one that the user has dropped on every rank, if any; a
+    collective call.
+    """
     dropped = [number for number, one in enumerate(optimizers) if one() is None]
     # Ranks may collect garbage at different times.
     if everywhere := set.intersection(*map(set, gather_objects(dropped, group))):
-        number, own = min(everywhere), [one() for one in optimizers].index(successor)
+        number = min(everywhere)
+        own = [one() for one in optimizers].index(successor)
         synchronizer.forget_optimizer(number)
         optimizers[number], optimizers[own] = optimizers[own], optimizers[number]

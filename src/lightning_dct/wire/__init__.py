@@ -1,7 +1,8 @@
 """The wire format: selected entries as one ``uint8`` tensor, and back. Pure functions.
 
-A payload holds, in this order, for ``T`` compressed tensors and at most ``K`` of ``N`` entries (integers are
-little-endian, and all sizes follow from the layout, so every rank knows them beforehand):
+A payload holds, in this order, for ``T`` compressed tensors and at most ``K`` of ``N`` entries
+(integers are little-endian, and all sizes follow from the layout, so every rank knows them
+beforehand):
 
 ==================  =====================================  ====================================================
 part                bytes                                  holds

@@ -1,7 +1,7 @@
 """One payload: header, scales, positions, values and dense tensors in a single uint8 tensor.
 
-Scales and positions begin at a word of 32 bits, the dense tensors and the next payload at one of 64: a GPU reads and
-writes words. Zeros fill the gaps. The header's 12 bytes are
+Scales and positions begin at a word of 32 bits, the dense tensors and the next payload at one of
+64: a GPU reads and writes words. Zeros fill the gaps. The header's 12 bytes are
 
 ======  =====  ==============================================================================
 offset  bytes  holds
@@ -14,8 +14,9 @@ offset  bytes  holds
 8       4      fingerprint of the layout (CRC-32 of its numbers), uint32
 ======  =====  ==============================================================================
 
-A receiver checks all of it. So corrupt bytes, or ranks with another model or other settings, cause an error and never
-a write out of bounds. A tag of the step is mixed into the fingerprint: a rank at another step reads a wrong one.
+A receiver checks all of it. So corrupt bytes, or ranks with another model or other settings, cause
+an error and never a write out of bounds. A tag of the step is mixed into the fingerprint: a rank at
+another step reads a wrong one.
 """
 
 import struct
@@ -37,8 +38,8 @@ MAGIC = 0xDC
 VERSION = 3
 HEADER = struct.Struct("<BBBBII")
 BE_ALIKE = (
-    "use the same model and settings on every rank, and step the same optimizers in the same order, for as many batches"
-    " an epoch"
+    "use the same model and settings on every rank, and step the same optimizers in the same order,"
+    " for as many batches an epoch"
 )
 FORMAT_CODES = {"fp32": 0, "bf16": 1, "1bit": 3, "2bit": 5}
 
@@ -52,7 +53,8 @@ class PayloadLayout:
     """The sizes of one bucket's payloads, the same on every rank."""
 
     tensor_sizes: tuple[int, ...]  # entries of each tensor of the bucket, in the bucket's order
-    capacities: tuple[int, ...]  # the largest number of sent entries of each tensor; 0 for a tensor sent dense
+    # The largest number of sent entries of each tensor; 0 for a tensor sent dense.
+    capacities: tuple[int, ...]
     value_format: str
     dense_bytes: int = 0  # bytes of all tensors sent dense
 
@@ -69,7 +71,9 @@ class PayloadLayout:
     @cached_property
     def fingerprint(self) -> int:
         """A checksum of the layout."""
-        return zlib.crc32(repr((self.tensor_sizes, self.capacities, self.value_format, self.dense_bytes)).encode())
+        return zlib.crc32(
+            repr((self.tensor_sizes, self.capacities, self.value_format, self.dense_bytes)).encode()
+        )
 
     @cached_property
     def num_scales(self) -> int:
@@ -78,7 +82,9 @@ class PayloadLayout:
 
     @cached_property
     def edges(self) -> tuple[int, int, int, int, int, int]:
-        """Where header, scales, positions, values and dense tensors begin, in bytes, and where the last ends."""
+        """Where header, scales, positions, values and dense tensors begin, in bytes, and where the
+        last ends.
+        """
         positions = HEADER.size + 4 * self.num_scales
         values = _whole(positions + self.position_code.num_bytes, 4)
         dense = _whole(values + num_bytes(BITS_PER_VALUE[self.value_format] * self.capacity), 8)
@@ -104,7 +110,9 @@ class Unpacked(NamedTuple):
 
     @property
     def positions(self) -> Tensor:
-        """Indices of the sent entries in the flattened bucket: shape ``[count]``, int64, ascending."""
+        """Indices of the sent entries in the flattened bucket: shape ``[count]``, int64,
+        ascending.
+        """
         return positions_of(self.flags, self.values.numel())
 
 
@@ -119,21 +127,32 @@ def pack(
 ) -> Tensor:
     """Pack one payload: uint8, shape ``[layout.num_bytes]``.
 
-    ``flags`` mark the sent entries of the flattened bucket, ``counts`` of each tensor and at most ``layout.capacity``,
-    and ``values`` are the entries there. ``dense`` (``[layout.dense_bytes]``, uint8) holds the tensors sent dense.
+    ``flags`` mark the sent entries of the flattened bucket, ``counts`` of each tensor and at most
+    ``layout.capacity``, and ``values`` are the entries there. ``dense`` (``[layout.dense_bytes]``,
+    uint8) holds the tensors sent dense.
     """
     data, scales = encode_values(values, counts, layout.value_format, kernel)
-    header = write_header(MAGIC, FORMAT_CODES[layout.value_format], values.numel(), layout.fingerprint ^ tag)
+    header = write_header(
+        MAGIC, FORMAT_CODES[layout.value_format], values.numel(), layout.fingerprint ^ tag
+    )
     first = torch.tensor([*header], dtype=torch.uint8, device=flags.device)
     payload = flags.new_zeros(layout.num_bytes)
-    parts = first, scales.view(torch.uint8), layout.position_code.encode_flags(flags, kernel), data, dense
+    parts = (
+        first,
+        scales.view(torch.uint8),
+        layout.position_code.encode_flags(flags, kernel),
+        data,
+        dense,
+    )
     for start, part in zip(layout.edges, parts, strict=False):
         payload[start : start + part.numel()] = part
     return payload
 
 
 def unpack(layout: PayloadLayout, payload: Tensor) -> Unpacked:
-    """Check and unpack one payload (uint8, shape ``[layout.num_bytes]``); :func:`unpack_flags` describes errors."""
+    """Check and unpack one payload (uint8, shape ``[layout.num_bytes]``); :func:`unpack_flags`
+    describes errors.
+    """
     flags = payload.new_zeros(layout.flags_num_bytes)
     counts = unpack_flags(layout, payload, flags)
     return Unpacked(flags, unpack_values(layout, payload, counts), read_dense(layout, payload))
@@ -151,18 +170,29 @@ def unpack_flags(
         PayloadError: The bytes are not a payload of this layout.
     """
     if payload.numel() != layout.num_bytes:
-        raise PayloadError(f"the payload has {payload.numel()} bytes, the layout says {layout.num_bytes}")
+        raise PayloadError(
+            f"the payload has {payload.numel()} bytes, the layout says {layout.num_bytes}"
+        )
     made_for = layout.fingerprint ^ tag
-    count = read_header(payload[: HEADER.size], MAGIC, FORMAT_CODES[layout.value_format], made_for, layout.capacity)
+    count = read_header(
+        payload[: HEADER.size], MAGIC, FORMAT_CODES[layout.value_format], made_for, layout.capacity
+    )
     positions = payload[layout.edges[2] :][: layout.position_code.num_bytes]
     return layout.position_code.decode_flags(positions, count, flags, layout.tensor_sizes, kernel)
 
 
 def unpack_values(
-    layout: PayloadLayout, payload: Tensor, counts: Sequence[int], out: Tensor | None = None, kernel: str = "auto"
+    layout: PayloadLayout,
+    payload: Tensor,
+    counts: Sequence[int],
+    out: Tensor | None = None,
+    kernel: str = "auto",
 ) -> Tensor:
-    """The entries of a payload, ``counts`` of each tensor, in ``out`` if it is given: shape ``[sum(counts)]``, fp32."""
-    data, scales = payload[layout.edges[3] : layout.edges[4]], read_scales(layout, payload)
+    """The entries of a payload, ``counts`` of each tensor, in ``out`` if it is given: shape
+    ``[sum(counts)]``, fp32.
+    """
+    data = payload[layout.edges[3] : layout.edges[4]]
+    scales = read_scales(layout, payload)
     return decode_values(data, counts, scales, layout.value_format, out, kernel)
 
 
@@ -198,18 +228,23 @@ def read_header(data: Tensor, magic: int, format_code: int, fingerprint: int, ca
         raise PayloadError(f"the payload begins with {found:#x} where {magic:#x} was expected")
     if version != VERSION:
         raise PayloadError(
-            f"the payload has layout version {version}, this rank reads {VERSION}: install the same lightning_dct"
-            " on every host"
+            f"the payload has layout version {version}, this rank reads {VERSION}: install the same"
+            " lightning_dct on every host"
         )
     if code != format_code:
         raise PayloadError(
-            f"the payload's value format has code {code}, this rank's `value_format` has code {format_code}: use the"
-            " same settings on every rank"
+            f"the payload's value format has code {code}, this rank's `value_format` has code"
+            f" {format_code}: use the same settings on every rank"
         )
     if made_for != fingerprint:
-        raise PayloadError(f"the payload was made for other tensor sizes or densities, or in another step: {BE_ALIKE}")
+        raise PayloadError(
+            "the payload was made for other tensor sizes or densities, or in another step:"
+            f" {BE_ALIKE}"
+        )
     if count > capacity:
-        raise PayloadError(f"the payload claims {count} entries, its layout holds at most {capacity}")
+        raise PayloadError(
+            f"the payload claims {count} entries, its layout holds at most {capacity}"
+        )
     if reserved:
         raise PayloadError(f"the payload's fourth byte is {reserved:#x}, this version writes zero")
     return int(count)

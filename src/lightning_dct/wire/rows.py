@@ -1,4 +1,5 @@
-"""Codes for rows of values in 32, 16, 8 or 4 bits: a scale for each row in low-bit formats, and stochastic rounding.
+"""Codes for rows of values in 32, 16, 8 or 4 bits: a scale for each row in low-bit formats, and
+stochastic rounding.
 
 =======  ====  ==================================================================================================
 format   bits  an entry ``v`` of row ``r`` is decoded as
@@ -9,13 +10,14 @@ int8     8     ``scale_r * round(v / scale_r)``, with ``scale_r = max |v| / 127`
 int4     4     ``scale_r * round(v / scale_r)``, with ``scale_r = max |v| / 7`` over what the row sends
 =======  ====  ==================================================================================================
 
-Activations have no residual to keep rounding errors, so ``round`` can be stochastic: up with the probability that makes
-the expectation exact.
+Activations have no residual to keep rounding errors, so ``round`` can be stochastic: up with the
+probability that makes the expectation exact.
 
-A scale is one byte: ``c`` means ``2 ** ((c - 254) / 8)`` of the largest scale, which is written once as fp32. Scales
-are rounded up, by at most an eleventh, so that no value exceeds the number of steps. This costs a little precision and
-takes half the bytes of bfloat16 scales, which outweigh the values of short rows. Scales below 2 ** -31 of the largest
-are rounded up to that. 0 means a row of zeros, and 255 a row with an infinite or NaN value, which is decoded as NaN.
+A scale is one byte: ``c`` means ``2 ** ((c - 254) / 8)`` of the largest scale, which is written
+once as fp32. Scales are rounded up, by at most an eleventh, so that no value exceeds the number of
+steps. This costs a little precision and takes half the bytes of bfloat16 scales, which outweigh the
+values of short rows. Scales below 2 ** -31 of the largest are rounded up to that. 0 means a row of
+zeros, and 255 a row with an infinite or NaN value, which is decoded as NaN.
 """
 
 import math
@@ -32,7 +34,8 @@ BITS_PER_VALUE: dict[str, int] = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4}
 LEVELS: dict[str, int] = {"int8": 127, "int4": 7}
 LARGEST_SCALE_BYTES = 4
 STEPS_PER_OCTAVE = 8
-LARGEST_CODE, BROKEN_CODE = 254, 255
+LARGEST_CODE = 254
+BROKEN_CODE = 255
 
 
 def row_values_num_bytes(value_format: str, count: int) -> int:
@@ -46,18 +49,22 @@ def row_scales_num_bytes(value_format: str, num_rows: int) -> int:
 
 
 def encode_rows(
-    values: Tensor, row_of: Tensor | None, num_rows: int, value_format: str, noise: Tensor | None = None
+    values: Tensor,
+    row_of: Tensor | None,
+    num_rows: int,
+    value_format: str,
+    noise: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Encode values.
 
     Args:
         values: Shape ``[count]``, floating point.
-        row_of: Shape ``[count]``, int64: the row of each value, for formats with scales. None for rows of equal length,
-            one after the other.
+        row_of: Shape ``[count]``, int64: the row of each value, for formats with scales. None for
+            rows of equal length, one after the other.
         num_rows: The number of rows, some of which may be empty.
         value_format: One of ``fp32``, ``bf16``, ``int8``, ``int4``.
-        noise: Shape ``[count]``, fp32, uniform in [0, 1), for stochastic rounding in formats with scales; None rounds
-            to nearest.
+        noise: Shape ``[count]``, fp32, uniform in [0, 1), for stochastic rounding in formats with
+            scales; None rounds to nearest.
 
     Returns:
         The bytes of the values and of the scales (none in formats without scales), uint8.
@@ -82,7 +89,9 @@ def encode_rows(
     return pack_codes(rounded.add_(8).to(torch.int8).view(torch.uint8), 4), scale_bytes
 
 
-def decode_rows(data: Tensor, count: int, row_of: Tensor | None, scale_bytes: Tensor, value_format: str) -> Tensor:
+def decode_rows(
+    data: Tensor, count: int, row_of: Tensor | None, scale_bytes: Tensor, value_format: str
+) -> Tensor:
     """Decode ``count`` values from the bytes of :func:`encode_rows`: shape ``[count]``, fp32."""
     if value_format not in LEVELS:
         return decode_values(data, [count], data.new_empty(0), value_format)
@@ -96,7 +105,11 @@ def decode_rows(data: Tensor, count: int, row_of: Tensor | None, scale_bytes: Te
 def _largest_magnitudes(values: Tensor, row_of: Tensor | None, num_rows: int) -> Tensor:
     magnitudes = values.abs()
     if row_of is None:
-        return magnitudes.view(num_rows, -1).amax(dim=1) if values.numel() else values.new_zeros(num_rows)
+        return (
+            magnitudes.view(num_rows, -1).amax(dim=1)
+            if values.numel()
+            else values.new_zeros(num_rows)
+        )
     return values.new_zeros(num_rows).scatter_reduce_(0, row_of, magnitudes, "amax")
 
 
@@ -118,7 +131,11 @@ def _encode_scales(largest: Tensor, levels: int) -> Tensor:
 def _decode_scales(scale_bytes: Tensor) -> Tensor:
     """One scale a row, fp32."""
     top = scale_bytes[:LARGEST_SCALE_BYTES].clone().view(torch.float32)
-    return _fractions(scale_bytes.device).index_select(0, scale_bytes[LARGEST_SCALE_BYTES:].int()).mul_(top)
+    return (
+        _fractions(scale_bytes.device)
+        .index_select(0, scale_bytes[LARGEST_SCALE_BYTES:].int())
+        .mul_(top)
+    )
 
 
 @lru_cache
@@ -126,14 +143,18 @@ def _fractions(device: torch.device) -> Tensor:
     """The scale of each code over the largest scale: shape ``[256]``, fp32, read-only."""
     codes = torch.arange(BROKEN_CODE + 1, device=device)
     # In fp64, so that devices with different last bits there agree in fp32.
-    shares = torch.exp2((codes - LARGEST_CODE).to(torch.float64) / STEPS_PER_OCTAVE).to(torch.float32)
+    shares = torch.exp2((codes - LARGEST_CODE).to(torch.float64) / STEPS_PER_OCTAVE).to(
+        torch.float32
+    )
     return shares.masked_fill_(codes == 0, 0.0).masked_fill_(codes == BROKEN_CODE, math.nan)
 
 
 SHARES = _fractions(torch.device("cpu")).numpy()
 
 
-def _in_rows(operation: Callable[..., Tensor], values: Tensor, scales: Tensor, row_of: Tensor | None) -> Tensor:
+def _in_rows(
+    operation: Callable[..., Tensor], values: Tensor, scales: Tensor, row_of: Tensor | None
+) -> Tensor:
     """An operation on each value and its row's scale."""
     if row_of is not None or not values.numel():
         return operation(values, scales[row_of] if row_of is not None else scales)

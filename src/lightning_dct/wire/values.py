@@ -10,8 +10,8 @@ bf16     16    ``v`` as a bfloat16, rounded to nearest
 1bit     1     ``scale_t * sign(v)``, with ``scale_t = mean |v|`` over what the tensor sends
 =======  ====  ==================================================================================================
 
-Error feedback keeps the rounding error in the residual, so few bits are enough. An infinite or NaN value makes the
-scale of its tensor infinite or NaN, so the other ranks receive it in every format.
+Error feedback keeps the rounding error in the residual, so few bits are enough. An infinite or NaN
+value makes the scale of its tensor infinite or NaN, so the other ranks receive it in every format.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,14 @@ import torch
 from torch import Tensor
 
 from lightning_dct.kernels import compiled
-from lightning_dct.kernels.bits import as_bytes, num_bytes, pack_bits, pack_codes, unpack_bits, unpack_codes
+from lightning_dct.kernels.bits import (
+    as_bytes,
+    num_bytes,
+    pack_bits,
+    pack_codes,
+    unpack_bits,
+    unpack_codes,
+)
 from lightning_dct.kernels.plain import LARGEST_HALF
 
 BITS_PER_VALUE: dict[str, int] = {"fp32": 32, "bf16": 16, "2bit": 2, "1bit": 1}
@@ -40,7 +47,8 @@ def encode_values(
         kernel: See :func:`~lightning_dct.kernels.cpu_kernel`.
 
     Returns:
-        The values' bytes (uint8) and one fp32 scale a tensor (shape ``[len(counts)]``, or ``[0]`` without scales).
+        The values' bytes (uint8) and one fp32 scale a tensor (shape ``[len(counts)]``, or ``[0]``
+        without scales).
     """
     no_scales = values.new_empty(0, dtype=torch.float32)
     if value_format == "fp32":
@@ -48,15 +56,19 @@ def encode_values(
     if value_format == "bf16":
         # Without a limit the largest floats would round up to infinity.
         limit = min(torch.finfo(torch.bfloat16).max, torch.finfo(values.dtype).max)
-        rounded = torch.where(values.abs() == torch.inf, values, values.clamp(-limit, limit)).to(torch.bfloat16)
+        rounded = torch.where(values.abs() == torch.inf, values, values.clamp(-limit, limit)).to(
+            torch.bfloat16
+        )
         return rounded.view(torch.uint8), no_scales
     if (loops := compiled(values.device.type, kernel)) is not None:
-        values = values if values.dtype == torch.float64 else values.float()  # numba has no other dtypes
+        # Numba has no other dtypes.
+        values = values if values.dtype == torch.float64 else values.float()
         return loops.encode_scaled(values, counts, BITS_PER_VALUE[value_format])
     # fp64 sums: a mean of many fp32 magnitudes must not overflow or drift.
     magnitudes = values.to(torch.float64, copy=True).abs_()
     lengths = torch.tensor(counts, dtype=torch.int64).to(values.device)
-    numbers, totals = lengths.clamp(min=1), _sums(magnitudes, lengths)
+    numbers = lengths.clamp(min=1)
+    totals = _sums(magnitudes, lengths)
     means = totals / numbers
     if value_format == "1bit":
         return pack_bits(values > 0), means.to(torch.float32)
@@ -64,7 +76,8 @@ def encode_values(
     is_large = magnitudes >= means.index_select(0, index)
     products = totals + _sums(magnitudes * is_large, lengths)
     squares = numbers + 3 * _sums(is_large.to(torch.float64), lengths)
-    # The squared error of each is that of zeros less this. Twice the larger scale may be infinite, twice the mean not.
+    # The squared error of each is that of zeros less this. Twice the larger scale may be infinite,
+    # twice the mean not.
     scales = products / squares
     fits = (products * products / squares > totals * means) & (scales <= LARGEST_HALF)
     scales = torch.where(fits, scales, means).to(torch.float32)
@@ -80,7 +93,9 @@ def decode_values(
     out: Tensor | None = None,
     kernel: str = "auto",
 ) -> Tensor:
-    """Decode the bytes and scales of :func:`encode_values`, into ``out`` if given: shape ``[sum(counts)]``, fp32."""
+    """Decode the bytes and scales of :func:`encode_values`, into ``out`` if given: shape
+    ``[sum(counts)]``, fp32.
+    """
     count = sum(counts)
     if value_format in ("fp32", "bf16"):
         # A view as a wider dtype needs aligned storage, which a part of a payload lacks.
@@ -95,12 +110,15 @@ def decode_values(
         codes = unpack_codes(data, 2)[:count].view(torch.int8)
         levels = torch.where(codes > 1, 2.0, 1.0).copysign_((codes & 1) - 0.5)
     else:
-        levels = torch.where(unpack_bits(data[: num_bytes(count)], count).view(torch.bool), 1.0, -1.0)
+        levels = torch.where(
+            unpack_bits(data[: num_bytes(count)], count).view(torch.bool), 1.0, -1.0
+        )
     return values.copy_(levels).mul_(scales.index_select(0, _tensor_index(counts, data.device)))
 
 
 def _sums(values: Tensor, lengths: Tensor) -> Tensor:
-    # Unlike a scattered sum, this has a fixed order on a GPU. "Unsafe" does not wait to check the lengths.
+    # Unlike a scattered sum, this has a fixed order on a GPU. "Unsafe" does not wait to check the
+    # lengths.
     return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True, initial=0)
 
 

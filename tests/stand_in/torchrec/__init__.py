@@ -1,1 +1,3 @@
-"""What `lightning_dct.torchrec` uses of TorchRec, in the same shape, where TorchRec is not installed."""
+"""What `lightning_dct.torchrec` uses of TorchRec, in the same shape, where TorchRec is not
+installed.
+"""

@@ -21,4 +21,7 @@ class EmbeddingCollectionInterface(abc.ABC, nn.Module):
 
 def get_embedding_names_by_table(tables):
     uses = Counter(name for table in tables for name in table.feature_names)
-    return [[name if uses[name] == 1 else f"{name}@{table.name}" for name in table.feature_names] for table in tables]
+    return [
+        [name if uses[name] == 1 else f"{name}@{table.name}" for name in table.feature_names]
+        for table in tables
+    ]

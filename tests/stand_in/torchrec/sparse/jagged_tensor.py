@@ -5,7 +5,9 @@ import torch
 
 class JaggedTensor:
     def __init__(self, values, weights=None, lengths=None):
-        self._values, self._weights, self._lengths = values, weights, lengths
+        self._values = values
+        self._weights = weights
+        self._lengths = lengths
 
     def values(self):
         return self._values
@@ -19,7 +21,9 @@ class JaggedTensor:
 
 class KeyedTensor:
     def __init__(self, keys, length_per_key, values):
-        self._keys, self._length_per_key, self._values = keys, length_per_key, values
+        self._keys = keys
+        self._length_per_key = length_per_key
+        self._values = values
 
     def keys(self):
         return self._keys
@@ -33,13 +37,24 @@ class KeyedTensor:
 
 class KeyedJaggedTensor:
     def __init__(
-        self, keys, values, weights=None, lengths=None, offsets=None, stride_per_key_per_rank=None, inverse_indices=None
+        self,
+        keys,
+        values,
+        weights=None,
+        lengths=None,
+        offsets=None,
+        stride_per_key_per_rank=None,
+        inverse_indices=None,
     ):
-        self._keys, self._values, self._weights = keys, values, weights
+        self._keys = keys
+        self._values = values
+        self._weights = weights
         self._lengths = offsets.diff() if lengths is None else lengths
         self._unequal = stride_per_key_per_rank is not None
         each = len(self._lengths) // len(keys)
-        self._strides = [sum(of) for of in stride_per_key_per_rank] if self._unequal else [each] * len(keys)
+        self._strides = (
+            [sum(of) for of in stride_per_key_per_rank] if self._unequal else [each] * len(keys)
+        )
         self._inverse = inverse_indices
 
     def keys(self):
@@ -57,7 +72,9 @@ class KeyedJaggedTensor:
         return self._lengths
 
     def offsets(self):
-        return torch.cat([self._lengths.new_zeros(1), self._lengths.cumsum(0).to(self._lengths.dtype)])
+        return torch.cat(
+            [self._lengths.new_zeros(1), self._lengths.cumsum(0).to(self._lengths.dtype)]
+        )
 
     def stride_per_key(self):
         return self._strides
