@@ -1,7 +1,7 @@
-"""Trains the same experiment under several synchronisations and seeds, and compares the results.
+r"""Trains the same experiment under several synchronisations and seeds, and compares the results.
 
-    python experiments/compare.py experiment=lm --seeds 0 1 2 --strategy ddp --strategy "1%: dct
-    strategy.density=0.01"
+    python experiments/compare.py experiment=lm --seeds 0 1 2 --strategy ddp \
+        --strategy "1%: dct strategy.density=0.01"
 
 The first strategy is the baseline. Each run is a ``train.py`` of its own, in its own folder below
 ``--output``. A run with a ``result.json`` there is not repeated, so the same command continues a

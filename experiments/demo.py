@@ -1,5 +1,4 @@
-"""Shows in three minutes what the package does: two trainings on two processes, dense and with
-``dct``.
+"""Shows in three minutes what the package does: two trainings on two ranks, dense and with ``dct``.
 
     python experiments/demo.py
 

@@ -1,5 +1,4 @@
-"""Compares the law of run length with the runs that were made: how far it is off, and what it
-decides wrongly.
+"""Compares the law of run length with the runs that were made, and shows where it decides wrongly.
 
 It reads ``docs/evidence/run_length.csv``, prints a table of each kind of run, and draws the law
 against what was seen. With ``--refit`` it fits the law's constants to all kinds but one, and judges

@@ -1,5 +1,6 @@
-"""Kills, stops and slows ranks of a language model under ``dct_elastic``: ``python
-experiments/lost_ranks.py kills``.
+"""Kills, stops and slows ranks of a language model under ``dct_elastic``.
+
+    python experiments/lost_ranks.py kills
 
 Each rank is a process that this one starts, and starts again. Every step takes ``--pace`` seconds,
 of which a rank sleeps what it does not compute, so that ranks that share a machine do not become

@@ -1,5 +1,4 @@
-"""Trains the language model with DCT and with the methods of others, and writes one table and one
-picture.
+"""Trains the language model with DCT and with the methods of others: one table and one picture.
 
     python experiments/peers.py --steps 3000 --ranks 2 4 --methods ddp dct 'diloco*'
 

@@ -1,8 +1,7 @@
-"""Trains an experiment as many replicas in one process, which need neither ranks nor a network, and
-compares losses.
+r"""Trains an experiment as many replicas in one process, without a network, and compares losses.
 
-    python experiments/replicas.py experiment=lm --ranks 2 4 8 --steps 1000 --rates 0.005 0.01
-    --seeds 0 1
+    python experiments/replicas.py experiment=lm --ranks 2 4 8 --steps 1000 --rates 0.005 0.01 \
+        --seeds 0 1 \
         --strategy ddp --strategy dct --strategy "dct strategy.local_steps=4 strategy.density=0.1"
 
 Each replica trains as a rank of ``strategy=dct`` would, on the same batches. One thread takes the

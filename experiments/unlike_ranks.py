@@ -1,8 +1,7 @@
-"""Trains what is hard for a mean of updates, on real ranks, beside dense training: ranks whose data
-differ, and others.
+r"""Trains what is hard for a mean of updates beside dense training, as ranks whose data differ.
 
-    python experiments/unlike_ranks.py --only gpt2 classes --ranks 2 4 --seeds 0 1 2 --strategy ddp
-    --strategy dct
+    python experiments/unlike_ranks.py --only gpt2 classes --ranks 2 4 --seeds 0 1 2 \
+        --strategy ddp --strategy dct
 
 The first strategy is the baseline. A strategy is ``ddp``, or ``dct`` with settings of
 ``lightning_dct.Updates``, as in ``"dct density=0.3"``. A loss is the mean of five validations in

@@ -1,5 +1,4 @@
-"""Builds wheel and sdist, looks into both, and tries the wheel in an environment with nothing else
-in it.
+"""Builds wheel and sdist, looks into both, and tries the wheel in an environment of its own.
 
     make release-check
 

@@ -1,5 +1,6 @@
-"""Peak memory of a rank under HSDP, ``dct_fsdp`` and ``dct``: ``python
-experiments/benchmark/memory.py``.
+"""Peak memory of a rank under HSDP, ``dct_fsdp`` and ``dct``.
+
+    python experiments/benchmark/memory.py
 
 For each strategy four ranks start on this machine, two a node, and train dense layers with AdamW
 and gloo, until past the first round of updates, which selects thresholds. The peak is a rank's

@@ -1,5 +1,6 @@
-"""Times a training step under each synchronisation on links of given rates: ``sudo python
-steps.py``.
+"""Times a training step under each synchronisation on links of given rates.
+
+    sudo python experiments/benchmark/steps.py
 
 Makes hosts out of network namespaces (Linux, as root) whose links carry 1 Gbit/s, then 100 Mbit/s;
 starts torchrun on each; and trains a perceptron of 9.4 million parameters with Lightning's Trainer

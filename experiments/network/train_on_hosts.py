@@ -1,5 +1,6 @@
-"""Runs an experiment on hosts made of network namespaces: ``train_on_hosts.py --hosts 2
-experiment=lm``.
+"""Runs an experiment on hosts made of network namespaces.
+
+    sudo python experiments/network/train_on_hosts.py --hosts 2 experiment=lm
 
 Starts ``experiments/train.py`` under torchrun with the given overrides of Hydra, one process on
 each host (Linux, as root). The table at the end compares the bytes that the strategy counted with

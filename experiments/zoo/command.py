@@ -1,5 +1,4 @@
-"""Trains every member of the zoo under several synchronisations and seeds, and compares all
-results.
+"""Trains every member of the zoo under several synchronisations and seeds, and compares them.
 
     python experiments/zoo.py --seeds 0 1 2 --strategy ddp --strategy dct --rates 0.5 1 1.5
 

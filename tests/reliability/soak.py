@@ -1,5 +1,4 @@
-"""Trains for a long time on two hosts while ranks are killed, links are cut and the number of ranks
-changes.
+"""Trains for long on two hosts while ranks are killed, links are cut and their number changes.
 
     sudo python tests/reliability/soak.py --minutes 20
 
