@@ -1,0 +1,1 @@
+"""The README's figures: which command makes each, and what it has found."""

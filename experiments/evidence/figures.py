@@ -1,0 +1,89 @@
+"""The figures that the README shows, and the command that makes each."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import compare
+import replicas
+import unlike_ranks
+
+LM = ("experiment=lm",)
+SMALL = (*LM, "model.width=64", "data.context_length=64", "data.batch_size=4")
+HUNDREDTH = "dct strategy.local_steps=1 strategy.density=0.015"
+
+
+class Figure(NamedTuple):
+    """A line of the README's table: a training under dense communication, and compressed.
+
+    Attributes:
+        name: In the file of results, and for the command line.
+        title: The first cell, as Markdown.
+        ranks: The second cell.
+        program: The command's main function, ``compare`` or another.
+        words: What it is given, without strategies, seeds and the folder of the results.
+        strategies: The dense one, and the compressed one.
+        metric: ``"loss"`` or ``"auc"``.
+        seeds: Those that the table should have.
+    """
+
+    name: str
+    title: str
+    ranks: int
+    program: Callable[[Sequence[str]], int]
+    words: tuple[str, ...]
+    strategies: tuple[str, str] = ("ddp", "dct")
+    metric: str = "loss"
+    seeds: tuple[int, ...] = (0, 1, 2)
+
+    def command(self, seeds: Sequence[int]) -> list[str]:
+        """What the program is given, but for the folder of the results."""
+        strategies = [word for strategy in self.strategies for word in ("--strategy", strategy)]
+        return [*self.words, "--seeds", *map(str, seeds), *strategies]
+
+
+def _of_ranks(ranks: int, *words: str, title: str) -> Figure:
+    steps = ("trainer.max_steps=1000", f"trainer.devices={ranks}")
+    return Figure(f"lm-{ranks}", title, ranks, compare.main, (*LM, *steps, *words))
+
+
+def _unlike(name: str, case: str, ranks: int, title: str) -> Figure:
+    page = f"[{title}](docs/evidence/unlike_ranks.md)"
+    words = ("--only", case, "--ranks", str(ranks))
+    return Figure(name, page, ranks, unlike_ranks.main, words)
+
+
+FIGURES = (
+    Figure(
+        "recommender",
+        "[recommender](docs/evidence/recommender.md): DLRM, made-up clicks, 4,000 steps",
+        2,
+        compare.main,
+        ("experiment=dlrm", "data.batches_per_epoch=2000"),
+        metric="auc",
+    ),
+    _of_ranks(2, title="language model of 479,000 parameters, 1,000 steps"),
+    _of_ranks(4, title="the same"),
+    _of_ranks(8, "model.learning_rate=0.01", title="the same"),
+    Figure(
+        "lm-long",
+        "[language model](docs/evidence/run_length.md) of 137,000 parameters, 12,000 steps, 1.5%",
+        4,
+        replicas.main,
+        (*SMALL, "--ranks", "4", "--steps", "12000", "--rates", "0.003"),
+        ("ddp", HUNDREDTH),
+    ),
+    Figure(
+        "stages",
+        "[activations between two stages](docs/evidence/between_stages.md), 3,000 steps",
+        1,
+        compare.main,
+        (
+            *(*LM, "data=documentation", "model.width=256", "model.learning_rate=0.0014"),
+            *("model.embedding_gain=5", "data.batch_size=8", "trainer.devices=1"),
+            *("trainer.max_steps=3000", "trainer.val_check_interval=1000"),
+        ),
+        ("none", "dct strategy.density=1.0 model.split.pieces=2"),
+    ),
+    _unlike("clipped", "gpt2", 4, "GPT-2 with clipped norms, 500 steps"),
+    _unlike("classes", "classes", 2, "each rank has its own classes, 1,000 steps"),
+)
