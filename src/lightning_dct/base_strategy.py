@@ -76,6 +76,7 @@ class DCTStrategyBase(CheckpointedStrategy):
     # Brings weights back into their bounds.
     project: Callable[[Module], None] | None = None
     _timeout: timedelta | None
+    _get_process_group_backend: Callable[[], str]
 
     def __init__(self, given: Given, lifelines: bool | int, **kwargs: Any) -> None:
         check_lifelines(lifelines)

@@ -4,6 +4,7 @@ each rank.
 
 import os
 import secrets
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -27,6 +28,7 @@ from lightning_dct.callbacks.run_advice import RunAdvice
 from lightning_dct.checkpoint import files, reading
 from lightning_dct.checkpoint import format as saved
 from lightning_dct.checkpoint.handing_over import File, hand_over, places_of, received, spans_hosts
+from lightning_dct.config import DCTConfig
 from lightning_dct.embedding.sharded import ShardedEmbeddingBags
 from lightning_dct.embedding.table_files import (
     load_row_states,
@@ -58,6 +60,7 @@ class CheckpointedStrategy(ParallelStrategy):
     holds_shards: ClassVar[bool] = False
     # The advice to a user with sharded tables; empty if the strategy can hold them.
     without_tables: ClassVar[str] = ""
+    num_nodes: int
     come_to: Callable[..., None]
 
     def __init__(self, **kwargs: Any) -> None:
@@ -85,6 +88,11 @@ class CheckpointedStrategy(ParallelStrategy):
         # `default_root_dir` of rank 0, and of this rank if it is on another host.
         self._roots = ("", "")
         self._is_shown_to_save = False
+
+    @property
+    @abstractmethod
+    def config(self) -> DCTConfig:
+        """The settings now."""
 
     @property
     def _module(self) -> pl.LightningModule:

@@ -21,6 +21,8 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from lightning_dct import lightning_private as private
 from lightning_dct.activations.module import modules_of
 from lightning_dct.embedding.sharded import ShardedEmbeddingBags
+from lightning_dct.failures.lifeline import Lifeline
+from lightning_dct.strategy_protocols import strategy_of, synchronizer_of, updates_of
 
 AVERAGING = (StochasticWeightAveraging, WeightAveraging)
 PATIENCE_S = 10.0  # for the others to finish training
@@ -60,9 +62,8 @@ class FailureNotice(InternalCallback):
         """Begin an epoch after as many steps as the others: a rank that lacks a batch would be
         ahead from now on.
         """
-        strategy: Any = trainer.strategy
-        strategy.come_to(
-            f"epoch {trainer.current_epoch}", detail=strategy.synchronizer.synchronisations
+        strategy_of(trainer).come_to(
+            f"epoch {trainer.current_epoch}", detail=synchronizer_of(trainer).synchronisations
         )
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -72,7 +73,7 @@ class FailureNotice(InternalCallback):
         does not wait long: another rank may be in a collective of the user's, which ends when this
         rank does.
         """
-        strategy: Any = trainer.strategy
+        strategy = strategy_of(trainer)
         strategy.come_to("the end of training", patience_s=0.0)
         if strategy.updates is not None:
             strategy.updates.apply_all()
@@ -82,9 +83,8 @@ class FailureNotice(InternalCallback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
         """Report the exception."""
-        strategy: Any = trainer.strategy
-        if strategy.lifeline is not None:
-            strategy.lifeline.report(exception)
+        if (lifeline := strategy_of(trainer).lifeline) is not None:
+            lifeline.report(exception)
 
 
 class SignalsAfterStep(InternalCallback):
@@ -107,7 +107,7 @@ class SignalsAfterStep(InternalCallback):
     """
 
     def __init__(self) -> None:
-        self._lifeline: Any = None
+        self._lifeline: Lifeline | None = None
         self._received: list[int] = []
         self._requeued = False
         self._step = (0, 0)
@@ -116,11 +116,11 @@ class SignalsAfterStep(InternalCallback):
         """Have Lightning register a handler that records signals; Lightning removes it when the run
         ends.
         """
-        self._lifeline = trainer.strategy.lifeline  # type: ignore[attr-defined]
+        self._lifeline = lifeline = strategy_of(trainer).lifeline
         self._received = []
-        if self._lifeline is not None:
+        if lifeline is not None:
             private.handle_signals(
-                trainer, lambda number, _: self._lifeline.signalled(number), are_carried=True
+                trainer, lambda number, _: lifeline.signalled(number), are_carried=True
             )
         elif trainer.world_size == 1:  # several ranks that cannot agree leave it to Lightning
             private.handle_signals(
@@ -167,7 +167,7 @@ def _steps_of(trainer: pl.Trainer) -> tuple[int, int]:
     """Lightning's count of steps, and the strategy's: it alone sees those of
     `optimizers(use_pl_optimizer=False)`.
     """
-    return trainer.global_step, trainer.strategy.synchronizer.synchronisations  # type: ignore[attr-defined]
+    return trainer.global_step, synchronizer_of(trainer).synchronisations
 
 
 def _save(trainer: pl.Trainer) -> None:
@@ -212,7 +212,7 @@ class SharedWeightsView(InternalCallback):
         self.on_train_batch_start = self.on_train_batch_end = self._open if reads else None
 
     def _open(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-        trainer.strategy.updates.weights.show()  # type: ignore[attr-defined]
+        updates_of(trainer).weights.show()
 
     on_train_epoch_start = on_train_epoch_end = _open
 
@@ -226,22 +226,22 @@ class SharedWeightsView(InternalCallback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Apply updates in flight, so that the final weights have them, and open the view."""
-        strategy: Any = trainer.strategy
-        strategy.updates.apply_all()
-        strategy.updates.begin_evaluation()
+        updates = updates_of(trainer)
+        updates.apply_all()
+        updates.begin_evaluation()
 
 
 def _begin(loop: Any) -> None:
-    strategy = loop.trainer.strategy
-    strategy.come_to("a validation")
-    strategy.updates.begin_evaluation()
+    strategy_of(loop.trainer).come_to("a validation")
+    updates = updates_of(loop.trainer)
+    updates.begin_evaluation()
     type(loop).on_run_start(loop)
-    strategy.updates.check_alike()
+    updates.check_alike()
 
 
 def _end(loop: Any) -> Any:
     results = type(loop).on_run_end(loop)
-    loop.trainer.strategy.updates.end_evaluation()
+    updates_of(loop.trainer).end_evaluation()
     return results
 
 

@@ -29,6 +29,7 @@ from lightning_dct.law import (
     expected_loss,
     steps_needed,
 )
+from lightning_dct.strategy_protocols import TrainerStrategy, strategy_of, synchronizer_of
 from lightning_dct.traffic import FP32_BYTES, Traffic, TrafficTotals, rate_text
 
 DELAYS_OF_GRADIENTS = 10  # so many should a run with gradients last, to make up for its start
@@ -77,8 +78,8 @@ def _counted(trainer: pl.Trainer) -> int:
     """Those of Lightning's steps that the optimizers' clocks have: not those of an earlier fit or
     another strategy.
     """
-    synchronizer: Any = trainer.strategy.synchronizer  # type: ignore[attr-defined]
-    return min(trainer.global_step, int(synchronizer.synchronisations - synchronizer.unclocked))
+    synchronizer = synchronizer_of(trainer)
+    return min(trainer.global_step, synchronizer.synchronisations - synchronizer.unclocked)
 
 
 def share_done(trainer: pl.Trainer, batches: float) -> float:
@@ -229,9 +230,10 @@ class RunAdvice(InternalCallback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print notes on unfit settings, and time the link."""
-        strategy: Any = trainer.strategy  # one of this package's, which adds this callback
+        strategy = strategy_of(trainer)
+        synchronizer = synchronizer_of(trainer)
         device = strategy.root_device
-        everyone = strategy.synchronizer.exchange.everyone
+        everyone = synchronizer.exchange.everyone
         alone = strategy.when_alone
         dense = dense_setting(strategy)
         notes = notes_at_start(
@@ -243,8 +245,8 @@ class RunAdvice(InternalCallback):
         self._slow = None
         self._link = None if everyone.size == 1 else measure_link(everyone.group, device)
         if self._link is not None and trainer.is_global_zero:
-            config = strategy.synchronizer.config
-            entries = strategy.synchronizer.entries_under_ddp()
+            config = synchronizer.config
+            entries = synchronizer.entries_under_ddp()
             notes += notes_on_link(
                 config, entries, self._link, measure_speed(config, [entries], 0.0, device), dense
             )
@@ -255,16 +257,16 @@ class RunAdvice(InternalCallback):
         """Note the time, and sometimes tell it to rank 0, which warns once of a rank that costs
         much of it.
         """
-        strategy: Any = trainer.strategy
+        strategy = strategy_of(trainer)
         self._clock.after_step(strategy.traffic, strategy.split_traffic)
         if perf_counter() >= self._tell_at:
             self._tell(strategy)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Tell the time of all steps."""
-        self._tell(trainer.strategy)
+        self._tell(strategy_of(trainer))
 
-    def _tell(self, strategy: Any) -> None:
+    def _tell(self, strategy: TrainerStrategy) -> None:
         lifeline = strategy.lifeline
         if lifeline is None or (costs := self._clock.costs) is None:
             return
@@ -289,13 +291,12 @@ class RunAdvice(InternalCallback):
         """Rows for the table at the end of fit: the time of a step, and the verdict; none after too
         few steps.
         """
-        strategy: Any = trainer.strategy
+        strategy = strategy_of(trainer)
+        synchronizer = synchronizer_of(trainer)
         costs = self._clock.costs
         if self._link is None or costs is None:
             return []
-        dense = self._link.all_reduce_seconds(
-            FP32_BYTES * strategy.synchronizer.entries_under_ddp()
-        )
+        dense = self._link.all_reduce_seconds(FP32_BYTES * synchronizer.entries_under_ddp())
         time = time_of_step(costs, dense, self._link, strategy.dense_rival)
         rows = [("time of a step", time)]
         slow = self._slow
@@ -305,7 +306,7 @@ class RunAdvice(InternalCallback):
                 " for it"
             )
             rows.append(("slowest rank", f"{told}, {100 * slow.share_of_step:.0f}% of a step"))
-        config = strategy.synchronizer.config
+        config = synchronizer.config
         device = strategy.root_device
         line = verdict(config, costs, dense, device.type, dense_setting(strategy))
         if strategy.sharded_tables():
@@ -320,7 +321,7 @@ class RunAdvice(InternalCallback):
         return [*rows, ("verdict", line)]
 
 
-def dense_setting(strategy: Any) -> str:
+def dense_setting(strategy: TrainerStrategy) -> str:
     """The setting that gives the dense exchange: DDP holds neither shards, nor stages, nor sharded
     tables.
 
@@ -328,9 +329,9 @@ def dense_setting(strategy: Any) -> str:
     error.
     """
     if strategy.dense_rival != "DDP":
-        return str(strategy.dense_rival)
+        return strategy.dense_rival
     # With several optimizers a backward is of the parameters of one.
-    is_told = strategy._ddp_kwargs.get("find_unused_parameters", False)
+    is_told = getattr(strategy, "_ddp_kwargs", {}).get("find_unused_parameters", False)
     finds = strategy.has_unused or is_told or len(getattr(strategy, "_optimizers", ())) > 1
     if strategy.stages == 1 and not strategy.sharded_tables():
         return "strategy='ddp_find_unused_parameters_true'" if finds else "strategy='ddp'"

@@ -16,6 +16,7 @@ from lightning_dct.config import check_density, check_integer
 from lightning_dct.embedding.growing import GrowingEmbeddingBags
 from lightning_dct.embedding.pruning import INDEX_BYTES_A_ROW, PIECES, prune
 from lightning_dct.embedding.sharded import ShardedEmbeddingBags
+from lightning_dct.strategy_protocols import TrainerStrategy, strategy_of, synchronizer_of
 from lightning_dct.sync.setup import parameter_names
 from lightning_dct.sync.shared_weights import as_real
 
@@ -54,9 +55,8 @@ class ThresholdRefresh(DCTCallback):
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         """Request a refresh when one is due; the next synchronisation performs it."""
-        strategy: Any = trainer.strategy
-        synchronizer = strategy.synchronizer
-        for module in strategy.activation_modules:
+        synchronizer = synchronizer_of(trainer)
+        for module in strategy_of(trainer).activation_modules:
             module.advance(synchronizer.synchronisations)
         if synchronizer.steps_since_refresh >= self.every_n_steps:
             synchronizer.request_refresh()
@@ -132,15 +132,15 @@ class AccordionSchedule(DCTCallback):
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         """Begin with the density of this interval."""
-        trainer.strategy.set_density(self.density)  # type: ignore[attr-defined]
+        strategy_of(trainer).set_density(self.density)
         self._begun = self._begun if self._begun <= self._now(trainer) else -1  # in an earlier fit
 
     def on_train_batch_start(
         self, trainer: Trainer, module: LightningModule, batch: Any, batch_index: int
     ) -> None:
         """Begin the next interval when one is over."""
-        strategy: Any = trainer.strategy
-        self._synchronised_before = strategy.synchronizer.synchronisations
+        strategy = strategy_of(trainer)
+        self._synchronised_before = synchronizer_of(trainer).synchronisations
         now = self._now(trainer)
         if self._begun >= 0 and now - self._begun < (self.every_n_steps or 1):
             return
@@ -178,10 +178,9 @@ class AccordionSchedule(DCTCallback):
         """Add the synchronised gradients to the interval's sum, unless a loss scaler skips the
         step.
         """
-        strategy: Any = trainer.strategy
         if (
-            strategy.updates is not None
-            or strategy.synchronizer.synchronisations == self._synchronised_before
+            strategy_of(trainer).updates is not None
+            or synchronizer_of(trainer).synchronisations == self._synchronised_before
         ):
             return
         names = parameter_names(module)
@@ -216,7 +215,7 @@ class AccordionSchedule(DCTCallback):
         return trainer.current_epoch if self.every_n_steps is None else _completed_steps(trainer)
 
 
-def _shared_weights(strategy: Any) -> dict[str, Tensor]:
+def _shared_weights(strategy: TrainerStrategy) -> dict[str, Tensor]:
     """The weights that all ranks share, by name; none with gradients."""
     weights = None if strategy.updates is None else strategy.updates.weights
     return {} if weights is None else {name: weights.shared(name) for name in weights.parameters}
@@ -320,4 +319,4 @@ def _tables_of(model: LightningModule) -> dict[str, ShardedEmbeddingBags]:
 
 
 def _completed_steps(trainer: Trainer) -> int:
-    return int(trainer.strategy.synchronizer.synchronisations)  # type: ignore[attr-defined]
+    return synchronizer_of(trainer).synchronisations

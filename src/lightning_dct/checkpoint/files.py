@@ -23,6 +23,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_dct.agreement import Result, like, on_all_ranks
 from lightning_dct.checkpoint.format import no_checkpoint_name
 from lightning_dct.lightning_private import METADATA_FILENAME
+from lightning_dct.strategy_protocols import RankedStrategy
 
 LONGEST_WAIT_S = 60.0
 OWN_FOLDERS = (
@@ -139,7 +140,7 @@ def unlock(path: str) -> None:
         file.close()
 
 
-def cleans_own_disk(strategy: Any, path: str) -> bool:
+def cleans_own_disk(strategy: RankedStrategy, path: str) -> bool:
     """Whether this is the first rank of a node that has a disk of its own: without the checkpoint
     that rank 0 wrote.
     """

@@ -25,6 +25,7 @@ from lightning_dct.agreement import gather_objects
 from lightning_dct.checkpoint import format as saved
 from lightning_dct.checkpoint.files import beside
 from lightning_dct.failures.waiting import say
+from lightning_dct.strategy_protocols import CheckpointedRank, RankedStrategy
 
 CHUNK_BYTES = 16 << 20
 _COPY = "received"  # how the hidden copy of Lightning's file ends
@@ -39,14 +40,14 @@ class File(NamedTuple):
     written_as: str = ""
 
 
-def spans_hosts(strategy: Any) -> bool:
+def spans_hosts(strategy: RankedStrategy) -> bool:
     """Whether the ranks of a strategy's process group are on several hosts."""
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     return several and strategy.num_nodes > 1
 
 
 @contextmanager
-def received(strategy: Any, path: str) -> Iterator[str]:
+def received(strategy: CheckpointedRank, path: str) -> Iterator[str]:
     """Lightning's file of a checkpoint as the first rank has it that has one; the path of a copy on
     other hosts.
 
@@ -82,7 +83,9 @@ def received(strategy: Any, path: str) -> Iterator[str]:
                 os.remove(copy)
 
 
-def places_of(strategy: Any, path: str, note: Mapping[str, Any]) -> list[tuple[str, str]]:
+def places_of(
+    strategy: RankedStrategy, path: str, note: Mapping[str, Any]
+) -> list[tuple[str, str]]:
     """The host and the path at which each rank has written its file, if there are several hosts; a
     collective call.
     """
@@ -91,7 +94,7 @@ def places_of(strategy: Any, path: str, note: Mapping[str, Any]) -> list[tuple[s
     return gather_objects((socket.gethostname(), saved.state_path(path, note, dist.get_rank())))
 
 
-def hand_over(strategy: Any, folder: str, wanted: Iterable[File]) -> None:
+def hand_over(strategy: RankedStrategy, folder: str, wanted: Iterable[File]) -> None:
     """Bring files that ranks want into the folder of a checkpoint on their host, from whichever
     host has them.
 
@@ -140,7 +143,7 @@ def _exists(path: str) -> bool:
     return bool(files.exists(place))
 
 
-def _pass_on(strategy: Any, path: str, copy: str, source: int, target: int) -> None:
+def _pass_on(strategy: RankedStrategy, path: str, copy: str, source: int, target: int) -> None:
     """Copy a file of one rank to a path of another; both call this."""
     rank = dist.get_rank()
     if rank == source == target:
@@ -152,7 +155,7 @@ def _pass_on(strategy: Any, path: str, copy: str, source: int, target: int) -> N
         _receive(strategy, copy, source)
 
 
-def _send(strategy: Any, path: str, target: int) -> None:
+def _send(strategy: RankedStrategy, path: str, target: int) -> None:
     files, place = url_to_fs(path)
     size = int(files.size(place))
     dist.send(_on_wire(strategy, torch.tensor([size])), target)
@@ -163,7 +166,7 @@ def _send(strategy: Any, path: str, target: int) -> None:
             )
 
 
-def _receive(strategy: Any, path: str, source: int) -> None:
+def _receive(strategy: RankedStrategy, path: str, source: int) -> None:
     length = _on_wire(strategy, torch.zeros(1, dtype=torch.int64))
     dist.recv(length, source)
     left = int(length.item())
@@ -189,6 +192,6 @@ def _receive(strategy: Any, path: str, source: int) -> None:
     os.replace(unfinished, place)
 
 
-def _on_wire(strategy: Any, tensor: Tensor) -> Tensor:
+def _on_wire(strategy: RankedStrategy, tensor: Tensor) -> Tensor:
     """The tensor where the process group can send it."""
     return tensor.to(strategy.root_device) if dist.get_backend() == "nccl" else tensor

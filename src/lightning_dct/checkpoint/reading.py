@@ -23,6 +23,7 @@ from lightning_dct.checkpoint import format as saved
 from lightning_dct.checkpoint.handing_over import File, hand_over
 from lightning_dct.checksums import CheckpointError, checksum_of
 from lightning_dct.compress.error_feedback import add_pieces, pieces_extent
+from lightning_dct.strategy_protocols import CheckpointedRank
 from lightning_dct.sync.synchronizer import Synchronizer
 
 RESETTABLE = (FileNotFoundError, ValueError)  # errors after which `missing_state="reset"` continues
@@ -174,7 +175,7 @@ def check_alike(everyone: Mapping[int, Mapping[str, Any]], path: str) -> None:
             )
 
 
-def files_of_ranks(strategy: Any, note: Mapping[str, Any]) -> range:
+def files_of_ranks(strategy: CheckpointedRank, note: Mapping[str, Any]) -> range:
     """The ranks whose files of a checkpoint this rank reads: its own, or all of them in another
     layout.
     """
@@ -185,7 +186,7 @@ def files_of_ranks(strategy: Any, note: Mapping[str, Any]) -> range:
 
 
 def restore_state(
-    strategy: Any, path: str, note: Mapping[str, Any], weights_only: bool | None = None
+    strategy: CheckpointedRank, path: str, note: Mapping[str, Any], weights_only: bool | None = None
 ) -> dict[str, Any]:
     """The state that this rank starts from; a collective call.
 

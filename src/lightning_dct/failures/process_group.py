@@ -33,6 +33,7 @@ from torch.distributed.constants import default_pg_timeout
 from lightning_dct.failures.meeting import Job, Meeting, new_store
 from lightning_dct.failures.sockets import name_of_this_host
 from lightning_dct.failures.waiting import waiting
+from lightning_dct.strategy_protocols import StrategyWithGroup
 
 FROM_AGENT = "TORCHELASTIC_USE_AGENT_STORE"
 LET_FINISH_S = 0.1  # far longer than gloo's threads need for the interpreter
@@ -40,7 +41,7 @@ LET_FINISH_S = 0.1  # far longer than gloo's threads need for the interpreter
 _own: list[TCPStore] = []
 
 
-def job_of(strategy: Any) -> Job | None:
+def job_of(strategy: StrategyWithGroup) -> Job | None:
     """What a rank of Lightning's or Fabric's strategy knows of its job; None if its ranks need not
     meet.
 
@@ -67,7 +68,7 @@ def job_of(strategy: Any) -> Job | None:
 
 @contextmanager
 def group_is_made(
-    strategy: Any, lifelines: bool | int, timeout: timedelta | None
+    strategy: StrategyWithGroup, lifelines: bool | int, timeout: timedelta | None
 ) -> Iterator[None]:
     """Surround the code that makes a strategy's process group; does nothing without lifelines, or
     if there is a group.
