@@ -50,6 +50,7 @@ from lightning_dct.compress import codec
 from lightning_dct.compress.bucket_plan import Bucket, Gain, Received, Sending, plan_bucket
 from lightning_dct.compress.error_feedback import ErrorFeedback
 from lightning_dct.sync.setup import make_gradient_synchronizer, make_update_synchronizer
+from lightning_dct.sync.views import View
 from lightning_dct.traffic import Traffic, plain_table
 from one_card import DEVICE
 
@@ -577,7 +578,7 @@ def exchanged(config: DCTConfig, device: torch.device, rank: int, kind: str) -> 
     synchronizer.exchange.close()
     if config.compress == "updates":
         # As at the end of fit, after which a checkpoint may be saved.
-        synchronizer.weights.show()
+        synchronizer.views.open(View.END)
         module.cpu()
         synchronizer.weights.follow_parameters()
     state = synchronizer.state_dict()

@@ -51,6 +51,7 @@ from lightning_dct.saving import CheckpointedStrategy
 from lightning_dct.sync.optimizer_trial import warn_of_late_gradients
 from lightning_dct.sync.unseen_steps import UnseenStepCheck
 from lightning_dct.sync.updates import UpdateSynchronizer
+from lightning_dct.sync.views import View
 from lightning_dct.traffic import Traffic
 
 OUTSIDE_FIT = [(fn, TrainerStatus.RUNNING) for fn in TrainerFn if fn != TrainerFn.FITTING]
@@ -334,7 +335,7 @@ class DCTStrategyBase(CheckpointedStrategy):
             number = 1 if self.synchronizer.batch is None else self.synchronizer.batch[0] + 1
             self.synchronizer.batch = number, f"batch {batch_idx} of epoch {epoch}"
         if self.updates is not None:
-            self.updates.continue_training()
+            self.updates.views.continue_training()
             if share := share_done(self._module.trainer, self.length.batches):
                 self._count(self.updates, share)
 
@@ -506,8 +507,8 @@ class DCTStrategyBase(CheckpointedStrategy):
         if self.synchronizer is not None:
             self.synchronizer.exchange.close()
         if self.updates is not None:
-            # An interrupted fit ends with this rank's own weights in the model.
-            self.updates.weights.show()
+            # An interrupted fit has this rank's own weights in the model, and exchanges no buffers.
+            self.updates.views.open(View.END)
         remove_clipping(self.precision_plugin)
         super().teardown()
         self.is_fitting = False

@@ -48,6 +48,7 @@ from lightning_dct.sync.optimizer_trial import refuse, warn_of_late_gradients
 from lightning_dct.sync.synchronizer import Synchronizer
 from lightning_dct.sync.unseen_steps import UnseenStepCheck
 from lightning_dct.sync.updates import UpdateSynchronizer, take_number_of_dropped
+from lightning_dct.sync.views import View
 from lightning_dct.traffic import Traffic
 
 
@@ -293,7 +294,7 @@ class DCTStrategy(DDPStrategy):
         """
         # As where a function that evaluates calls another. Modules that have been trained since are
         # shown again.
-        if self._updates and all(one.evaluates for one in self._updates):
+        if self._updates and all(View.EVALUATION in one.views for one in self._updates):
             yield
             return
         # Keeps the modules alive meanwhile.
@@ -302,24 +303,23 @@ class DCTStrategy(DDPStrategy):
         # Ranks delete a module that the user has dropped at different times, and its buffers need
         # all ranks.
         everywhere = set.intersection(*gather_objects(set(own)))
-        found = [synchronizer for number, (_, synchronizer) in own.items() if number in everywhere]
-        updates = [
-            one for one in found if isinstance(one, UpdateSynchronizer) and not one.evaluates
-        ]
-        with self._shared_weights():
-            for synchronizer in updates:
-                synchronizer.apply_all()
-                synchronizer.begin_evaluation()
-                synchronizer.check_alike()
-            try:
-                yield
-            finally:
-                for synchronizer in reversed(updates):
-                    synchronizer.end_evaluation()
+        with ExitStack() as stack:
+            for number, (_, synchronizer) in own.items():
+                if not isinstance(synchronizer, UpdateSynchronizer):
+                    continue
+                views = synchronizer.views
+                if number in everywhere and View.EVALUATION not in views:
+                    synchronizer.apply_all()
+                    view = views.shared(View.EVALUATION, synchronizer.exchange_buffers)
+                    stack.enter_context(view)
+                    synchronizer.check_alike()
+                else:
+                    stack.enter_context(views.shared(View.EVALUATION))
+            yield
 
     def get_module_state_dict(self, module: Module) -> dict[str, Any]:
         """The state of a module, with the weights that all ranks share."""
-        with self._shared_weights():
+        with self._shared_weights(View.SAVE):
             # Copies, because the memory of some weights holds each rank's own again afterwards.
             return apply_to_collection(super().get_module_state_dict(module), Tensor, Tensor.clone)
 
@@ -404,7 +404,7 @@ class DCTStrategy(DDPStrategy):
         file = saved.resolve_symlink(str(path))
         wanted = state if isinstance(state, dict) else {}
         with received(self, file) as here:
-            with reading.compared(here) as fingerprints, self._shared_weights():
+            with reading.compared(here) as fingerprints, self._shared_weights(View.LOAD):
                 remainder = super().load_checkpoint(here, state, strict, weights_only)
             notes = reading.agreed_notes(
                 remainder.pop(saved.CHECKPOINT_KEY, []) if wanted else [], file, fingerprints
@@ -474,10 +474,11 @@ class DCTStrategy(DDPStrategy):
         ]
 
     @contextmanager
-    def _shared_weights(self) -> Iterator[None]:
+    def _shared_weights(self, view: View) -> Iterator[None]:
+        """Have the shared weights in all modules within the context."""
         with ExitStack() as stack:
             for synchronizer in self._updates:
-                stack.enter_context(synchronizer.weights.in_model())
+                stack.enter_context(synchronizer.views.shared(view))
             yield
 
 

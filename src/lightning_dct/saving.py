@@ -42,6 +42,7 @@ from lightning_dct.failures.lifeline import Lifeline
 from lightning_dct.sync.setup import parameter_names
 from lightning_dct.sync.synchronizer import Synchronizer
 from lightning_dct.sync.updates import UpdateSynchronizer
+from lightning_dct.sync.views import View
 from lightning_dct.traffic import Traffic
 
 # In a checkpoint that was loaded: this rank's state, and the folder of the rows of sharded tables.
@@ -87,7 +88,6 @@ class CheckpointedStrategy(ParallelStrategy):
         self._saves: set[str] = set()
         # `default_root_dir` of rank 0, and of this rank if it is on another host.
         self._roots = ("", "")
-        self._is_shown_to_save = False
 
     @property
     @abstractmethod
@@ -217,9 +217,8 @@ class CheckpointedStrategy(ParallelStrategy):
         """The model's state with the shared weights, which ``on_save_checkpoint`` sees, too, until
         the save ends.
         """
-        if self.updates is not None:  # an earlier save may have failed in a hook
-            self._is_shown_to_save = not self.updates.weights.shown
-            self.updates.weights.show()
+        if self.updates is not None:
+            self.updates.views.open(View.SAVE)
         with saved_in_shards(self.sharded_tables()):
             return super().lightning_module_state_dict()
 
@@ -257,9 +256,8 @@ class CheckpointedStrategy(ParallelStrategy):
             files.unlock(str(filepath))
             raise
         finally:
-            if self._is_shown_to_save and self.updates is not None:
-                self.updates.weights.hide()
-            self._is_shown_to_save = False
+            if self.updates is not None:
+                self.updates.views.close(View.SAVE)
             # A callback may save on an exception where no training was: in the process that starts
             # the ranks.
             callbacks: list[Any] = getattr(self._attached_trainer, "callbacks", [])
@@ -393,7 +391,7 @@ class CheckpointedStrategy(ParallelStrategy):
         with received(self, path) as here:
             with (
                 reading.compared(here) as fingerprints,
-                nullcontext() if self.updates is None else self.updates.weights.in_model(),
+                nullcontext() if self.updates is None else self.updates.views.shared(View.LOAD),
             ):
                 # ModelParallelStrategy loads into the model here.
                 checkpoint = super().load_checkpoint(here, weights_only)
@@ -427,7 +425,7 @@ class CheckpointedStrategy(ParallelStrategy):
         if self.updates is not None:
             # They stay in mid-run, after a search for a rate: callbacks that average load theirs
             # next, and hooks look.
-            self.updates.weights.show()
+            self.updates.views.open(View.LOAD)
         tables = self.sharded_tables()
         with saved_in_shards(tables):
             super().load_model_state_dict(checkpoint, strict)

@@ -55,7 +55,7 @@ class Evaluated(Plain):
         self.seen: list[Any] = []
 
     def on_validation_end(self) -> None:
-        assert self.trainer.strategy.updates.weights.shown
+        assert self.trainer.strategy.updates.views.are_open
         self.seen.append({**whole_weights(self), "loss": self.trainer.callback_metrics["val_loss"]})
 
 

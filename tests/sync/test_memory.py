@@ -12,7 +12,9 @@ from torch import Tensor, nn, optim
 
 from distributed.training import Module, Watch, fit, message_of, perceptron
 from lightning_dct import DCTStrategy, Updates
+from lightning_dct.sync.buffers import Buffers
 from lightning_dct.sync.shared_weights import SharedWeights
+from lightning_dct.sync.views import View, Views
 
 
 def kept(parameter: nn.Parameter) -> Tensor:
@@ -45,6 +47,7 @@ def test_a_view_sees_whichever_weights_the_model_has(
 ) -> None:
     parameter = nn.Parameter(torch.randn(4, 6))
     weights = SharedWeights()
+    views = Views(weights, Buffers())
     weights.adopt("w", parameter)
     shared = parameter.detach().clone()
     view = share(parameter)
@@ -52,7 +55,7 @@ def test_a_view_sees_whichever_weights_the_model_has(
     with torch.no_grad():
         parameter.add_(1.0)
     for _ in range(2):
-        with weights.in_model():
+        with views.shared(View.HOOKS):
             assert torch.equal(parameter, shared)
             assert torch.equal(view, shared)
             assert torch.equal(weights.shared("w"), shared)
@@ -61,13 +64,13 @@ def test_a_view_sees_whichever_weights_the_model_has(
         assert torch.equal(view, own)
         assert torch.equal(weights.shared("w"), shared)
         assert parameter.data_ptr() == place
-    with weights.in_model():
+    with views.shared(View.HOOKS):
         view.mul_(2.0)  # is taken over, as any write
     torch.testing.assert_close(view, 2.0 * shared + 1.0)
     torch.testing.assert_close(weights.shared("w"), 2.0 * shared)
-    weights.show()
+    views.open(View.END)
     parameter.data = parameter.data.half()
-    weights.hide()
+    views.close(View.END)
     assert parameter.data_ptr() == place
     assert parameter.dtype == torch.float32
 
@@ -79,11 +82,12 @@ def test_what_is_kept_of_a_view_of_the_shared_weights_are_the_shared_weights() -
     """
     parameter = nn.Parameter(torch.randn(4, 6))
     weights = SharedWeights()
+    views = Views(weights, Buffers())
     weights.adopt("w", parameter)
     shared = parameter.detach().clone()
     with torch.no_grad():
         parameter.add_(1.0)
-    with weights.in_model():
+    with views.shared(View.HOOKS):
         state = parameter.detach()
     assert torch.equal(state, shared)
     assert torch.equal(parameter, shared + 1.0)

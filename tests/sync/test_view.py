@@ -34,7 +34,9 @@ from distributed.training import (
     weights_of,
 )
 from lightning_dct import DCTStrategy
+from lightning_dct.sync.buffers import Buffers
 from lightning_dct.sync.shared_weights import SharedWeights
+from lightning_dct.sync.views import View, Views
 from one_card import DEVICE
 
 SETTINGS: dict[str, Any] = {"density": 0.2, "local_steps": 4, "warmup_steps": 3}
@@ -246,11 +248,12 @@ def test_a_module_that_clips_its_weights_ends_with_clipped_weights(
 @pytest.mark.parametrize("way", ["data", "in place"])
 def test_what_is_written_moves_own_weights_by_as_much(way: str) -> None:
     weights = SharedWeights()
+    views = Views(weights, Buffers())
     parameter = nn.Parameter(torch.tensor([0.5, -2.0, 0.25]))
     weights.adopt("one", parameter)
     weights.own("one").copy_(torch.tensor([0.75, -1.5, 0.5]))
     for _ in range(2):  # the second time it changes nothing
-        with weights.in_model(), torch.no_grad():
+        with views.shared(View.HOOKS), torch.no_grad():
             (parameter.data if way == "data" else parameter).clamp_(-1.0, 1.0)
         assert parameter.tolist() == [0.75, -0.5, 0.5]
         assert weights.shared("one").tolist() == [0.5, -1.0, 0.25]
@@ -258,10 +261,11 @@ def test_what_is_written_moves_own_weights_by_as_much(way: str) -> None:
 
 def test_own_weights_that_are_no_numbers_are_mended_by_what_is_written() -> None:
     weights = SharedWeights()
+    views = Views(weights, Buffers())
     parameter = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
     weights.adopt("one", parameter)
     weights.own("one").copy_(torch.tensor([float("nan"), float("inf"), 3.5]))
-    with weights.in_model():
+    with views.shared(View.HOOKS):
         parameter.data.fill_(0.5)
     assert parameter.tolist() == [0.5, 0.5, 1.0]
 
@@ -273,6 +277,7 @@ def test_what_is_written_and_taken_back_leaves_every_bit(dtype: torch.dtype) -> 
     They are taken back in a later view, in part, and once training has gone on.
     """
     weights = SharedWeights()
+    views = Views(weights, Buffers())
     parameter = nn.Parameter(torch.randn(1000, dtype=dtype))
     weights.adopt("one", parameter)
     own = weights.own("one").add_(torch.randn(1000, dtype=dtype) * 0.01).clone()
@@ -280,14 +285,14 @@ def test_what_is_written_and_taken_back_leaves_every_bit(dtype: torch.dtype) -> 
     other = torch.randn(1000, dtype=dtype) * 100
     for some in (slice(0, 1000), slice(300, 700)):
         for written in (other, other / 3, kept):
-            with weights.in_model():
+            with views.shared(View.HOOKS):
                 parameter.data[some] = written[some]
             assert torch.equal(parameter.data, own) is (written is kept)
             assert torch.equal(weights.shared("one")[some], written[some])
-    with weights.in_model():
+    with views.shared(View.HOOKS):
         parameter.data.copy_(other)
-    weights.continue_training()
-    with weights.in_model():
+    views.continue_training()
+    with views.shared(View.HOOKS):
         parameter.data.copy_(kept)
     assert not torch.equal(parameter.data, own)
     torch.testing.assert_close(
@@ -300,11 +305,12 @@ def test_what_is_written_and_taken_back_leaves_every_bit(dtype: torch.dtype) -> 
 )
 def test_every_way_of_writing_is_seen(way: str) -> None:
     weights = SharedWeights()
+    views = Views(weights, Buffers())
     parameter = nn.Parameter(torch.tensor([[0.5, -2.0], [0.0, 0.1]]).t())
     weights.adopt("one", parameter)
     weights.own("one").add_(1.0)
     entry = -0.0 if way == "negative zero" else float("nan") if way == "not a number" else 7.0
-    with weights.in_model(), torch.no_grad():
+    with views.shared(View.HOOKS), torch.no_grad():
         if way == "other memory":
             parameter.data = parameter.data.clone().contiguous()
         (parameter if way == "in place" else parameter.data)[0, 1] = entry

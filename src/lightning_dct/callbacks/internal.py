@@ -23,6 +23,7 @@ from lightning_dct.activations.module import modules_of
 from lightning_dct.embedding.sharded import ShardedEmbeddingBags
 from lightning_dct.failures.lifeline import Lifeline
 from lightning_dct.strategy_protocols import strategy_of, synchronizer_of, updates_of
+from lightning_dct.sync.views import View
 
 AVERAGING = (StochasticWeightAveraging, WeightAveraging)
 PATIENCE_S = 10.0  # for the others to finish training
@@ -212,7 +213,7 @@ class SharedWeightsView(InternalCallback):
         self.on_train_batch_start = self.on_train_batch_end = self._open if reads else None
 
     def _open(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-        updates_of(trainer).weights.show()
+        updates_of(trainer).views.open(View.HOOKS)
 
     on_train_epoch_start = on_train_epoch_end = _open
 
@@ -228,20 +229,20 @@ class SharedWeightsView(InternalCallback):
         """Apply updates in flight, so that the final weights have them, and open the view."""
         updates = updates_of(trainer)
         updates.apply_all()
-        updates.begin_evaluation()
+        updates.views.open(View.END, updates.exchange_buffers)
 
 
 def _begin(loop: Any) -> None:
     strategy_of(loop.trainer).come_to("a validation")
     updates = updates_of(loop.trainer)
-    updates.begin_evaluation()
+    updates.views.open(View.EVALUATION, updates.exchange_buffers)
     type(loop).on_run_start(loop)
     updates.check_alike()
 
 
 def _end(loop: Any) -> Any:
     results = type(loop).on_run_end(loop)
-    updates_of(loop.trainer).end_evaluation()
+    updates_of(loop.trainer).views.close(View.EVALUATION)
     return results
 
 

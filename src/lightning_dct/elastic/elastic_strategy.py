@@ -55,6 +55,7 @@ from lightning_dct.sync.setup import (
     statistics_of,
 )
 from lightning_dct.sync.updates import UpdateSynchronizer
+from lightning_dct.sync.views import View
 from lightning_dct.traffic import plain_table
 
 # How long a rank waits at the start of a run for the others that were asked for.
@@ -284,7 +285,7 @@ class DCTElasticStrategy(DCTStrategy):
             return dict(self._given or {})
         weights = self._elastic.weights
         shared = {name: weights.shared(name) for name in weights.parameters}
-        with weights.in_model():
+        with self._elastic.views.shared(View.SAVE):
             checkpoint = checkpoint_of(self._module.trainer)
         checkpoint[STATE_KEY] = {
             **merge_states([self._state()]),

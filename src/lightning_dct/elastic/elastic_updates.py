@@ -177,7 +177,7 @@ class ElasticUpdates(UpdateSynchronizer):
         began = time.monotonic()
         self.train_until = 0
         self._round = self.present.round
-        self.continue_training()
+        self.views.continue_training()
         with self.traffic.timed("exchange", "seconds_waiting"):
             # A rank that is behind has the others' shared weights afterwards.
             met = self.present.meet()
@@ -192,7 +192,7 @@ class ElasticUpdates(UpdateSynchronizer):
         With ``HANDS_OVER`` this rank gives them what it has moved and not sent, because the run
         goes on without it.
         """
-        self.continue_training()
+        self.views.continue_training()
         self._round = self.present.round
         header = Header(self._rank, self.step, 0, 0, 0, ready=ready, history=self._history)
         for _ in range(FAREWELLS):
@@ -440,7 +440,7 @@ class ElasticUpdates(UpdateSynchronizer):
         """Take a peer's shared weights, and keep what this rank has moved and the peers have not
         added.
         """
-        self.continue_training()
+        self.views.continue_training()
         commits = dict(given["commits"])
         kept = self._round in commits
         added = self._unsure

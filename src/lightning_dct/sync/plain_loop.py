@@ -43,6 +43,7 @@ from lightning_dct.sync.setup import (
 )
 from lightning_dct.sync.unseen_steps import is_skipped
 from lightning_dct.sync.updates import take_number_of_dropped
+from lightning_dct.sync.views import View
 from lightning_dct.traffic import Traffic
 
 
@@ -82,7 +83,7 @@ class _Loop:
             raise ValueError(
                 f"This is not a state that `{type(self).__name__}.state_dict()` has made."
             )
-        if "weights" in state and not self.synchronizer.weights.shown:
+        if "weights" in state and not self.synchronizer.views.are_open:
             self.synchronizer.weights.forget()
         self.synchronizer.load_state_dict(state)
 
@@ -210,7 +211,7 @@ class Updates(_Loop):
         # What is written into shared weights while they are shown is taken over.
         if (
             not self._looks
-            or self.synchronizer.evaluates
+            or self.synchronizer.views.are_open
             or any(one is optimizer for one in self.optimizers)
         ):
             return
@@ -272,17 +273,21 @@ class Updates(_Loop):
         """Have the weights that all ranks share in the model, to evaluate or save them; a
         collective call.
         """
-        shown = self.synchronizer.evaluates  # within another evaluation, or after `close`
-        if not shown:
-            self.synchronizer.come_to("an evaluation", "an evaluation")
-            self.synchronizer.begin_evaluation()
+        if self.synchronizer.views.are_open:  # within another evaluation, or after `close`
+            yield
+            return
         try:
-            if self.lifeline is not None and not shown:  # all ranks are here
-                self.synchronizer.check_alike()
+            self._evaluate(View.EVALUATION)
             yield
         finally:
-            if self._handles and not shown:
-                self.synchronizer.end_evaluation()
+            self.synchronizer.views.close(View.EVALUATION)
+
+    def _evaluate(self, view: View) -> None:
+        """Open a view of shared weights and buffers that are alike on all ranks."""
+        self.synchronizer.come_to("an evaluation", "an evaluation")
+        self.synchronizer.views.open(view, self.synchronizer.exchange_buffers)
+        if self.lifeline is not None:  # all ranks are here
+            self.synchronizer.check_alike()
 
     def close(self) -> None:
         """Leave the shared weights in the model, and exchange no more; a collective call."""
@@ -295,8 +300,8 @@ class Updates(_Loop):
             )
         self.synchronizer.warn_if_unsent()
         self.synchronizer.apply_all()
-        with self.shared_weights():  # they stay
-            self.synchronizer.exchange.close()
+        self._evaluate(View.END)
+        self.synchronizer.exchange.close()
 
 
 def _refuse_wrapper(optimizer: Optimizer) -> None:

@@ -3,15 +3,14 @@
 A rank trains its *own* weights. The *shared* weights change at exchanges only, by the same amount
 on every rank, so they are bitwise identical everywhere. The difference of the two is the residual.
 
-Either set can be in the model. Exchanging them exchanges pointers and copies nothing. If others see
-the memory of a parameter, as a view that the user has kept, or another process, contents are
-exchanged instead: it stays one memory.
+Either set can be in the model; :mod:`lightning_dct.sync.views` says which one is. Exchanging them
+exchanges pointers and copies nothing. If others see the memory of a parameter, as a view that the
+user has kept, or another process, contents are exchanged instead: it stays one memory.
 """
 
 import ctypes
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -99,11 +98,11 @@ class SharedWeights:
         return self._own[name] if name in self._own else local_of(self.parameters[name]).data
 
     def show(self) -> None:
-        """Put the shared weights into the model."""
-        if self.shown:
-            return
-        ours = self._views_of_storages()
-        for name, parameter in self.parameters.items():
+        """Put the shared weights that are not there into the model."""
+        hidden = [name for name in self.parameters if name not in self._own]
+        ours = self._views_of_storages() if hidden else Counter()
+        for name in hidden:
+            parameter = self.parameters[name]
             shared = self._shared[name]
             if self._is_seen_by_others(parameter, ours):
                 self._exchanged.add(name)
@@ -224,17 +223,6 @@ class SharedWeights:
         self._own = {}
         self._before = {}
         self._exchanged = set()
-
-    @contextmanager
-    def in_model(self) -> Iterator[None]:
-        """Have the shared weights in the model within the context."""
-        already = self.shown
-        self.show()
-        try:
-            yield
-        finally:
-            if not already:
-                self.hide()
 
     def project(self, function: Callable[[], None] | None) -> None:
         """Apply a function of the model's weights, if any, to both sets, while this rank's own are

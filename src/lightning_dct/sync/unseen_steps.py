@@ -69,7 +69,7 @@ class UnseenStepCheck:
                 name is not None
                 and parameter.grad is not None
                 and not is_seen
-                and not updates.weights.shown
+                and not updates.views.are_open
             ):
                 raise RuntimeError(
                     f"`{type(optimizer).__name__}` has stepped {name!r}, and the strategy has not"

@@ -22,6 +22,7 @@ from lightning_dct.sync.optimizer_state import Deviation
 from lightning_dct.sync.rounds import InFlight, Rounds, UpdateFlow
 from lightning_dct.sync.shared_weights import SharedWeights, as_real
 from lightning_dct.sync.synchronizer import Synchronizer
+from lightning_dct.sync.views import Views
 
 COUNTED_STEPS = "counted steps"
 CLIPS = "clips by norm"
@@ -38,9 +39,9 @@ class UpdateState(Synchronizer):
 
     Attributes:
         flow: Sends a bucket and applies what arrives.
+        views: Whose weights and buffers are in the model.
         clips_by_norm: Whether gradients are clipped by the norm of their mean, for which coherence
             is measured.
-        evaluates: Whether the model has the shared weights and buffers for an evaluation.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class UpdateState(Synchronizer):
         self.weights = weights or SharedWeights()
         self.flow = UpdateFlow(self.plans, self.weights, exchange, self.feedback)
         self.buffers = buffers
+        self.views = Views(self.weights, buffers)
         self._optimizers = optimizers
         self._parameters = parameters
         # Parameters that take part, or are known not to.
@@ -67,7 +69,6 @@ class UpdateState(Synchronizer):
         self._alone = exchange.everyone.size == 1
         self._counted = 0
         self.clips_by_norm = False
-        self.evaluates = False
 
     @property
     def sparse(self) -> set[Tensor]:
@@ -139,8 +140,7 @@ class UpdateState(Synchronizer):
             None  # what was set after the save: settings follow the run's before the next step
         )
         super().load_state_dict(state)
-        # an evaluation gives back nothing that is loaded within it
-        self.buffers.continue_training()
+        self.views.give_back_buffers()
         parameters = self._parameters_by_name()
         buffers = self.buffers.named()
         edited = []
@@ -208,8 +208,7 @@ class UpdateState(Synchronizer):
                 " changes of these parameters are lost."
             )
         self._settled = self._excluded()
-        if self.evaluates:  # parameters that had no shared weights before
-            self.weights.show()
+        self.views.follow()
 
     def shared_state(self) -> dict[str, Any]:
         """The base class's, with clocks, shared weights, and the means in flight that will change

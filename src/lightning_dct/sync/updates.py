@@ -83,8 +83,8 @@ class UpdateSynchronizer(UpdateState):
         """
         if self.run_settings is not None:
             self._change(self.run_settings.at(self.fewest_steps))
-        # a checkpoint made and not saved has left the shared ones in the model
-        self.continue_training()
+        # A checkpoint that was made and not saved has left a view open.
+        self.views.continue_training()
         rounds = self.register(optimizer)
         step = rounds.steps + 1
         if self.masks is not None and rounds.names and self._is_first(rounds):
@@ -490,7 +490,7 @@ class UpdateSynchronizer(UpdateState):
         """Wait for updates in flight and apply them, whether they are due or not; a collective
         call.
         """
-        self.continue_training()
+        self.views.continue_training()
         for rounds in [one for one in self._rounds.values() if one.in_flight]:
             self.flow.apply(rounds, rounds.in_flight)
 
@@ -510,7 +510,7 @@ class UpdateSynchronizer(UpdateState):
         collective call.
         """
         if (rounds := self._rounds.pop(number, None)) is not None:
-            self.continue_training()
+            self.views.continue_training()
             self.flow.apply(rounds, rounds.in_flight)
 
     def exchange_buffers(self) -> None:
@@ -526,28 +526,6 @@ class UpdateSynchronizer(UpdateState):
         # A rank without peers takes part, too.
         if self._rounds and dist.get_world_size() > 1:
             check_alike(*self._compared_tensors(), self.peers)
-
-    def continue_training(self) -> None:
-        """Continue with this rank's own weights and buffers, which change from now on."""
-        self.evaluates = False
-        self.weights.continue_training()
-        self.buffers.continue_training()
-
-    def begin_evaluation(self) -> None:
-        """Put the shared weights and the same buffers on all ranks into the model; a collective
-        call.
-        """
-        self.buffers.show(self.exchange_buffers)
-        self.weights.show()
-        self.evaluates = True
-
-    def end_evaluation(self) -> None:
-        """Continue with this rank's own weights and buffers, or with what was written into them
-        meanwhile.
-        """
-        self.evaluates = False
-        self.weights.hide()
-        self.buffers.give_back()
 
     def _forget_thresholds(self, buckets: Iterable[Sequence[str]]) -> None:
         """Delete the thresholds of buckets about to be sent, if a refresh was requested since they
