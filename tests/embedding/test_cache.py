@@ -1,6 +1,7 @@
 """Which rows are remembered, and what of them: against dicts."""
 
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 from distributed.harness import RankFailure
 from embedding.plain_directory import PlainCache
 from lightning_dct import ShardedEmbeddingBags
+from lightning_dct.embedding import store as store_module
 from lightning_dct.embedding.cache import UNBOUNDED, RowCache
 from lightning_dct.embedding.store import RowStore, add_entries, bytes_a_row, default_room
 from lightning_dct.wire.positions import PayloadError
@@ -309,7 +311,9 @@ def memory_beside_own_rows(rows: int, dim: int, batch: int) -> tuple[float, floa
     whether it is full.
     """
     tables = ShardedEmbeddingBags([rows] * 4, dim)
-    tables.materialize()
+    with mock.patch.object(store_module, "LEAST_BYTES", 0):
+        tables.materialize()
+        room = tables.room()
     share = 4 * rows / dist.get_world_size() * dim * 4
     largest = 0.0
     for step in range(40):
@@ -317,11 +321,7 @@ def memory_beside_own_rows(rows: int, dim: int, batch: int) -> tuple[float, floa
         tables(torch.randint(0, rows, (batch, 4), generator=numbers)).sum().backward()
         tables.weight.grad = None
         largest = max(largest, bytes_in([tables.held, tables.mirrors], set()) / share)
-    return (
-        largest,
-        default_room(int(4 * rows / dist.get_world_size()), dim, 4 * dim),
-        len(tables.held.cache),
-    )
+    return largest, room, len(tables.held.cache)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -334,7 +334,7 @@ def test_memory_does_not_grow_with_the_ranks(ranks: Any, world_size: int) -> Non
 
 def test_the_default_room() -> None:
     assert default_room(10**6, 16, 64) == 2 * 10**6 * 64 // bytes_a_row(16)
-    assert default_room(10, 16, 64) == 1024
+    assert default_room(10, 16, 64) == (64 << 20) // bytes_a_row(16)
 
 
 def request_twice(cache_rows: int, pool_first: bool, backward: bool) -> list[float]:

@@ -72,8 +72,8 @@ class ShardedEmbeddingBags(OwnedRows):
             guard moves them a little in every step, to keep the number of entries near its target.
         cache_rows: Most rows of other ranks to remember, of all of them together. When None, as
             many as copies, residuals, the owners' mirrors of them and their index fit into twice
-            the bytes of a rank's share of all rows, but at least 1,024. The residual of an evicted
-            row is sent: in fp32 or bf16 if ``value_format`` is that, else in int8 with a scale for
+            the bytes of a rank's share of all rows, or into 64 MiB if that is more. The residual of
+            an evicted row is sent: in fp32 or bf16 if ``value_format`` is that, else in int8 with a scale for
             the row. A remembered row takes ``8 * dim + 98`` bytes here and ``4 * dim + 98`` on its
             owner, at most.
         initial_bound: Rows start uniform on ``[-bound, bound)``, if ``tables`` are numbers; ``1 /

@@ -24,10 +24,10 @@ from lightning_dct.wire.positions import PayloadError
 
 # Parts with an entry for each slot.
 ROW_STATE = ("copies", "residual", "outdated")
-# Rows that a store has room for at least, unless a setting says another number.
-LEAST_ROWS = 1024
-# Copies, residuals and mirrors take less than so many times the bytes of a rank's own rows.
+# Copies, residuals, mirrors and the index of both take less than so many times the bytes of a
+# rank's own rows, or so many bytes if that is more: a small table is remembered whole.
 SHARES = 2
+LEAST_BYTES = 64 << 20
 
 
 class Evicted(NamedTuple):
@@ -46,9 +46,9 @@ def bytes_a_row(dim: int, entry_bytes: int = 4) -> int:
 
 def default_room(own_rows: int, dim: int, row_bytes: int, entry_bytes: int = 4) -> int:
     """The rows to remember, if no setting says: :data:`SHARES` times the bytes of a rank's own rows
-    pay for them.
+    pay for them, or :data:`LEAST_BYTES`.
     """
-    return max(LEAST_ROWS, SHARES * own_rows * row_bytes // bytes_a_row(dim, entry_bytes))
+    return max(LEAST_BYTES, SHARES * own_rows * row_bytes) // bytes_a_row(dim, entry_bytes)
 
 
 class RowStore:
