@@ -59,7 +59,7 @@ def test_the_loss_by_hand() -> None:
     assert expected_loss(hierarchical, 4, 1000) == pytest.approx(2.1)
 
 
-# Percent lost against dense training, of runs of some length: docs/evidence/run_length.md has them
+# Percent lost against dense training, of runs of some length: docs/evidence/quality.md has them
 # all.
 LEVEL = (
     (2, 1, 0.1, 1000),

@@ -47,7 +47,7 @@ def _of_ranks(ranks: int, *words: str, title: str) -> Figure:
 
 
 def _unlike(name: str, case: str, ranks: int, title: str) -> Figure:
-    page = f"[{title}](docs/evidence/unlike_ranks.md)"
+    page = f"[{title}](docs/evidence/quality.md#ranks-whose-data-differ)"
     words = ("--only", case, "--ranks", str(ranks))
     return Figure(name, page, ranks, unlike_ranks.main, words)
 
@@ -66,7 +66,8 @@ FIGURES = (
     _of_ranks(8, "model.learning_rate=0.01", title="the same"),
     Figure(
         "lm-long",
-        "[language model](docs/evidence/run_length.md) of 137,000 parameters, 12,000 steps, 1.5%",
+        "[language model](docs/evidence/quality.md#twelve-thousand-steps) of 137,000 parameters,"
+        " 12,000 steps, 1.5%",
         4,
         replicas.main,
         (*SMALL, "--ranks", "4", "--steps", "12000", "--rates", "0.003"),
@@ -74,7 +75,8 @@ FIGURES = (
     ),
     Figure(
         "stages",
-        "[activations between two stages](docs/evidence/between_stages.md), 3,000 steps",
+        "[activations between two stages](docs/evidence/stages_and_shards.md#width-256),"
+        " 3,000 steps",
         1,
         compare.main,
         (

@@ -9,7 +9,7 @@ min(W - 1, 3)``, and ``g = max(1, min(W, 8) / 4)^2 max(1, W / 8)^0.45``. The fir
 entries that wait to be sent: ``k`` is 1 if the mean is made as long as the steps, else 2. The
 second one is for steps that ranks take apart, which no length makes good. The least is what runs of
 10,000 steps and more lost at any density. This is a fit to small language models under AdamW, and
-no more: ``docs/evidence/run_length.md``.
+no more: ``docs/evidence/quality.md``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 #!/bin/bash
 # experiment=lm by two ranks on one card, over gloo: ms a step, test loss and bytes of each strategy that is named.
 #   bash tests/card/lm.sh STEPS ACCELERATOR STRATEGY...        each strategy may be a list of overrides: 'dct strategy.density=0.1'
-# Each rank is a node of its own; see docs/evidence/run_length.md.
+# Each rank is a node of its own; see docs/evidence/quality.md.
 steps=$1 accelerator=$2; shift 2
 out=${OUT:-/tmp/lm}/lm
 export PYTHONPATH=${SITE:+$SITE:}$PWD/src MASTER_ADDR=127.0.0.1 LOCAL_RANK=0 GLOO_SOCKET_IFNAME=lo PYTHONUNBUFFERED=1

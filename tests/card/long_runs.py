@@ -4,7 +4,7 @@
 ``compile`` compiles the kernels of one training, by the number of its settings, so that several at
 once fill the cache. ``time`` writes how many milliseconds a step of all trainings takes, and
 ``train`` makes so many steps. Its files are of ``experiments/replicas.py``, whose command
-(docs/evidence/run_length.md) makes the table from them, without training.
+(docs/evidence/quality.md) makes the table from them, without training.
 """
 
 import json

@@ -17,7 +17,7 @@ SETTINGS = settings_of(RUNS)
 
 
 def test_the_page_shows_the_table_of_its_file() -> None:
-    page = (PAGES / "run_length.md").read_text()
+    page = (PAGES / "quality.md").read_text()
     for row in tabulate(RUNS)[1:]:
         assert f"| {' | '.join(row)} |" in page
 

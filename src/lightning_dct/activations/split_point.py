@@ -34,7 +34,7 @@ ROW_FORMATS: tuple[str, ...] = get_args(RowFormat)
 # little lower.
 GUARD_AIM = 0.97
 # Adam's steps have the same size for all weights, and that is too small for the table: see
-# docs/evidence/between_stages.md.
+# docs/history/tables.md.
 ANCHOR_GAIN = 5.0
 
 

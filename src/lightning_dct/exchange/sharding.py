@@ -54,7 +54,7 @@ def sums_of(plan: BucketPlan) -> BucketPlan:
     """The plan of sums over ranks: three times as many entries, and 2 bits instead of one.
 
     Ranks send different entries, and a sum grows with the number of ranks that have sent it:
-    ``docs/evidence/sums.md``.
+    ``docs/history/defaults.md``.
     """
     pairs = zip(plan.sizes, plan.targets, strict=True)
     targets = (max(t, min(SUM_TIMES * t, int(SUM_MOST * size))) if t else 0 for size, t in pairs)

@@ -160,7 +160,7 @@ def limit_of(reached: Tensor, size: int, target: int) -> float:
 
     ``reached`` are their values, finite, shape ``[n]`` with ``n > target``, out of a tensor's
     ``size``. With a random choice instead of the largest entries, four ranks lost 7.0% where they
-    lose 5.1%: ``docs/evidence/sums.md``.
+    lose 5.1%: ``docs/history/defaults.md``.
     """
     count = reached.numel()
     wanted = min(LIMIT_SAMPLE, size)
