@@ -41,6 +41,7 @@ from lightning_dct.kernels import triton_add, triton_pack, weights_by_senders
 from lightning_dct.kernels.plain import LARGEST_HALF, LIMIT_SAMPLE, SMALLEST_THRESHOLD
 from lightning_dct.kernels.triton_add import GROUP
 from lightning_dct.kernels.triton_bits import BLOCK
+from lightning_dct.kernels.triton_tables import PartRow, TensorRow
 from lightning_dct.wire.payload import FORMAT_CODES, MAGIC, VERSION, read_dense
 from lightning_dct.wire.positions import PayloadError
 from lightning_dct.wire.values import SCALED_FORMATS
@@ -66,7 +67,7 @@ DECODED_AT_ONCE = 1 << 17
 
 
 class Table:
-    """A plan in the memory of a GPU; see :mod:`~lightning_dct.kernels.triton_bits` for the columns.
+    """A plan in the memory of a GPU; see :mod:`~lightning_dct.kernels.triton_tables` for the columns.
 
     Attributes:
         tensors: Of its compressed tensors: int64.
@@ -83,8 +84,8 @@ class Table:
     def __init__(self, plan: BucketPlan, device: torch.device) -> None:
         self.plan = plan
         self.device = device
-        tensors: list[list[int]] = []
-        parts: list[list[int]] = []
+        tensors: list[TensorRow] = []
+        parts: list[PartRow] = []
         aims: list[float] = []
         blocks = list[int]()
         coded = list[int]()
@@ -96,57 +97,69 @@ class Table:
             ends = [start // 4 + end // 4 for end in layout.edges]
             code = layout.position_code
             parts.append(
-                [
-                    ends[0],
-                    ends[2],
-                    ends[3],
-                    len(blocks),
-                    words,
-                    len(tensors),
-                    -1 if code.is_bitmap else code.low_bits,
-                    code.num_flags,
-                    layout.capacity,
-                    layout.fingerprint,
-                    len(coded),
-                    0,
-                ]
+                PartRow(
+                    header=ends[0],
+                    positions=ends[2],
+                    values=ends[3],
+                    first_block=len(blocks),
+                    first_word=words,
+                    first_tensor=len(tensors),
+                    low_bits=-1 if code.is_bitmap else code.low_bits,
+                    code_flags=code.num_flags,
+                    capacity=layout.capacity,
+                    fingerprint=layout.fingerprint,
+                    first_code_block=len(coded),
+                )
             )
             if layout.capacity and not code.is_bitmap:
                 coded += -(-code.num_flags // CODED) * [number]
             for place, (index, first) in enumerate(zip(part.compressed, part.first, strict=True)):
                 size = part.sizes[index]
                 target = part.targets[index]
+                first_word = words + first // WORD
                 tensors.append(
-                    [
-                        size,
-                        len(blocks),
-                        words + first // WORD,
-                        number,
-                        ends[1] + place,
-                        target,
-                        0,
-                        0,
-                    ]
+                    TensorRow(
+                        entries=size,
+                        first_block=len(blocks),
+                        first_word=first_word,
+                        part=number,
+                        scale=ends[1] + place,
+                        target=target,
+                    )
                 )
                 aims += [GUARD_GAIN * (target / size) ** 0.5, GUARD_AIM * target]
-                starts.extend(range(tensors[-1][2], tensors[-1][2] + -(-size // 32), BLOCK // 32))
+                starts.extend(range(first_word, first_word + -(-size // 32), BLOCK // 32))
                 blocks += -(-size // BLOCK) * [len(tensors) - 1]
             start = start + layout.num_bytes
             words = words + sum(layout.tensor_sizes) // WORD
-        tensors.append([0, len(blocks), words, 0, 0, 0, 0, 0])
+        self.count = len(tensors)
+        self.num_parts = len(parts)
+        low_bits = [max(part.low_bits, 0) for part in parts]
+        tensors.append(TensorRow(0, len(blocks), words, part=0, scale=0, target=0))
         starts.append(words)
-        parts.append([0, 0, 0, len(blocks), words, len(tensors) - 1, 0, 0, 0, 0, len(coded), 0])
+        parts.append(
+            PartRow(
+                header=0,
+                positions=0,
+                values=0,
+                first_block=len(blocks),
+                first_word=words,
+                first_tensor=self.count,
+                low_bits=0,
+                code_flags=0,
+                capacity=0,
+                fingerprint=0,
+                first_code_block=len(coded),
+            )
+        )
         self.tensors, self.parts = (_copied(rows, torch.int64, device) for rows in (tensors, parts))
         self.blocks, self.coded = (_copied(row, torch.int32, device) for row in (blocks, coded))
         self.aims = _copied(aims, torch.float64, device)
         self.words = words
-        self.count = len(tensors) - 1
-        self.num_parts = len(parts) - 1
         self.starts = starts
         most = max((-(-size // BLOCK) for size in plan.sizes), default=1)
         self.rounds = -(-most // 1024)
         self.steps = most.bit_length() + 1
-        low_bits = [max(part[6], 0) for part in parts]
         self.loops = {
             "PLANES": max(low_bits),
             "GROUPS": max(32 >> own if 0 < own < 5 else 1 for own in low_bits),

@@ -1,6 +1,6 @@
 """Reads the payloads of all senders on a GPU, in Triton, and adds their weighted sum.
 
-Tables are those of :mod:`~lightning_dct.kernels.triton_bits`. What has arrived has a row for each
+Tables are those of :mod:`~lightning_dct.kernels.triton_tables`. What has arrived has a row for each
 sender, of ``stride`` words. ``flags`` are decoded ones, ``words`` a row, where the code is no
 bitmap.
 """
@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from lightning_dct.kernels import triton_bits as tb
+from lightning_dct.kernels import triton_tables as tables
 
 GROUP = 4  # blocks of which a program counts and opens the words
 BLOCKS = tl.constexpr(GROUP)
@@ -20,7 +21,7 @@ def _code_flags(part, block, code, CODE: tl.constexpr):
     flags are in it.
     """
     k = block * (CODE // 32) + tl.arange(0, CODE // 32)
-    left = tl.minimum(tl.maximum(tl.load(part + 7) - 32 * k, 0), 32)
+    left = tl.minimum(tl.maximum(tl.load(part + tables.PART_CODE_FLAGS) - 32 * k, 0), 32)
     return tl.load(code + k, mask=left > 0, other=0) & tb.first_ones(left), k, left
 
 
@@ -29,9 +30,9 @@ def count_flags(parts, block_part, blocks, payloads, stride, counts, CODE: tl.co
     """The number of set flags in each block, of ``CODE`` flags, of Elias-Fano codes, row by row."""
     b = tl.program_id(0)
     row = tl.program_id(1)
-    part = parts + tl.load(block_part + b) * tb.PART
-    code = payloads + row * stride + tl.load(part + 1)
-    m, _, _ = _code_flags(part, b - tl.load(part + 10), code, CODE)
+    part = tables.row_of_part(parts, tl.load(block_part + b))
+    code = payloads + row * stride + tl.load(part + tables.PART_POSITIONS)
+    m, _, _ = _code_flags(part, b - tl.load(part + tables.PART_FIRST_CODE_BLOCK), code, CODE)
     tl.store(counts + row * blocks + b, tl.sum(tb.ones(m), axis=0))
 
 
@@ -49,26 +50,26 @@ def decode(
     b = tl.program_id(0)
     row = tl.program_id(1)
     p = tl.load(block_part + b)
-    part = parts + p * tb.PART
-    block = b - tl.load(part + 10)
-    low_bits = tl.load(part + 6)
-    first = tl.load(part + 4)
+    part = tables.row_of_part(parts, p)
+    block = b - tl.load(part + tables.PART_FIRST_CODE_BLOCK)
+    low_bits = tl.load(part + tables.PART_LOW_BITS)
+    first = tl.load(part + tables.PART_FIRST_WORD)
     before = ends + row * blocks + b
     before_all = tl.load(before - block)
     before_block = tl.load(before) - before_all
     zeros = (block + 1) * CODE - (tl.load(before + 1) - before_all)
     # Positions that shall be decoded; those beyond the last one, too, so that they are reported.
-    size = (tl.load(part + tb.PART + 4) - first) * 32
+    size = (tables.of_next_part(part, tables.PART_FIRST_WORD) - first) * 32
     begin = (origin - first) * 32
     end = (origin - first + words) * 32
     reaches = (block * CODE - before_block) << low_bits < end
     if (reaches | (end >= size)) & ((zeros + 1) << low_bits > begin):
-        code = payloads + row * stride + tl.load(part + 1)
+        code = payloads + row * stride + tl.load(part + tables.PART_POSITIONS)
         m, k, left = _code_flags(part, block, code, CODE)
         n = tb.ones(m)
         at = before_block + tl.cumsum(n, 0) - n
-        num_flags = tl.load(part + 7)
-        capacity = tl.load(part + 8)
+        num_flags = tl.load(part + tables.PART_CODE_FLAGS)
+        capacity = tl.load(part + tables.PART_CAPACITY)
         coded = tl.minimum(tl.maximum(capacity - at, 0), n).to(tl.int32)
         valid = tb.apart(tb.first_ones(coded), m)
         # Where the flag before is set, too, the high parts are equal: then the low ones must
@@ -118,13 +119,17 @@ def _flags_of(tensors, parts, block_tensor, b, inside, payload, decoded):
     tensors.
     """
     t, start, size, word = tb.place(tensors, block_tensor, b)
-    p = tl.load(tensors + t * tb.TENSOR + 3)
-    part = parts + p * tb.PART
-    in_payload = payload + tl.load(part + 1) - tl.load(part + 4)
+    p = tables.of_tensor(tensors, t, tables.TENSOR_PART)
+    part = tables.row_of_part(parts, p)
+    in_payload = (
+        payload + tl.load(part + tables.PART_POSITIONS) - tl.load(part + tables.PART_FIRST_WORD)
+    )
     number = tl.arange(0, BLOCKS * tb.WORDS) % tb.WORDS
     left = tl.where(inside, tl.minimum(tl.maximum(size - start - number * 32, 0), 32), 0)
     m = tl.load(
-        tl.where(tl.load(part + 6) < 0, in_payload, decoded) + word + number, mask=left > 0, other=0
+        tl.where(tl.load(part + tables.PART_LOW_BITS) < 0, in_payload, decoded) + word + number,
+        mask=left > 0,
+        other=0,
     )
     valid = tb.first_ones(left)
     return p, m & valid, m & (valid ^ tb.ALL)
@@ -163,21 +168,23 @@ def judge(
     """
     p = tl.program_id(0)
     row = tl.program_id(1)
-    part = parts + p * tb.PART
-    head = payloads + row * stride + tl.load(part)
-    found = tl.load(ends + row * blocks + tl.load(part + tb.PART + 3)) - tl.load(
-        ends + row * blocks + tl.load(part + 3)
-    )
+    part = tables.row_of_part(parts, p)
+    head = payloads + row * stride + tl.load(part + tables.PART_HEADER)
+    found = tl.load(
+        ends + row * blocks + tables.of_next_part(part, tables.PART_FIRST_BLOCK)
+    ) - tl.load(ends + row * blocks + tl.load(part + tables.PART_FIRST_BLOCK))
     harmed = (tl.load(head).to(tl.int64) != header) | (tl.load(head + 1).to(tl.int64) != found)
-    harmed |= (found > tl.load(part + 8)) | (
-        tl.load(head + 2).to(tl.int64) != (tl.load(part + 9) ^ tag)
+    harmed |= (found > tl.load(part + tables.PART_CAPACITY)) | (
+        tl.load(head + 2).to(tl.int64) != (tl.load(part + tables.PART_FINGERPRINT) ^ tag)
     )
     infinite = tl.sum(tl.zeros([128], tl.int32), axis=0)
     if SCALES:
-        t = tl.load(part + 5) + tl.arange(0, 128)
+        t = tl.load(part + tables.PART_FIRST_TENSOR) + tl.arange(0, 128)
         for _ in range(ROUNDS):
-            valid = t < tl.load(part + tb.PART + 5)
-            at = tl.load(tensors + t * tb.TENSOR + 4, mask=valid, other=0)
+            valid = t < tables.of_next_part(part, tables.PART_FIRST_TENSOR)
+            at = tl.load(
+                tensors + t * tables.TENSOR_COLUMNS + tables.TENSOR_SCALE, mask=valid, other=0
+            )
             scale = tl.load(payloads + row * stride + at, mask=valid, other=0)
             infinite += tl.sum(((scale & 0x7F800000) == 0x7F800000).to(tl.int32), axis=0)
             t += 128
@@ -215,17 +222,19 @@ def open_words(
     b = first + local
     rest = (payloads + row * stride, flags + row * words - origin)
     p, m, _ = _flags_of(tensors, parts, block_tensor, b, inside, *rest)
-    part = parts + p * tb.PART
+    part = tables.row_of_part(parts, p)
     n = tb.ones(m)
     before = tl.reshape(tl.cumsum(tl.reshape(n, [BLOCKS, tb.WORDS]), 1), [BLOCKS * tb.WORDS]) - n
     at = (
-        tl.load(ends + row * blocks + b) - tl.load(ends + row * blocks + tl.load(part + 3)) + before
+        tl.load(ends + row * blocks + b)
+        - tl.load(ends + row * blocks + tl.load(part + tables.PART_FIRST_BLOCK))
+        + before
     )
     # A harmed payload may have more flags than values.
-    capacity = tl.load(part + 8)
+    capacity = tl.load(part + tables.PART_CAPACITY)
     at = tl.minimum(at, capacity)
     n = tl.minimum(n, capacity - at)
-    values = payloads + row * stride + tl.load(part + 2)
+    values = payloads + row * stride + tl.load(part + tables.PART_VALUES)
     out = opened + (row * chunk + local) * (tb.WORDS * 3) + each % tb.WORDS
     tl.store(out, m, mask=inside)
     if FORMAT == "1bit":
@@ -261,15 +270,17 @@ def _values(tensors, parts, t, payload, opened, BASE: tl.constexpr, FORMAT: tl.c
     x = tl.load(out + tb.WORDS)
     here = (m & bit) != 0
     if FORMAT == "1bit" or FORMAT == "2bit":
-        level = tl.load(payload + tl.load(tensors + t * tb.TENSOR + 4)).to(tl.float32, bitcast=True)
+        level = tl.load(payload + tables.of_tensor(tensors, t, tables.TENSOR_SCALE)).to(
+            tl.float32, bitcast=True
+        )
         if FORMAT == "2bit":
             level = tl.where((tl.load(out + 2 * tb.WORDS) & bit) != 0, level + level, level)
         v = tl.where((x & bit) != 0, level, -level)
     else:
-        part = parts + tl.load(tensors + t * tb.TENSOR + 3) * tb.PART
+        part = tables.row_of_part(parts, tables.of_tensor(tensors, t, tables.TENSOR_PART))
         k = x.to(tl.int64) + tb.ones(m & tb.first_ones(tl.arange(0, 32))[None, :])
-        values = payload + tl.load(part + 2)
-        valid = here & (k < tl.load(part + 8))
+        values = payload + tl.load(part + tables.PART_VALUES)
+        valid = here & (k < tl.load(part + tables.PART_CAPACITY))
         if FORMAT == "fp32":
             v = tl.load(values + k, mask=valid, other=0).to(tl.float32, bitcast=True)
         else:

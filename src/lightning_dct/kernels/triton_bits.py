@@ -1,18 +1,9 @@
-"""Bits and tables for the kernels in Triton, each of which handles all tensors of a bucket in one
-launch.
+"""Bits for the kernels in Triton, each of which handles all tensors of a bucket in one launch.
 
-A program handles ``BLOCK`` entries of one tensor, whose address it finds in a table: the flags and
-signs of 32 of them are a word, and a word's bits are moved together or apart at once. *Scratch*
-flags have the layout of :attr:`~lightning_dct.compress.bucket_plan.BucketPlan.first`, one part
-after the other.
-
-Tables are of int64. One has a row for each compressed tensor, one a row for each payload of the
-plan (*part*), and each has a last row with the ends. Offsets in a payload are in words of 32 bits.
-
-    tensors     0 entries       1 first block     2 first word      3 part       4 its scale    5 target
-    parts       0 header        1 positions       2 values          3 first block    4 first word   5 first tensor
-                6 low bits, -1 for a bitmap       7 flags of the code                8 capacity     9 fingerprint
-                10 first block of the code
+A program handles ``BLOCK`` entries of one tensor, whose row it finds in a table
+(:mod:`~lightning_dct.kernels.triton_tables`). The flags and signs of 32 entries are a word, and a
+word's bits are moved together or apart at once. *Scratch* flags have the layout of
+:attr:`~lightning_dct.compress.bucket_plan.BucketPlan.first`, one part after the other.
 
 Sums have a fixed order, so that a GPU does the same twice; ``enable_fp_fusion=False`` at each
 launch keeps products and sums rounded as on a CPU.
@@ -23,11 +14,10 @@ With ``TRITON_INTERPRET=1`` all of it runs on a CPU, slowly, for tests.
 import triton
 import triton.language as tl
 
+from lightning_dct.kernels import triton_tables as tables
+
 BLOCK = 2048
 WORDS = tl.constexpr(BLOCK // 32)
-# numbers in a row of a table
-TENSOR = tl.constexpr(8)
-PART = tl.constexpr(12)
 ALL = tl.constexpr(0xFFFFFFFF)
 
 
@@ -126,9 +116,14 @@ def place(tensors, block_tensor, b):
     scratch.
     """
     t = tl.load(block_tensor + b)
-    k = b - tl.load(tensors + t * TENSOR + 1)
-    size = tl.load(tensors + t * TENSOR)
-    return t, k * (WORDS * 32), size, tl.load(tensors + t * TENSOR + 2) + k * WORDS
+    k = b - tables.of_tensor(tensors, t, tables.TENSOR_FIRST_BLOCK)
+    size = tables.of_tensor(tensors, t, tables.TENSOR_ENTRIES)
+    return (
+        t,
+        k * (WORDS * 32),
+        size,
+        tables.of_tensor(tensors, t, tables.TENSOR_FIRST_WORD) + k * WORDS,
+    )
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """Packs a bucket on a GPU, in Triton: flags, limits, scales, payloads, and what is left.
 
-Tables are those of :mod:`~lightning_dct.kernels.triton_bits`. ``addresses`` are those of all news,
+Tables are those of :mod:`~lightning_dct.kernels.triton_tables`. ``addresses`` are those of all news,
 then of all bases.
 """
 
@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from lightning_dct.kernels import triton_bits as tb
+from lightning_dct.kernels import triton_tables as tables
 
 BITS_OF_PLANE = tl.constexpr((0xAAAAAAAA, 0xCCCCCCCC, 0xF0F0F0F0, 0xFF00FF00, 0xFFFF0000))
 LARGEST_BF16 = tl.constexpr(3.3895313892515355e38)
@@ -28,13 +29,15 @@ def mark(
     t, start, size, word = tb.place(tensors, block_tensor, b)
     tau = tl.load(taus + t)
     limit = tl.load(limits + t)
-    target = tl.load(tensors + t * tb.TENSOR + 5)
-    first = tl.load(tensors + t * tb.TENSOR + 1)
+    target = tables.of_tensor(tensors, t, tables.TENSOR_TARGET)
+    first = tables.of_tensor(tensors, t, tables.TENSOR_FIRST_BLOCK)
     active = True
     if PASS == 1:
         active = limit >= 0
     if PASS == 2:
-        whole = tl.load(ends + tl.load(tensors + (t + 1) * tb.TENSOR + 1)) - tl.load(ends + first)
+        whole = tl.load(
+            ends + tables.of_tensor(tensors, t + 1, tables.TENSOR_FIRST_BLOCK)
+        ) - tl.load(ends + first)
         active = whole > target
     if active:
         i = start + tb.lanes()
@@ -76,12 +79,12 @@ def sample(
     target.
     """
     t = tl.program_id(0)
-    edge = tl.load(tensors + t * tb.TENSOR + 1)
+    edge = tables.of_tensor(tensors, t, tables.TENSOR_FIRST_BLOCK)
     before = tl.load(ends + edge)
-    last = tl.load(tensors + (t + 1) * tb.TENSOR + 1) - 1
+    last = tables.of_tensor(tensors, t + 1, tables.TENSOR_FIRST_BLOCK) - 1
     n = tl.load(ends + last + 1) - before
-    if n > tl.load(tensors + t * tb.TENSOR + 5):
-        size = tl.load(tensors + t * tb.TENSOR)
+    if n > tables.of_tensor(tensors, t, tables.TENSOR_TARGET):
+        size = tables.of_tensor(tensors, t, tables.TENSOR_ENTRIES)
         wanted = tl.minimum(size, SAMPLE)
         j = tl.program_id(1) * LANES + tl.arange(0, LANES)
         valid = j < wanted
@@ -94,8 +97,8 @@ def sample(
             low = tl.where(right, middle, low)
             high = tl.where(right, high, middle - 1)
         left = (rank - (tl.load(ends + low) - before)).to(tl.int32)
-        first = tl.load(tensors + t * tb.TENSOR + 2) + (low - edge) * tb.WORDS
-        end = tl.load(tensors + (t + 1) * tb.TENSOR + 2)
+        first = tables.of_tensor(tensors, t, tables.TENSOR_FIRST_WORD) + (low - edge) * tb.WORDS
+        end = tables.of_tensor(tensors, t + 1, tables.TENSOR_FIRST_WORD)
         at = tl.zeros([LANES], tl.int32)
         searching = valid
         for w in range(tb.WORDS):
@@ -133,14 +136,14 @@ def limit(
     are sent.
     """
     t = tl.program_id(0)
-    n = tl.load(ends + tl.load(tensors + (t + 1) * tb.TENSOR + 1)) - tl.load(
-        ends + tl.load(tensors + t * tb.TENSOR + 1)
+    n = tl.load(ends + tables.of_tensor(tensors, t + 1, tables.TENSOR_FIRST_BLOCK)) - tl.load(
+        ends + tables.of_tensor(tensors, t, tables.TENSOR_FIRST_BLOCK)
     )
-    target = tl.load(tensors + t * tb.TENSOR + 5)
+    target = tables.of_tensor(tensors, t, tables.TENSOR_TARGET)
     tau = tl.load(taus + t)
     found = tau * 0.0 - 1.0
     if n > target:
-        wanted = tl.minimum(tl.load(tensors + t * tb.TENSOR), SAMPLE)
+        wanted = tl.minimum(tables.of_tensor(tensors, t, tables.TENSOR_ENTRIES), SAMPLE)
         k = (wanted * target + n - 1) // n
         j = tl.arange(0, SAMPLE)
         values = tl.load(samples + t * SAMPLE + j, mask=j < wanted, other=0.0).to(
@@ -181,8 +184,8 @@ def average(tensors, ends, sums, means, payload, ROUNDS: tl.constexpr, SCALES: t
     With ``SCALES`` the mean goes into the payload, as fp32.
     """
     t = tl.program_id(0)
-    first = tl.load(tensors + t * tb.TENSOR + 1)
-    last = tl.load(tensors + (t + 1) * tb.TENSOR + 1)
+    first = tables.of_tensor(tensors, t, tables.TENSOR_FIRST_BLOCK)
+    last = tables.of_tensor(tensors, t + 1, tables.TENSOR_FIRST_BLOCK)
     n = tl.load(ends + last) - tl.load(ends + first)
     total = _total(sums, first, last, ROUNDS)
     mean = total / tl.maximum(n, 1).to(tl.float64)
@@ -190,7 +193,7 @@ def average(tensors, ends, sums, means, payload, ROUNDS: tl.constexpr, SCALES: t
     tl.store(means + tl.num_programs(0) + t, total)
     if SCALES:
         tl.store(
-            payload + tl.load(tensors + t * tb.TENSOR + 4),
+            payload + tables.of_tensor(tensors, t, tables.TENSOR_SCALE),
             mean.to(tl.float32).to(tl.uint32, bitcast=True),
         )
 
@@ -223,8 +226,8 @@ def two_levels(
     it.
     """
     t = tl.program_id(0)
-    first = tl.load(tensors + t * tb.TENSOR + 1)
-    last = tl.load(tensors + (t + 1) * tb.TENSOR + 1)
+    first = tables.of_tensor(tensors, t, tables.TENSOR_FIRST_BLOCK)
+    last = tables.of_tensor(tensors, t + 1, tables.TENSOR_FIRST_BLOCK)
     n = tl.maximum(tl.load(ends + last) - tl.load(ends + first), 1).to(tl.float64)
     mean = tl.load(means + t)
     total = tl.load(means + tl.num_programs(0) + t)
@@ -234,7 +237,10 @@ def two_levels(
     two = (product * product / square > total * mean) & (scale <= LARGEST)
     tl.store(fits + t, two.to(tl.int32))
     chosen = tl.where(two, scale, mean).to(tl.float32)
-    tl.store(payload + tl.load(tensors + t * tb.TENSOR + 4), chosen.to(tl.uint32, bitcast=True))
+    tl.store(
+        payload + tables.of_tensor(tensors, t, tables.TENSOR_SCALE),
+        chosen.to(tl.uint32, bitcast=True),
+    )
 
 
 @triton.jit
@@ -267,17 +273,17 @@ def write(
     """Write positions and values into the payloads, which are zero before."""
     b = tl.program_id(0)
     t, start, size, word = tb.place(tensors, block_tensor, b)
-    p = tl.load(tensors + t * tb.TENSOR + 3)
-    part = parts + p * tb.PART
-    first_block = tl.load(part + 3)
+    p = tables.of_tensor(tensors, t, tables.TENSOR_PART)
+    part = tables.row_of_part(parts, p)
+    first_block = tl.load(part + tables.PART_FIRST_BLOCK)
     before = tl.load(ends + first_block)
     rows = tl.arange(0, tb.WORDS)
     m = tl.load(flags + word + rows, mask=start + rows * 32 < size, other=0)
     n = tb.ones(m)
     at = tl.load(ends + b) - before + tl.cumsum(n, 0) - n
-    j = word - tl.load(part + 4) + rows  # of a word in the part
-    positions = payload + tl.load(part + 1)
-    low_bits = tl.load(part + 6).to(tl.int32)
+    j = word - tl.load(part + tables.PART_FIRST_WORD) + rows  # of a word in the part
+    positions = payload + tl.load(part + tables.PART_POSITIONS)
+    low_bits = tl.load(part + tables.PART_LOW_BITS).to(tl.int32)
     if low_bits < 0:
         tl.store(positions + j, m, mask=start + rows * 32 < size)
     else:
@@ -291,8 +297,8 @@ def write(
             n_here = tb.ones((m >> (begin & 31).to(tl.uint32)) & in_group)
             tb.set_bits(positions, high + g + ahead, tb.first_ones(n_here), n_here)
             ahead += n_here
-        num_flags = tl.load(part + 7)
-        capacity = tl.load(part + 8)
+        num_flags = tl.load(part + tables.PART_CODE_FLAGS)
+        capacity = tl.load(part + tables.PART_CAPACITY)
         for plane in tl.static_range(PLANES):
             if plane < 5:
                 # The bits of 0 to 31 in this plane.
@@ -303,7 +309,7 @@ def write(
             tb.set_bits(
                 positions, num_flags + plane * capacity + at, bits, tl.where(plane < low_bits, n, 0)
             )
-    values = payload + tl.load(part + 2)
+    values = payload + tl.load(part + tables.PART_VALUES)
     if FORMAT == "1bit":
         tb.set_bits(
             values, at, tb.together(tl.load(signs + word + rows, mask=n > 0, other=0), m), n
@@ -338,12 +344,14 @@ def write(
 @triton.jit(do_not_specialize=["tag"])
 def seal(parts, ends, payload, header, tag, entries):
     """Write the header of each payload, and its number of entries, int64."""
-    part = parts + tl.program_id(0) * tb.PART
-    whole = tl.load(ends + tl.load(part + tb.PART + 3)) - tl.load(ends + tl.load(part + 3))
-    head = payload + tl.load(part)
+    part = tables.row_of_part(parts, tl.program_id(0))
+    whole = tl.load(ends + tables.of_next_part(part, tables.PART_FIRST_BLOCK)) - tl.load(
+        ends + tl.load(part + tables.PART_FIRST_BLOCK)
+    )
+    head = payload + tl.load(part + tables.PART_HEADER)
     tl.store(head, header.to(tl.uint32))
     tl.store(head + 1, whole.to(tl.uint32))
-    tl.store(head + 2, (tl.load(part + 9) ^ tag).to(tl.uint32))
+    tl.store(head + 2, (tl.load(part + tables.PART_FINGERPRINT) ^ tag).to(tl.uint32))
     tl.store(entries + tl.program_id(0), whole)
 
 
@@ -368,7 +376,7 @@ def settle(
         elif FORMAT == "bf16":
             sent = (_as_bf16(a.to(tl.float32)).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
         else:
-            level = tl.load(payload + tl.load(tensors + t * tb.TENSOR + 4)).to(
+            level = tl.load(payload + tables.of_tensor(tensors, t, tables.TENSOR_SCALE)).to(
                 tl.float32, bitcast=True
             )
             if FORMAT == "2bit":
