@@ -17,7 +17,7 @@ from lightning_dct import CheckpointError, DCTStrategy, agreement
 from lightning_dct.checkpoint import format as saved
 from lightning_dct.checkpoint.format import check_state
 from lightning_dct.checkpoint.reading import (
-    agreed_notes,
+    agreed_manifests,
     compared,
     merge_states,
     read_state,
@@ -26,7 +26,7 @@ from lightning_dct.checkpoint.reading import (
 from lightning_dct.embedding.table_files import RowFiles, write_rows
 from strategies_for_hypothesis import examples
 
-NOTE = saved.make_note(world_size=2, synchronisations=7, save="5f0c93ab")
+MANIFEST = saved.make_manifest(world_size=2, synchronisations=7, save="5f0c93ab")
 
 
 def state(residuals: dict[str, Tensor], **others: Any) -> dict[str, Any]:
@@ -40,13 +40,15 @@ def state(residuals: dict[str, Tensor], **others: Any) -> dict[str, Any]:
 
 
 def test_names() -> None:
-    note = saved.make_note(world_size=2, synchronisations=1200, save="5f0c93ab")
+    manifest = saved.make_manifest(world_size=2, synchronisations=1200, save="5f0c93ab")
     assert saved.state_folder("runs/epoch=3.ckpt") == "runs/epoch=3.ckpt.dct"
     assert (
-        saved.state_path("epoch=3.ckpt", note, rank=1)
+        saved.state_path("epoch=3.ckpt", manifest, rank=1)
         == "epoch=3.ckpt.dct/000000001200-5f0c93ab-rank-1-of-2.pt"
     )
-    assert saved.rows_path("epoch=3.ckpt", note) == "epoch=3.ckpt.dct/000000001200-5f0c93ab-rows"
+    assert (
+        saved.rows_path("epoch=3.ckpt", manifest) == "epoch=3.ckpt.dct/000000001200-5f0c93ab-rows"
+    )
 
 
 def test_no_killed_save_looks_like_a_checkpoint_of_a_requeued_job(tmp_path: Path) -> None:
@@ -55,19 +57,21 @@ def test_no_killed_save_looks_like_a_checkpoint_of_a_requeued_job(tmp_path: Path
     Oracle: the folder's name, and the state that is read from it.
     """
     path = str(tmp_path / "hpc_ckpt_3.ckpt")
-    saved.write_state(TorchCheckpointIO(), path, NOTE, 0, state({"a": LONE}))
+    saved.write_state(TorchCheckpointIO(), path, MANIFEST, 0, state({"a": LONE}))
     assert [entry.name for entry in tmp_path.iterdir()] == ["hpc-ckpt-3.ckpt.dct"]
-    saved.finish(TorchCheckpointIO(), path, [])
-    assert read_state(TorchCheckpointIO(), path, NOTE, 0, 2)["residuals"] == {"a": LONE}
+    saved.remove_outdated(TorchCheckpointIO(), path, [])
+    assert read_state(TorchCheckpointIO(), path, MANIFEST, 0, 2)["residuals"] == {"a": LONE}
 
 
-@pytest.mark.parametrize("note", [{**NOTE, "format_version": 2}, {"format_version": "4"}, {}])
-def test_notes_of_other_versions_are_refused(note: dict[str, Any]) -> None:
-    found = repr(note.get("format_version"))
+@pytest.mark.parametrize(
+    "manifest", [{**MANIFEST, "format_version": 2}, {"format_version": "4"}, {}]
+)
+def test_manifests_of_other_versions_are_refused(manifest: dict[str, Any]) -> None:
+    found = repr(manifest.get("format_version"))
     with pytest.raises(
         CheckpointError, match=rf"'a.ckpt' has format version {found};.*\s+reads version 4"
     ):
-        agreed_notes([note], "a.ckpt")
+        agreed_manifests([manifest], "a.ckpt")
 
 
 @pytest.mark.parametrize(
@@ -95,20 +99,26 @@ def test_notes_that_cannot_be_are_refused(field: str, value: Any) -> None:
     divisor.
     """
     with pytest.raises(CheckpointError, match=rf"'a.ckpt' .* lightning_dct\['{field}'\]"):
-        agreed_notes([{**NOTE, field: value}], "a.ckpt")
+        agreed_manifests([{**MANIFEST, field: value}], "a.ckpt")
 
 
 @pytest.mark.parametrize(
-    "notes", [[], [NOTE], [{**NOTE, "another": 1}, NOTE], [saved.make_note(4, 0, "a", stages=2)]]
+    "manifests",
+    [
+        [],
+        [MANIFEST],
+        [{**MANIFEST, "another": 1}, MANIFEST],
+        [saved.make_manifest(4, 0, "a", stages=2)],
+    ],
 )
-def test_notes_that_can_be_are_taken(notes: list[Any]) -> None:
-    assert agreed_notes(notes, "a.ckpt") == notes
+def test_manifests_that_can_be_are_taken(manifests: list[Any]) -> None:
+    assert agreed_manifests(manifests, "a.ckpt") == manifests
 
 
-@pytest.mark.parametrize("notes", [NOTE, None, [[NOTE]], ["text"]])
-def test_what_is_no_note_is_refused(notes: Any) -> None:
+@pytest.mark.parametrize("manifests", [MANIFEST, None, [[MANIFEST]], ["text"]])
+def test_what_is_no_manifest_is_refused(manifests: Any) -> None:
     with pytest.raises(CheckpointError, match="lightning_dct"):
-        agreed_notes(notes, "a.ckpt")
+        agreed_manifests(manifests, "a.ckpt")
 
 
 def test_a_checkpoint_loads_where_the_module_has_no_trainer(tmp_path: Path) -> None:
@@ -117,32 +127,32 @@ def test_a_checkpoint_loads_where_the_module_has_no_trainer(tmp_path: Path) -> N
     """
     strategy = DCTStrategy()
     strategy._lightning_module = BoringModel()
-    torch.save({"lightning_dct": NOTE}, tmp_path / "a.ckpt")
-    assert strategy.load_checkpoint(tmp_path / "a.ckpt") == {"lightning_dct": NOTE}
+    torch.save({"lightning_dct": MANIFEST}, tmp_path / "a.ckpt")
+    assert strategy.load_checkpoint(tmp_path / "a.ckpt") == {"lightning_dct": MANIFEST}
 
 
 @pytest.mark.parametrize(
-    ("note", "rank", "field"),
+    ("manifest", "rank", "field"),
     [
-        (NOTE, 1, "rank"),
-        (saved.make_note(3, 7, "5f0c93ab"), 0, "world_size"),
-        (saved.make_note(2, 7, "5f0c93ac"), 0, "save"),
-        (saved.make_note(2, 6, "5f0c93ab"), 0, "synchronisations"),
+        (MANIFEST, 1, "rank"),
+        (saved.make_manifest(3, 7, "5f0c93ab"), 0, "world_size"),
+        (saved.make_manifest(2, 7, "5f0c93ac"), 0, "save"),
+        (saved.make_manifest(2, 6, "5f0c93ab"), 0, "synchronisations"),
     ],
 )
 def test_another_file_under_a_ranks_name_is_refused(
-    path: str, note: dict[str, Any], rank: int, field: str
+    path: str, manifest: dict[str, Any], rank: int, field: str
 ) -> None:
     """Oracle: a file that was written for another rank, world, save or step, of the same shape, put
     in the place.
     """
-    name = saved.state_path(path, NOTE, 0)
-    older = {**state({"a": torch.ones(1)}), "synchronisations": note["synchronisations"]}
-    saved.write_state(TorchCheckpointIO(), path, note, rank, older)
-    Path(saved.state_path(path, note, rank)).rename(name)
+    name = saved.state_path(path, MANIFEST, 0)
+    older = {**state({"a": torch.ones(1)}), "synchronisations": manifest["synchronisations"]}
+    saved.write_state(TorchCheckpointIO(), path, manifest, rank, older)
+    Path(saved.state_path(path, manifest, rank)).rename(name)
     for world_size in (2, 3):
         with pytest.raises(CheckpointError) as caught:
-            read_state(TorchCheckpointIO(), path, NOTE, 0, world_size)
+            read_state(TorchCheckpointIO(), path, MANIFEST, 0, world_size)
         assert repr(name) in str(caught.value)
         assert f"its field {field!r}" in str(caught.value)
 
@@ -254,7 +264,7 @@ def test_shards_of_one_replica_are_whole_for_another_layout(
     updates on their way.
     """
     path = str(tmp_path / "a.ckpt")
-    note = saved.make_note(2, 7, "5f0c93ab", stages=2)
+    manifest = saved.make_manifest(2, 7, "5f0c93ab", stages=2)
     for rank in range(2):
         rows = {"weights": {"a": torch.full((2, 3), float(rank))}, "shards": {"a": [2, 3]}}
         alone = {
@@ -263,8 +273,8 @@ def test_shards_of_one_replica_are_whole_for_another_layout(
             "in_flight": {},
         }
         own = state({"a": torch.full((6,), 1.0 + rank)}, **rows, **alone)
-        saved.write_state(TorchCheckpointIO(), path, note, rank, own)
-    read = read_state(TorchCheckpointIO(), path, note, 1, world_size, stages, holds_shards)
+        saved.write_state(TorchCheckpointIO(), path, manifest, rank, own)
+    read = read_state(TorchCheckpointIO(), path, manifest, 1, world_size, stages, holds_shards)
     assert read["weights"]["a"].tolist() == ([[0.0] * 3] * 2 if whole else []) + [[1.0] * 3] * 2
     assert read["residuals"]["a"].tolist() == ([1.0] * 6 if whole else []) + [2.0] * 6
     assert {"optimizers", "scaler", "in_flight", "shards"}.isdisjoint(read) == whole
@@ -325,11 +335,11 @@ def test_ranks_files_that_do_not_fit_each_other_are_refused(
     path = str(tmp_path / "a.ckpt")
     own = {"residuals": {"a": LONE}, "weights": {"a": torch.ones(3, 1)}, "accumulated": {"a": LONE}}
     for rank, parts in enumerate((own, {**own, field: other})):
-        saved.write_state(TorchCheckpointIO(), path, NOTE, rank, state({}) | parts)
+        saved.write_state(TorchCheckpointIO(), path, MANIFEST, rank, state({}) | parts)
     with pytest.raises(
         CheckpointError, match=rf"{path}.dct.* do not fit each other .*{field}\['a'\]"
     ):
-        read_state(TorchCheckpointIO(), path, NOTE, 0, 3)
+        read_state(TorchCheckpointIO(), path, MANIFEST, 0, 3)
 
 
 def test_tidying_finds_a_folder_that_is_listed_with_a_slash(
@@ -355,23 +365,23 @@ def test_tidying_leaves_what_came_later(path: str) -> None:
     """Oracle: files of other saves, killed ones among them, are gone; those of this one and of
     later ones are there.
     """
-    (own,) = {Path(saved.state_path(path, NOTE, rank)).parent for rank in (0, 1)}
+    (own,) = {Path(saved.state_path(path, MANIFEST, rank)).parent for rank in (0, 1)}
     kept = sorted(str(file) for file in own.iterdir())
     own.rename(own.with_name("aside"))
     others = [
-        saved.make_note(2, 7, "00000000"),
-        saved.make_note(2, 9, "5f0c93ab"),
-        saved.make_note(3, 6, "5f0c93ac"),
+        saved.make_manifest(2, 7, "00000000"),
+        saved.make_manifest(2, 9, "5f0c93ab"),
+        saved.make_manifest(3, 6, "5f0c93ac"),
     ]
-    for note in others:
-        saved.write_state(TorchCheckpointIO(), path, note, 0, state({}))
+    for manifest in others:
+        saved.write_state(TorchCheckpointIO(), path, manifest, 0, state({}))
     (Path(saved.rows_path(path, others[0])) / "deeper").mkdir(parents=True)
     outdated = saved.files_beside(path)
     for file in own.with_name("aside").iterdir():
         file.rename(own / file.name)
-    saved.finish(TorchCheckpointIO(), path, outdated)
+    saved.remove_outdated(TorchCheckpointIO(), path, outdated)
     assert saved.files_beside(path) == kept
-    saved.finish(TorchCheckpointIO(), path, kept)
+    saved.remove_outdated(TorchCheckpointIO(), path, kept)
     assert not own.exists()
 
 
@@ -381,7 +391,7 @@ def path(tmp_path: Path) -> str:
     checkpoint = str(tmp_path / "a.ckpt")
     for rank, value in enumerate((1.0, 4.0)):
         saved.write_state(
-            TorchCheckpointIO(), checkpoint, NOTE, rank, state({"a": torch.tensor([value])})
+            TorchCheckpointIO(), checkpoint, MANIFEST, rank, state({"a": torch.tensor([value])})
         )
     return checkpoint
 
@@ -393,22 +403,22 @@ def path(tmp_path: Path) -> str:
 def test_a_rank_reads_its_own_state_or_the_mean(
     path: str, rank: int, world_size: int, residual: float
 ) -> None:
-    read = read_state(TorchCheckpointIO(), path, NOTE, rank, world_size)
+    read = read_state(TorchCheckpointIO(), path, MANIFEST, rank, world_size)
     assert read["residuals"]["a"].item() == residual
     assert read["synchronisations"] == 7
 
 
 @pytest.mark.parametrize("missing", [0, 1])
 def test_missing_files_are_named(path: str, missing: int) -> None:
-    file = Path(saved.state_path(path, NOTE, missing))
+    file = Path(saved.state_path(path, MANIFEST, missing))
     file.unlink()
     with pytest.raises(FileNotFoundError) as raised:
-        read_state(TorchCheckpointIO(), path, NOTE, missing, 2)
+        read_state(TorchCheckpointIO(), path, MANIFEST, missing, 2)
     assert repr(str(file)) in str(raised.value)
     assert f"{path}.dct" in str(raised.value)
-    read_state(TorchCheckpointIO(), path, NOTE, 1 - missing, 2)  # the other rank has its own
+    read_state(TorchCheckpointIO(), path, MANIFEST, 1 - missing, 2)  # the other rank has its own
     with pytest.raises(FileNotFoundError):
-        read_state(TorchCheckpointIO(), path, NOTE, 0, 3)
+        read_state(TorchCheckpointIO(), path, MANIFEST, 0, 3)
 
 
 class Elsewhere(TorchCheckpointIO):
@@ -433,13 +443,13 @@ def test_files_that_lie_elsewhere_are_kept_and_read(tmp_path: Path) -> None:
     """Oracle: what was written with the user's ``CheckpointIO``, after the save has tidied up."""
     io = Elsewhere(tmp_path)
     path = "folder/a.ckpt"
-    fingerprints = [saved.write_state(io, path, NOTE, 0, state({"a": LONE}))]
-    io.save_checkpoint({"note": NOTE}, path)
-    saved.finish(io, path, saved.files_beside(path))
+    fingerprints = [saved.write_state(io, path, MANIFEST, 0, state({"a": LONE}))]
+    io.save_checkpoint({"a": MANIFEST}, path)
+    saved.remove_outdated(io, path, saved.files_beside(path))
     with compared(path) as found:
-        assert io.load_checkpoint(path) == {"note": NOTE}
+        assert io.load_checkpoint(path) == {"a": MANIFEST}
     assert (fingerprints, found) == ([""], [None])
-    assert read_state(io, path, NOTE, 0, 2)["residuals"] == {"a": LONE}
+    assert read_state(io, path, MANIFEST, 0, 2)["residuals"] == {"a": LONE}
     with pytest.raises(FileNotFoundError), compared("folder/b.ckpt"):
         io.load_checkpoint("folder/b.ckpt")
 

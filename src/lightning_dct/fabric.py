@@ -346,11 +346,11 @@ class DCTStrategy(DDPStrategy):
         outdated = {part: saved.files_beside(part) for part in parts if self.local_rank == 0}
         # No rank writes before these are known.
         self.barrier()
-        notes = []
+        manifests = []
         for index, (key, synchronizer) in enumerate(modules):
             if isinstance(synchronizer, UpdateSynchronizer):
                 synchronizer.check_alike()
-            note = saved.make_note(
+            manifest = saved.make_manifest(
                 self.world_size, synchronizer.synchronisations, f"{save}{index:02d}"
             )
             optimizers: list[list[Any]] = [
@@ -366,17 +366,17 @@ class DCTStrategy(DDPStrategy):
             }
             place = _part(path, index)
             write = partial(
-                saved.write_state, self.checkpoint_io, place, note, self.global_rank, own
+                saved.write_state, self.checkpoint_io, place, manifest, self.global_rank, own
             )
-            sealed = saved.seal(
-                note, write_on_all_ranks(write, place), places_of(self, place, note)
+            complete = saved.with_checksum(
+                manifest, write_on_all_ranks(write, place), places_of(self, place, manifest)
             )
-            notes.append({**sealed, "module": key})
-        super().save_checkpoint(path, {**state, saved.CHECKPOINT_KEY: notes}, *args, **kwargs)
+            manifests.append({**complete, "module": key})
+        super().save_checkpoint(path, {**state, saved.CHECKPOINT_KEY: manifests}, *args, **kwargs)
         self.barrier()
         if self.is_global_zero or cleans_own_disk(self, path):
             for part in parts:
-                saved.finish(self.checkpoint_io, part, outdated[part])
+                saved.remove_outdated(self.checkpoint_io, part, outdated[part])
                 saved.keep_older(part, path)
 
     def _tell_of_flight(self, saved_ones: list[Synchronizer], path: str) -> None:
@@ -406,11 +406,12 @@ class DCTStrategy(DDPStrategy):
         with received(self, file) as here:
             with reading.compared(here) as fingerprints, self._shared_weights(View.LOAD):
                 remainder = super().load_checkpoint(here, state, strict, weights_only)
-            notes = reading.agreed_notes(
+            manifests = reading.agreed_manifests(
                 remainder.pop(saved.CHECKPOINT_KEY, []) if wanted else [], file, fingerprints
             )
         by_key = {
-            note.get("module"): (_part(file, index), note) for index, note in enumerate(notes)
+            manifest.get("module"): (_part(file, index), manifest)
+            for index, manifest in enumerate(manifests)
         }
         for key, synchronizer in self._modules_in(wanted):
             if key in by_key:

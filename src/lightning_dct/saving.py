@@ -304,20 +304,22 @@ class CheckpointedStrategy(ParallelStrategy):
                 if self.synchronizer is None
                 else self.synchronizer.synchronisations
             )
-            note = saved.make_note(
+            manifest = saved.make_manifest(
                 self.world_size, steps, save, has_state, bool(tables), self.stages
             )
             written = [""] * self.world_size
             if has_state:
                 io = files.write_at_once(self.checkpoint_io)
                 state = {**self._state(), "groups": groups}
-                write = partial(saved.write_state, io, path, note, self.global_rank, state)
+                write = partial(saved.write_state, io, path, manifest, self.global_rank, state)
                 written = files.write_on_all_ranks(write, path)
             if tables:
-                save_rows(saved.rows_path(path, note), tables, self.optimizers if has_state else [])
+                save_rows(
+                    saved.rows_path(path, manifest), tables, self.optimizers if has_state else []
+                )
             # Lightning's file comes last and points at files that all ranks have completed.
-            checkpoint[saved.CHECKPOINT_KEY] = saved.seal(
-                note, written, places_of(self, path, note)
+            checkpoint[saved.CHECKPOINT_KEY] = saved.with_checksum(
+                manifest, written, places_of(self, path, manifest)
             )
         # Of averages Lightning saves a copy of the module, whose thresholds are those before
         # training.
@@ -396,20 +398,20 @@ class CheckpointedStrategy(ParallelStrategy):
                 # ModelParallelStrategy loads into the model here.
                 checkpoint = super().load_checkpoint(here, weights_only)
             found = [checkpoint[saved.CHECKPOINT_KEY]] if saved.CHECKPOINT_KEY in checkpoint else []
-            note = next(iter(reading.agreed_notes(found, path, fingerprints)), {})
-        if note.get("has_rows"):
-            checkpoint[ROWS_KEY] = saved.rows_path(path, note)
-            ranks = reading.files_of_ranks(self, note)
+            manifest = next(iter(reading.agreed_manifests(found, path, fingerprints)), None)
+        if manifest is not None and manifest["has_rows"]:
+            checkpoint[ROWS_KEY] = saved.rows_path(path, manifest)
+            ranks = reading.files_of_ranks(self, manifest)
             folder = os.path.basename(checkpoint[ROWS_KEY])
             wanted = [
-                File(name, saved.written_as(note, rank, f"{folder}/{name}"))
+                File(name, saved.written_as(manifest, rank, f"{folder}/{name}"))
                 for rank, name in zip([0, *ranks], row_files(ranks), strict=True)
             ]
             hand_over(self, checkpoint[ROWS_KEY], wanted)
         trainer = self._attached_trainer
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
-            if note.get("has_state"):
-                checkpoint[STATE_KEY] = reading.restore_state(self, path, note, weights_only)
+            if manifest is not None and manifest["has_state"]:
+                checkpoint[STATE_KEY] = reading.restore_state(self, path, manifest, weights_only)
             else:
                 rank_zero_info(
                     f"{checkpoint_path} holds no state of DCTStrategy: residuals start at zero."
@@ -535,7 +537,7 @@ class CheckpointedStrategy(ParallelStrategy):
             self.checkpoint_io.teardown()  # its only way to wait; it starts anew with the next save
         while self._unfinished:
             path, outdated = self._unfinished.popitem()
-            saved.finish(self.checkpoint_io, path, outdated)
+            saved.remove_outdated(self.checkpoint_io, path, outdated)
             files.unlock(path)
 
 

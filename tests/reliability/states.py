@@ -1,7 +1,7 @@
 """Checkpoint files of every kind, harmed as bytes and in what they say.
 
 Bytes: what is read is an error that names the file, or the very state that was saved. Contents
-(valid files and notes that say something else): an error, or a state that the objects it is for
+(valid files and manifests that say something else): an error, or a state that the objects it is for
 take over and are sound with, and files within the checkpoint's folder. Files of other ranks, saves
 or steps: an error that names the file.
 """
@@ -26,13 +26,13 @@ from differences import assert_same
 from lightning_dct import CheckpointError
 from lightning_dct.checkpoint.format import (
     identity,
-    make_note,
+    make_manifest,
     read_checked,
     rows_path,
     state_folder,
     state_path,
 )
-from lightning_dct.checkpoint.reading import agreed_notes, merge_states
+from lightning_dct.checkpoint.reading import agreed_manifests, merge_states
 from lightning_dct.compress.bucket_plan import OwnedPiece
 from lightning_dct.compress.error_feedback import ErrorFeedback
 from lightning_dct.embedding.owners import place_tables
@@ -45,7 +45,7 @@ from reliability.mutations import mutate
 TABLES = (50, 7)
 DIM = 4
 SIZES = {"a.weight": 120, "b.bias": 9}
-NOTE = make_note(world_size=4, synchronisations=12, save="5f0c93ab", stages=2)
+MANIFEST = make_manifest(world_size=4, synchronisations=12, save="5f0c93ab", stages=2)
 PIECES = {"a.weight[0:60]": OwnedPiece("a.weight[0:60]", "a.weight", 0, 60, 0)}
 
 
@@ -119,7 +119,7 @@ class CheckpointCases:
 
     def _another_file(self, chance: random.Random) -> Case:
         """A whole file of the same shape that was written for somebody else."""
-        whose = identity(NOTE, 1)
+        whose = identity(MANIFEST, 1)
         state = {**self._state}
         field = chance.choice(sorted(whose))
         other = {
@@ -136,12 +136,12 @@ class CheckpointCases:
         return Case("files of others", decode, str(self._file))
 
     def _other_note(self, chance: random.Random) -> Case:
-        note = {**NOTE}
+        manifest = {**MANIFEST}
         for _ in range(chance.randint(1, 2)):
-            change_something(chance, note)
+            change_something(chance, manifest)
 
         def decode() -> None:
-            (agreed,) = agreed_notes([note], "a.ckpt")
+            (agreed,) = agreed_manifests([manifest], "a.ckpt")
             for path in (state_path("a.ckpt", agreed, 0), rows_path("a.ckpt", agreed)):
                 assert os.path.dirname(path) == state_folder("a.ckpt")
             assert agreed["world_size"] // agreed.get("stages", 1) >= 1

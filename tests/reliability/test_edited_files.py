@@ -200,11 +200,11 @@ def test_edited_states(
         path = tmp_path / f"{number}.ckpt"
         shutil.copytree(f"{whole}.dct", f"{path}.dct")
         checkpoint = torch.load(whole, weights_only=True)
-        note = checkpoint["lightning_dct"]
+        manifest = checkpoint["lightning_dct"]
         if not known:
-            del note["fingerprints"], note["checksum"]
+            del manifest["fingerprints"], manifest["checksum"]
         torch.save(checkpoint, path)
-        file = state_path(str(path), note, 1)
+        file = state_path(str(path), manifest, 1)
         state = torch.load(file, weights_only=True)
         edit(state)
         torch.save(state, file)
@@ -213,18 +213,20 @@ def test_edited_states(
 
 
 NOTES: dict[str, Callable[[dict[str, Any]], None]] = {
-    "two stages": lambda note: note.update(stages=2),
-    "no state": lambda note: note.update(has_state=0),
-    "rows": lambda note: note.update(has_rows=1),
-    "one rank": lambda note: note.update(world_size=1, fingerprints=note["fingerprints"][:1]),
-    "another file": lambda note: note.update(fingerprints=note["fingerprints"][::-1]),
-    "a short list": lambda note: note.update(fingerprints=["a"]),
+    "two stages": lambda manifest: manifest.update(stages=2),
+    "no state": lambda manifest: manifest.update(has_state=0),
+    "rows": lambda manifest: manifest.update(has_rows=1),
+    "one rank": lambda manifest: manifest.update(
+        world_size=1, fingerprints=manifest["fingerprints"][:1]
+    ),
+    "another file": lambda manifest: manifest.update(fingerprints=manifest["fingerprints"][::-1]),
+    "a short list": lambda manifest: manifest.update(fingerprints=["a"]),
 }
 
 
 def test_edited_notes(ranks: Any, whole: Path, tmp_path: Path) -> None:
-    """Oracle: an error that names the file, where the changed note would do: of it, files would be
-    found and read.
+    """Oracle: an error that names the file, where the changed manifest would do: of it, files would
+    be found and read.
     """
     paths = []
     for number, edit in enumerate(NOTES.values()):
@@ -282,8 +284,8 @@ def test_whole_files_of_others(ranks: Any, whole: Path, tmp_path: Path) -> None:
 
 
 def files_of(path: Path) -> list[Path]:
-    note = torch.load(path, weights_only=True)["lightning_dct"]
-    return [Path(state_path(str(path), note, of)) for of in range(2)]
+    manifest = torch.load(path, weights_only=True)["lightning_dct"]
+    return [Path(state_path(str(path), manifest, of)) for of in range(2)]
 
 
 class EditsOnLoading(Module):

@@ -68,9 +68,9 @@ class Observing(AtomicCheckpointIO):
         for path in folder.glob("*.ckpt"):
             self.check(path, torch.load(path, weights_only=True)["lightning_dct"])
 
-    def check(self, path: Any, note: dict[str, Any]) -> None:
+    def check(self, path: Any, manifest: dict[str, Any]) -> None:
         self.seen += 1
-        files = [state_path(str(path), note, of) for of in range(note["world_size"])]
+        files = [state_path(str(path), manifest, of) for of in range(manifest["world_size"])]
         self.missing += [file for file in files if not os.path.exists(file)]
 
 

@@ -44,9 +44,9 @@ def test_both_save_at_once(tmp_path: Path) -> None:
         process.join(120)
     assert [process.exitcode for process in processes] == [0, 0]
     path = str(tmp_path / "last.ckpt")
-    note = torch.load(path, weights_only=True)["lightning_dct"]
-    assert read_state(TorchCheckpointIO(), path, note, 0, 1)["synchronisations"] == 2
-    assert files_beside(path) == [state_path(path, note, 0)]
+    manifest = torch.load(path, weights_only=True)["lightning_dct"]
+    assert read_state(TorchCheckpointIO(), path, manifest, 0, 1)["synchronisations"] == 2
+    assert files_beside(path) == [state_path(path, manifest, 0)]
     assert sorted(entry.name for entry in tmp_path.iterdir()) == [
         "last.ckpt",
         "last.ckpt.dct",

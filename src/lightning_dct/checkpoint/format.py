@@ -1,4 +1,5 @@
-"""The format of a checkpoint: its files, the note that names them, and the valid contents of each.
+"""The format of a checkpoint: its files, the manifest that names them, and the valid contents of
+each.
 
 ``docs/reliability.md`` shows the files. Every rank writes its own before Lightning's is written,
 under a name that no other save has. So a job that is killed while it overwrites a checkpoint finds
@@ -16,7 +17,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from fsspec.core import url_to_fs
@@ -86,7 +87,30 @@ _TESTS: dict[str, Callable[[Any], bool]] = {
     "anything": lambda value: True,
     "counted here": lambda value: value in {field.name for field in fields(TrafficTotals)},
 }
-_NOTE: dict[str, Rule] = {
+
+
+class _ManifestOfAll(TypedDict):
+    """What every manifest has; ``checksum`` covers it."""
+
+    format_version: int
+    world_size: int
+    synchronisations: int
+    save: str  # the name of this save, which its files have in theirs
+    stages: int  # ranks that together hold one replica of the parameters
+    has_state: int  # 0 or 1
+    has_rows: int  # 0 or 1
+    fingerprints: list[str]  # of the ranks' files, by rank; empty if they are not known
+    checksum: int
+
+
+class Manifest(_ManifestOfAll, total=False):
+    """The manifest in Lightning's checkpoint: which files are beside it."""
+
+    places: list[tuple[str, str]]  # by rank, the host and the path of its file, for messages
+    module: str | int | None  # of Fabric, the module that the files are of
+
+
+_MANIFEST: dict[str, Rule] = {
     "world_size": "a number from 1 on",
     "synchronisations": "a count",
     "save": "a name for files",
@@ -95,7 +119,7 @@ _NOTE: dict[str, Rule] = {
     "has_rows": "0 or 1",
     "fingerprints": "a list",  # by rank; empty if they are not known
 }
-NOTE_FIELDS = ("format_version", *_NOTE, "checksum")
+MANIFEST_FIELDS = ("format_version", *_MANIFEST, "checksum")
 _STATE: dict[str, Rule] = {
     "synchronisations": "a count",
     "steps_since_refresh": "a count",
@@ -150,60 +174,71 @@ def _fault(value: Any, rule: Rule) -> str:
     return ""
 
 
-def make_note(
+def make_manifest(
     world_size: int,
     synchronisations: int,
     save: str,
     has_state: bool = True,
     has_rows: bool = False,
     stages: int = 1,
-) -> dict[str, Any]:
-    """The note in Lightning's checkpoint about the files beside it.
+) -> Manifest:
+    """The manifest of a checkpoint whose ranks have not written their files yet.
 
     ``save`` is the name of this save, the same on every rank, and ``stages`` the number of ranks
     that together hold one replica of the parameters. A checkpoint of weights alone has no state,
     one without sharded tables no rows.
     """
-    note: dict[str, Any] = {"format_version": FORMAT_VERSION, "world_size": world_size}
-    note |= {"synchronisations": synchronisations, "save": save, "stages": stages}
-    return seal(note | {"has_state": int(has_state), "has_rows": int(has_rows)}, [])
+    return with_checksum(
+        {
+            "format_version": FORMAT_VERSION,
+            "world_size": world_size,
+            "synchronisations": synchronisations,
+            "save": save,
+            "stages": stages,
+            "has_state": int(has_state),
+            "has_rows": int(has_rows),
+            "fingerprints": [],
+            "checksum": 0,
+        },
+        [],
+    )
 
 
-def seal(
-    note: Mapping[str, Any], fingerprints: Sequence[str], places: Sequence[tuple[str, str]] = ()
-) -> dict[str, Any]:
-    """The note with the fingerprints of all ranks' files, by rank, and a checksum of itself.
+def with_checksum(
+    manifest: Manifest, fingerprints: Sequence[str], places: Sequence[tuple[str, str]] = ()
+) -> Manifest:
+    """The manifest with the fingerprints of all ranks' files, by rank, and a checksum of itself.
 
     ``places`` are the hosts and the paths of these files, if there are several hosts.
     """
-    sealed = {**note, "fingerprints": list(fingerprints)} | (
-        {"places": list(places)} if places else {}
-    )
-    return {**sealed, "checksum": _checksum(sealed)}
+    complete: Manifest = {**manifest, "fingerprints": list(fingerprints)}
+    if places:
+        complete["places"] = list(places)
+    return {**complete, "checksum": _checksum(complete)}
 
 
-def _checksum(note: Mapping[str, Any]) -> int:
-    return zlib.crc32(repr([note[field] for field in NOTE_FIELDS[:-1]]).encode())
+def _checksum(manifest: Mapping[str, object]) -> int:
+    return zlib.crc32(repr([manifest[field] for field in MANIFEST_FIELDS[:-1]]).encode())
 
 
-def check_note(note: Any, path: str) -> None:
-    """Refuse a value that is no note, one of another format version, or a changed one, with a
+def check_manifest(manifest: Any, path: str) -> None:
+    """Refuse a value that is no manifest, one of another format version, or a changed one, with a
     CheckpointError.
     """
-    version = note.get("format_version") if isinstance(note, Mapping) else FORMAT_VERSION
+    version = manifest.get("format_version") if isinstance(manifest, Mapping) else FORMAT_VERSION
     if not _is_count(version) or version != FORMAT_VERSION:
         raise CheckpointError(
             f"The compression state of {path!r} has format version {version!r}; this lightning_dct"
             f" reads version {FORMAT_VERSION}. Resume with the version that saved it."
         )
     fault = " is not a dict"
-    if isinstance(note, Mapping):
-        fault = _fault({name: note.get(name) for name in _NOTE}, _NOTE)
-        if not fault and note["world_size"] % note["stages"]:
+    if isinstance(manifest, Mapping):
+        fault = _fault({name: manifest.get(name) for name in _MANIFEST}, _MANIFEST)
+        if not fault and manifest["world_size"] % manifest["stages"]:
             fault = "['stages'] does not divide the number of ranks"
-        if not fault and len(note["fingerprints"]) not in (0, note["world_size"]):
+        if not fault and len(manifest["fingerprints"]) not in (0, manifest["world_size"]):
             fault = "['fingerprints'] has another length than the number of ranks"
-        if not fault and note.get("checksum") != _checksum(note):
+        if not fault and manifest.get("checksum") != _checksum(manifest):
             fault = " does not match its checksum"
     if fault:
         raise CheckpointError(
@@ -212,23 +247,23 @@ def check_note(note: Any, path: str) -> None:
         )
 
 
-def written_where(note: Mapping[str, Any], rank: int) -> str:
-    """The host and the path at which a rank has written its file, as a sentence; empty if the note
-    does not say.
+def written_where(manifest: Manifest, rank: int) -> str:
+    """The host and the path at which a rank has written its file, as a sentence; empty if the
+    manifest does not say.
 
-    Only notes of jobs on several hosts do, in a field that no checksum covers, because it is for
-    messages.
+    Only manifests of jobs on several hosts do, in a field that no checksum covers, because it is
+    for messages.
     """
-    path = written_as(note, rank)
-    return f" Rank {rank} wrote it on {note['places'][rank][0]!r} as {path!r}." if path else ""
+    path = written_as(manifest, rank)
+    return f" Rank {rank} wrote it on {manifest['places'][rank][0]!r} as {path!r}." if path else ""
 
 
-def written_as(note: Mapping[str, Any], rank: int, beside: str = "") -> str:
+def written_as(manifest: Manifest, rank: int, beside: str = "") -> str:
     """The path at which a rank has written its file, or one beside it, on its host; empty if the
-    note does not say.
+    manifest does not say.
     """
     try:
-        path = str(note["places"][rank][1])
+        path = str(manifest["places"][rank][1])
         return os.path.join(os.path.dirname(path), beside) if beside else path
     except (KeyError, IndexError, TypeError):
         return ""
@@ -248,18 +283,20 @@ def no_checkpoint_name(name: str) -> str:
     return name.replace("hpc_ckpt_", "hpc-ckpt-")
 
 
-def state_path(checkpoint_path: str, note: Mapping[str, Any], rank: int) -> str:
+def state_path(checkpoint_path: str, manifest: Manifest, rank: int) -> str:
     """The file of one rank."""
-    return f"{_prefix(checkpoint_path, note)}rank-{rank}-of-{note['world_size']}.pt"
+    return f"{_prefix(checkpoint_path, manifest)}rank-{rank}-of-{manifest['world_size']}.pt"
 
 
-def rows_path(checkpoint_path: str, note: Mapping[str, Any]) -> str:
+def rows_path(checkpoint_path: str, manifest: Manifest) -> str:
     """The folder with the rows of sharded tables."""
-    return f"{_prefix(checkpoint_path, note)}rows"
+    return f"{_prefix(checkpoint_path, manifest)}rows"
 
 
-def _prefix(checkpoint_path: str, note: Mapping[str, Any]) -> str:
-    return f"{state_folder(checkpoint_path)}/{note['synchronisations']:012d}-{note['save']}-"
+def _prefix(checkpoint_path: str, manifest: Manifest) -> str:
+    return (
+        f"{state_folder(checkpoint_path)}/{manifest['synchronisations']:012d}-{manifest['save']}-"
+    )
 
 
 def resolve_symlink(checkpoint_path: str) -> str:
@@ -274,24 +311,26 @@ def save_of(file: str) -> str:
     return os.path.basename(file).partition("-")[2].partition("-")[0]
 
 
-def identity(note: Mapping[str, Any], rank: int) -> dict[str, int | str]:
+def identity(manifest: Manifest, rank: int) -> dict[str, int | str]:
     """The identity that a rank's file must record."""
     return {
-        **{field: note[field] for field in ("synchronisations", "save", "world_size")},
+        "synchronisations": manifest["synchronisations"],
+        "save": manifest["save"],
+        "world_size": manifest["world_size"],
         "rank": rank,
     }
 
 
 def write_state(
-    checkpoint_io: CheckpointIO, path: str, note: Mapping[str, Any], rank: int, state: Any
+    checkpoint_io: CheckpointIO, path: str, manifest: Manifest, rank: int, state: Any
 ) -> str:
     """Write one rank's state and identity beside the checkpoint ``path``, and return the file's
     fingerprint.
 
     It is empty if a ``CheckpointIO`` of the user's writes elsewhere, or not with ``torch.save``.
     """
-    file = state_path(path, note, rank)
-    checkpoint_io.save_checkpoint({**state, "identity": identity(note, rank)}, file)
+    file = state_path(path, manifest, rank)
+    checkpoint_io.save_checkpoint({**state, "identity": identity(manifest, rank)}, file)
     keep_older(path, path)
     return fingerprint_of(file, compare=False) or ""
 
@@ -411,7 +450,7 @@ def files_beside(path: str) -> list[str]:
     return [f"{folder}/{name}" for name in sorted(names - {os.path.basename(place)})]
 
 
-def finish(checkpoint_io: CheckpointIO, path: str, outdated: Sequence[str]) -> None:
+def remove_outdated(checkpoint_io: CheckpointIO, path: str, outdated: Sequence[str]) -> None:
     """Remove the files of earlier saves once Lightning's file points at newer ones."""
     for file in outdated:
         checkpoint_io.remove_checkpoint(file)

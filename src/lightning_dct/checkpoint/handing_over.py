@@ -11,9 +11,9 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -84,14 +84,14 @@ def received(strategy: CheckpointedRank, path: str) -> Iterator[str]:
 
 
 def places_of(
-    strategy: RankedStrategy, path: str, note: Mapping[str, Any]
+    strategy: RankedStrategy, path: str, manifest: saved.Manifest
 ) -> list[tuple[str, str]]:
     """The host and the path at which each rank has written its file, if there are several hosts; a
     collective call.
     """
     if not spans_hosts(strategy):
         return []
-    return gather_objects((socket.gethostname(), saved.state_path(path, note, dist.get_rank())))
+    return gather_objects((socket.gethostname(), saved.state_path(path, manifest, dist.get_rank())))
 
 
 def hand_over(strategy: RankedStrategy, folder: str, wanted: Iterable[File]) -> None:

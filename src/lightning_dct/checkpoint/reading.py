@@ -113,10 +113,10 @@ def _other_names(paths: Sequence[str]) -> str:
     )
 
 
-def agreed_notes(
-    notes: Any, path: str, fingerprints: Sequence[str | None] = ()
-) -> list[dict[str, Any]]:
-    """The notes that this rank found in a checkpoint, if all ranks found the same, else a
+def agreed_manifests(
+    manifests: Any, path: str, fingerprints: Sequence[str | None] = ()
+) -> list[saved.Manifest]:
+    """The manifests that this rank found in a checkpoint, if all ranks found the same, else a
     CheckpointError on all.
 
     A collective call. A checkpoint of plain DDP or of weights alone has none. ``fingerprints`` are
@@ -124,24 +124,24 @@ def agreed_notes(
     """
 
     def read() -> dict[str, Any]:
-        if not isinstance(notes, list):
+        if not isinstance(manifests, list):
             raise CheckpointError(
                 f"The field {saved.CHECKPOINT_KEY} of {path!r} is not a list. Resume with the code"
                 " that saved it."
             )
-        for note in notes:
-            saved.check_note(note, path)
+        for manifest in manifests:
+            saved.check_manifest(manifest, path)
         return {
             f"{saved.CHECKPOINT_KEY}{f' of module {number}' if number else ''}[{field!r}]": (
-                note.get(field)
+                manifest.get(field)
             )
-            for number, note in enumerate(notes)
-            for field in saved.NOTE_FIELDS
+            for number, manifest in enumerate(manifests)
+            for field in saved.MANIFEST_FIELDS
         }
 
     check_alike(dict(enumerate(read_on_all_ranks(read, path))), path)
     check_alike({rank: {"checksum": theirs} for rank, theirs in enumerate(fingerprints)}, path)
-    return notes
+    return manifests
 
 
 def digest_of(synchronizer: Synchronizer) -> dict[str, Any]:
@@ -175,39 +175,44 @@ def check_alike(everyone: Mapping[int, Mapping[str, Any]], path: str) -> None:
             )
 
 
-def files_of_ranks(strategy: CheckpointedRank, note: Mapping[str, Any]) -> range:
+def files_of_ranks(strategy: CheckpointedRank, manifest: saved.Manifest) -> range:
     """The ranks whose files of a checkpoint this rank reads: its own, or all of them in another
     layout.
     """
     rank = strategy.global_rank
     layout = (strategy.world_size, strategy.stages)
-    is_same = layout == (note["world_size"], note["stages"])
-    return range(rank, rank + 1) if is_same else range(note["world_size"])
+    is_same = layout == (manifest["world_size"], manifest["stages"])
+    return range(rank, rank + 1) if is_same else range(manifest["world_size"])
 
 
 def restore_state(
-    strategy: CheckpointedRank, path: str, note: Mapping[str, Any], weights_only: bool | None = None
+    strategy: CheckpointedRank,
+    path: str,
+    manifest: saved.Manifest,
+    weights_only: bool | None = None,
 ) -> dict[str, Any]:
     """The state that this rank starts from; a collective call.
 
-    ``strategy`` is any of this package's, ``note`` has been checked, and ``weights_only`` is the
-    user's. If any rank's file is missing or was saved with another ``compress``,
+    ``strategy`` is any of this package's, ``manifest`` has been checked, and ``weights_only`` is
+    the user's. If any rank's file is missing or was saved with another ``compress``,
     ``config.missing_state`` chooses: a FileNotFoundError or ValueError on every rank, or all ranks
     start without residuals. A file that some rank cannot use is a CheckpointError on every rank.
     Ranks that exchanged all of their gradients have none, and may exchange updates.
     """
     config = strategy.config
     state: dict[str, Any] = {}
-    ranks = files_of_ranks(strategy, note)
+    ranks = files_of_ranks(strategy, manifest)
     files = [
-        File(os.path.basename(saved.state_path(path, note, one)), saved.written_as(note, one))
+        File(
+            os.path.basename(saved.state_path(path, manifest, one)), saved.written_as(manifest, one)
+        )
         for one in ranks
     ]
     hand_over(strategy, saved.state_folder(path), files)
 
     def read() -> None:
         layout = strategy.global_rank, strategy.world_size, strategy.stages, strategy.holds_shards
-        state.update(read_state(strategy.checkpoint_io, path, note, *layout, weights_only))
+        state.update(read_state(strategy.checkpoint_io, path, manifest, *layout, weights_only))
         # Ranks save weights of their own only if updates are exchanged.
         saved_with = "updates" if "weights" in state else "gradients"
         has_residuals = "weights" in state or state["residuals"] or state["owned"]
@@ -226,10 +231,10 @@ def restore_state(
             raise
         rank_zero_warn(
             f"{error} This setting is given, so training continues from step"
-            f" {note['synchronisations']} with an empty residual on every rank. Changes that were"
-            " not sent before the save are lost."
+            f" {manifest['synchronisations']} with an empty residual on every rank. Changes that"
+            " were not sent before the save are lost."
         )
-        return state_of_nothing(note["synchronisations"])
+        return state_of_nothing(manifest["synchronisations"])
     return state
 
 
@@ -248,7 +253,7 @@ def state_of_nothing(synchronisations: int) -> dict[str, Any]:
 def read_state(
     checkpoint_io: CheckpointIO,
     path: str,
-    note: Mapping[str, Any],
+    manifest: saved.Manifest,
     rank: int,
     world_size: int,
     stages: int = 1,
@@ -258,25 +263,25 @@ def read_state(
     """Read the state a rank starts from: its own, or the merged states of all ranks if the layout
     has changed.
 
-    :func:`check_note` has accepted ``note``; ``world_size``, ``stages`` and ``holds_shards`` (of
-    every parameter, and not whole stages) describe the layout now. A file that is not what was
-    saved is a CheckpointError.
+    :func:`check_manifest` has accepted ``manifest``; ``world_size``, ``stages`` and
+    ``holds_shards`` (of every parameter, and not whole stages) describe the layout now. A file that
+    is not what was saved is a CheckpointError.
     """
-    saved_stages = note["stages"]
-    same_layout = (world_size, stages) == (note["world_size"], saved_stages)
-    fingerprints = note["fingerprints"] or [""] * note["world_size"]
+    saved_stages = manifest["stages"]
+    same_layout = (world_size, stages) == (manifest["world_size"], saved_stages)
+    fingerprints = manifest["fingerprints"] or [""] * manifest["world_size"]
 
     def read_one(saved_rank: int) -> dict[str, Any]:
-        file = saved.state_path(path, note, saved_rank)
+        file = saved.state_path(path, manifest, saved_rank)
         known = fingerprints[saved_rank]
         try:
             return saved.read_checked(
-                checkpoint_io, file, saved.identity(note, saved_rank), known, weights_only
+                checkpoint_io, file, saved.identity(manifest, saved_rank), known, weights_only
             )
         except FileNotFoundError as error:
             raise FileNotFoundError(
                 f"The checkpoint {path!r} was saved with compression state, but {file!r} is not"
-                f" there.{saved.written_where(note, saved_rank)} Put the folder"
+                f" there.{saved.written_where(manifest, saved_rank)} Put the folder"
                 f" {saved.state_folder(path)!r} beside the checkpoint, or continue without the"
                 " ranks' residuals: `missing_state='reset'` in the strategy."
             ) from error
@@ -284,7 +289,7 @@ def read_state(
     own = read_one(rank) if same_layout else {}
     if same_layout and (stages == 1 or ("shards" in own) == holds_shards):
         return merge_states([own])
-    states = [read_one(saved_rank) for saved_rank in range(note["world_size"])]
+    states = [read_one(saved_rank) for saved_rank in range(manifest["world_size"])]
     try:
         if "shards" in states[0]:
             replicas = [
