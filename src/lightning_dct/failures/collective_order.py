@@ -35,7 +35,18 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from typing import Any
+
+from lightning_dct.failures.messages import (
+    ActOn,
+    Agreed,
+    Ask,
+    Batch,
+    Elsewhere,
+    FromRank,
+    Peers,
+    Place,
+    Where,
+)
 
 # Places that a rank remembers. It can be ahead of another by no more than the exchanges it has in
 # flight.
@@ -69,15 +80,15 @@ class CollectiveOrder:
     ``counts`` has how many places this rank has come to, by the ranks that share them.
     """
 
-    def __init__(self, rank: int, send: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, rank: int, send: Callable[[FromRank], None]) -> None:
         self._rank = rank
         self._send = send
         self._turn = threading.Condition()
-        self.counts: Counter[tuple[int, ...]] = Counter()
+        self.counts: Counter[Peers] = Counter()
         # The last of these places that all agree on.
-        self._agreed: Counter[tuple[int, ...]] = Counter()
-        self._done: deque[dict[str, Any]] = deque(maxlen=REMEMBERED)
-        self._asked: list[dict[str, Any]] = []
+        self._agreed: Counter[Peers] = Counter()
+        self._done: deque[Place] = deque(maxlen=REMEMBERED)
+        self._asked: list[Place] = []
         self._since: float | None = (
             None  # when it has come to its last place, unless it has asked about it
         )
@@ -104,7 +115,7 @@ class CollectiveOrder:
         said: str,
         peers: Sequence[int],
         patience_s: float | None = None,
-        batch: tuple[int, str] | None = None,
+        batch: Batch | None = None,
     ) -> str:
         """Come to the next place, and wait for the others if this rank or one of them asks; how
         they differ, if so.
@@ -119,9 +130,15 @@ class CollectiveOrder:
         with self._turn:
             self.counts[ranks] += 1
             place = self.counts[ranks]
-            mine = {"place": place, "what": what, "said": said, "peers": ranks, "rank": self._rank}
-            mine["counts"] = list(self.counts.items())
-            mine["batch"] = batch
+            mine: Place = {
+                "place": place,
+                "what": what,
+                "said": said,
+                "peers": ranks,
+                "rank": self._rank,
+                "counts": list(self.counts.items()),
+                "batch": batch,
+            }
             self._done.append(mine)
             is_exchange = what.startswith(EXCHANGE)
             order = (*self._recent, what)
@@ -171,7 +188,7 @@ class CollectiveOrder:
                 self._found = here
                 self._found_since = now
             where = found if now - self._found_since >= LATE_S else ""
-            messages = [
+            messages: list[Elsewhere | Place] = [
                 {"elsewhere": where, "place": one["place"], "peers": one["peers"]}
                 for one in self._asked
             ]
@@ -184,7 +201,7 @@ class CollectiveOrder:
             self._send(message)
         return left
 
-    def hear(self, message: dict[str, Any]) -> str:
+    def hear(self, message: Ask | Agreed | Where | ActOn) -> str:
         """Act on the hub's message about a place or a stop point; how this rank differs from the
         one that asks, if so.
 
@@ -192,13 +209,15 @@ class CollectiveOrder:
         points, this rank tells how many it has passed, and waits at the next one until it knows
         where all act on the signal.
         """
-        mine = None
+        theirs: Place | None = None
+        mine: Place | None = None
         with self._turn:
             passed = self._passed
             if "ask" in message:
-                mine = next((one for one in self._done if _same_number(message["ask"], one)), None)
+                theirs = message["ask"]
+                mine = next((one for one in self._done if _same_number(theirs, one)), None)
                 if mine is None:
-                    self._asked.append(message["ask"])
+                    self._asked.append(theirs)
             elif "agreed" in message:
                 peers = tuple(message["peers"])
                 self._agreed[peers] = max(self._agreed[peers], message["agreed"])
@@ -210,7 +229,7 @@ class CollectiveOrder:
             self._turn.notify_all()
         if "where" in message:
             self._send({"asked": message["where"], "passed": passed})
-        return "" if mine is None else self._answer(message["ask"], mine)
+        return "" if theirs is None or mine is None else self._answer(theirs, mine)
 
     def pass_stop_point(self) -> list[int]:
         """Pass one more, once the signals that all ranks act on there are known."""
@@ -225,8 +244,10 @@ class CollectiveOrder:
             self._released = True
             self._turn.notify_all()
 
-    def _answer(self, theirs: dict[str, Any], mine: dict[str, Any]) -> str:
+    def _answer(self, theirs: Place, mine: Place) -> str:
         difference = ""
+        own_batch = mine["batch"]
+        their_batch = theirs.get("batch")
         if (theirs["what"], *theirs["peers"]) != (mine["what"], *mine["peers"]):
             both = sorted((theirs, mine), key=lambda one: one["rank"])
             places = " and ".join(f"rank {one['rank']} to {one['said']}" for one in both)
@@ -240,12 +261,17 @@ class CollectiveOrder:
             ):
                 remedy = SAME_STEPS
             difference = f"The ranks have come apart: {places}. {remedy}"
-        elif theirs.get("batch") and mine["batch"] and theirs["batch"][0] != mine["batch"][0]:
-            both = sorted((theirs, mine), key=lambda one: one["rank"])
-            places = " and ".join(
-                f"rank {one['rank']} to {one['said']}, in {one['batch'][1]}" for one in both
+        elif their_batch and own_batch and their_batch[0] != own_batch[0]:
+            batches = sorted(
+                [
+                    (theirs["rank"], theirs["said"], their_batch),
+                    (mine["rank"], mine["said"], own_batch),
+                ]
             )
-            behind = max(both, key=lambda one: one["batch"][0])["rank"]
+            places = " and ".join(
+                f"rank {rank} to {said}, in {name}" for rank, said, (_, name) in batches
+            )
+            behind = max(batches, key=lambda one: one[2][0])[0]
             difference = f"The ranks have come apart: {places}. Rank {behind} {ALL_STEP}"
         self._send({"agrees": theirs["place"], "peers": theirs["peers"], "apart": difference})
         return difference
@@ -267,12 +293,12 @@ def _own_collective() -> str:
     return f"`{called}`, called in {frame.f_code.co_filename}, line {frame.f_lineno}"
 
 
-def _same_number(theirs: dict[str, Any], mine: dict[str, Any]) -> bool:
+def _same_number(theirs: Place, mine: Place) -> bool:
     """Whether two ranks' places have the same number among those that both share."""
     if mine["rank"] not in theirs["peers"] or theirs["rank"] not in mine["peers"]:
         return False
     return _number(theirs, mine) == _number(mine, theirs)
 
 
-def _number(one: dict[str, Any], other: dict[str, Any]) -> int:
+def _number(one: Place, other: Place) -> int:
     return sum(count for ranks, count in one["counts"] if other["rank"] in ranks)

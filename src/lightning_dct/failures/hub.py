@@ -23,9 +23,10 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import cast
 
 from lightning_dct.failures.collective_order import SAME_BATCHES
+from lightning_dct.failures.messages import Failure, FromHub, FromRank, Hello, Peers, Place, Welcome
 from lightning_dct.failures.sockets import (
     LONGEST_LINE,
     WELCOME,
@@ -67,19 +68,17 @@ class Hub:
         self._failed: dict[int, str] = {}
         self._left: set[int] = set()
         self._decide_at: float | None = None
-        self._failure: dict[str, Any] | None = None
+        self._failure: Failure | None = None
         # For each signal: the number of stop points that each rank had passed when it received the
         # question.
         self._passed: dict[int, dict[int, int]] = {}
         # The questions on which not all agree yet, and by ranks, the last place on which all do.
-        self._open: dict[tuple[tuple[int, ...], int], _Question] = {}
-        self._agreed: dict[tuple[int, ...], int] = {}
-        self._came_to: dict[
-            int, dict[tuple[int, ...], int]
-        ] = {}  # how many places a rank that has left had come to
-        self.paces: dict[
-            int, tuple[float, float]
-        ] = {}  # by rank, seconds of a step and of waiting in it
+        self._open: dict[tuple[Peers, int], _Question] = {}
+        self._agreed: dict[Peers, int] = {}
+        # How many places each rank that has left had come to.
+        self._places_of_left: dict[int, dict[Peers, int]] = {}
+        # By rank, seconds of a step and of waiting in it.
+        self.paces: dict[int, tuple[float, float]] = {}
         self.thread = threading.Thread(target=self._run, name="lightning_dct hub", daemon=True)
         self.thread.start()
 
@@ -135,12 +134,12 @@ class Hub:
             if caller.rank not in self._failed:
                 self._dead[caller.rank] = f"{caller.who} {how}"
                 self._decide_soon()
-            self._settle_signals()
+            self._announce_stop_points()
 
-    def _handle(self, caller: _Caller, message: dict[str, Any]) -> None:
+    def _handle(self, caller: _Caller, message: FromRank) -> None:
         """Act on a message; any Exception means that no rank of this job has sent it."""
         if caller.rank is None:
-            self._admit(caller, message)
+            self._admit(caller, cast("Hello", message))
         elif "failed" in message:
             self._failed.setdefault(caller.rank, f"{caller.who} has failed: {message['failed']}")
             if self._failure is not None:
@@ -148,8 +147,10 @@ class Hub:
             self._decide_soon()
         elif "left" in message:
             self._left.add(caller.rank)
-            self._came_to[caller.rank] = {tuple(peers): count for peers, count in message["left"]}
-            self._settle_signals()
+            self._places_of_left[caller.rank] = {
+                tuple(peers): count for peers, count in message["left"]
+            }
+            self._announce_stop_points()
             for question in [
                 one.first for (peers, _), one in self._open.items() if caller.rank in peers
             ]:
@@ -161,7 +162,7 @@ class Hub:
                 self._send_all({"where": number})
         elif "passed" in message:
             self._passed[int(message["asked"])][caller.rank] = int(message["passed"])
-            self._settle_signals()
+            self._announce_stop_points()
         elif "pace" in message:
             total, waiting = message["pace"]
             self.paces[caller.rank] = float(total), float(waiting)
@@ -180,12 +181,12 @@ class Hub:
             if message["apart"]:
                 self._announce([], message["apart"])
             else:
-                self._settle_place(tuple(message["peers"]), int(message["agrees"]), caller.rank)
+                self._note_agreement(tuple(message["peers"]), int(message["agrees"]), caller.rank)
 
-    def _admit(self, caller: _Caller, message: dict[str, Any]) -> None:
-        rank = message["rank"]
+    def _admit(self, caller: _Caller, hello: Hello) -> None:
+        rank = hello["rank"]
         if (
-            not hmac.compare_digest(str(message["token"]).encode(), self.token.encode())
+            not hmac.compare_digest(str(hello["token"]).encode(), self.token.encode())
             or type(rank) is not int
             or rank not in range(self._world_size)
             or rank in self._members
@@ -193,7 +194,7 @@ class Hub:
             raise ValueError("not a rank of this job")
         self._nameless.remove(caller)
         caller.rank = rank
-        caller.who = str(message["who"])
+        caller.who = str(hello["who"])
         self._members[rank] = caller
         self._send(caller, WELCOME)
         if len(self._members) == self._world_size:
@@ -202,7 +203,7 @@ class Hub:
             while self._nameless:
                 self._drop(self._nameless[0])
 
-    def _settle_signals(self) -> None:
+    def _announce_stop_points(self) -> None:
         """Announce the stop point at which all ranks act on a signal, once all remaining ranks have
         answered.
         """
@@ -212,39 +213,39 @@ class Hub:
                 self._send_all({"act_on": number, "place": max(passed.values()) + 1})
                 passed.clear()
 
-    def _ask(self, rank: int, peers: tuple[int, ...], message: dict[str, Any]) -> None:
+    def _ask(self, rank: int, peers: Peers, question: Place) -> None:
         """Pass a question on to its peers, unless they have it from one with which they share the
         same groups.
 
         Another one counts other places with them, and may be apart from them where the first is
         not.
         """
-        place = int(message["place"])
+        place = int(question["place"])
         if place <= self._agreed.get(peers, 0):
             return
-        asked = self._open.setdefault((peers, place), _Question(message)).asked
-        groups = [frozenset(group) for group, _ in message["counts"]]
+        asked = self._open.setdefault((peers, place), _Question(question)).asked
+        groups = [frozenset(group) for group, _ in question["counts"]]
         for other in set(peers) - {rank}:
-            question = other, frozenset(group for group in groups if {rank, other} <= group)
-            if question not in asked:
-                asked.add(question)
-                self._send(self._members[other], {"ask": message})
-        self._settle_place(peers, place, rank)
-        for other in self._came_to.keys() & set(peers):
-            self._answer_for(other, message)
+            shared = other, frozenset(group for group in groups if {rank, other} <= group)
+            if shared not in asked:
+                asked.add(shared)
+                self._send(self._members[other], {"ask": question})
+        self._note_agreement(peers, place, rank)
+        for other in self._places_of_left.keys() & set(peers):
+            self._answer_for(other, question)
 
-    def _answer_for(self, rank: int, question: dict[str, Any]) -> None:
+    def _answer_for(self, rank: int, question: Place) -> None:
         """Answer for a rank that has left: either it has come to that place before, or it never
         will.
         """
         peers = tuple(question["peers"])
         place = int(question["place"])
-        if self._came_to[rank].get(peers, 0) >= place:
-            self._settle_place(peers, place, rank)
+        if self._places_of_left[rank].get(peers, 0) >= place:
+            self._note_agreement(peers, place, rank)
         elif (peers, place) in self._open:
             self._announce_apart(question, rank, "its end")
 
-    def _settle_place(self, peers: tuple[int, ...], place: int, rank: int) -> None:
+    def _note_agreement(self, peers: Peers, place: int, rank: int) -> None:
         """Note that a rank does the same as one that asks, and tell all once all do."""
         if (question := self._open.get((peers, place))) is None:
             return  # all have agreed, and this rank was asked by several
@@ -255,7 +256,7 @@ class Hub:
             for other in peers:
                 self._send(self._members[other], {"agreed": place, "peers": peers})
 
-    def _announce_apart(self, question: dict[str, Any], rank: int, where: str) -> None:
+    def _announce_apart(self, question: Place, rank: int, where: str) -> None:
         both = sorted([(question["rank"], question["said"]), (rank, where)])
         places = " and ".join(f"rank {one} to {said}" for one, said in both)
         self._announce([], f"The ranks have come apart: {places}. {SAME_BATCHES}")
@@ -297,11 +298,11 @@ class Hub:
         self._selector.unregister(caller.connection)
         caller.connection.close()
 
-    def _send(self, caller: _Caller, message: dict[str, Any]) -> None:
+    def _send(self, caller: _Caller, message: FromHub | Welcome) -> None:
         with suppress(OSError):  # receiving detects the end of the connection
             write_line(caller.connection, message)
 
-    def _send_all(self, message: dict[str, Any]) -> None:
+    def _send_all(self, message: FromHub) -> None:
         for member in self._members.values():
             self._send(member, message)
 
@@ -310,14 +311,12 @@ class Hub:
 class _Question:
     """What some ranks have been asked about a place that they share."""
 
-    first: dict[str, Any]  # the message of the rank that has asked first
-    # And groups shared with who asks.
+    first: Place  # of the rank that has asked first
+    # Ranks that have the question, with the groups that each shares with the rank that asked it.
     asked: set[tuple[int, frozenset[frozenset[int]]]] = field(default_factory=set)
     agreeing: set[int] = field(default_factory=set)
+    # By rank, where it waits for others instead.
     elsewhere: dict[int, str] = field(default_factory=dict)
-
-
-# By rank, where it waits for others instead.
 
 
 @dataclass(eq=False)

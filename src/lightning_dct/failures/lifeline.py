@@ -28,7 +28,8 @@ import torch.distributed as dist
 from lightning_dct.agreement import gather_objects
 from lightning_dct.failures.collective_order import CollectiveOrder
 from lightning_dct.failures.hub import Hub
-from lightning_dct.failures.sockets import address_towards, enter, receive, write_line
+from lightning_dct.failures.messages import Batch, FromHub, FromRank, Hello
+from lightning_dct.failures.sockets import address_towards, join_hub, receive, write_line
 
 CONNECT_S = 10.0  # for a rank to be let in by the hub
 ANSWER_S = 5.0  # for a failing rank to wait for the hub's answer
@@ -83,11 +84,11 @@ class Lifeline:
             problem = ""
             if rank > 0:
                 addresses, port, token, hub_who = answers[0]
-                hello = {"token": token, "rank": rank, "who": _who(rank)}
+                hello: Hello = {"token": token, "rank": rank, "who": _who(rank)}
                 try:
                     # The thread starts after the welcome, so an error before it is not reported as
                     # a death.
-                    lifeline = cls(rank, enter(addresses, port, hello, CONNECT_S), hub_who)
+                    lifeline = cls(rank, join_hub(addresses, port, hello, CONNECT_S), hub_who)
                 except OSError as error:
                     problem = (
                         f"rank {rank} cannot connect to rank 0 at {addresses}, port {port}: {error}"
@@ -139,7 +140,7 @@ class Lifeline:
         said: str,
         peers: Sequence[int],
         patience_s: float | None = None,
-        batch: tuple[int, str] | None = None,
+        batch: Batch | None = None,
     ) -> None:
         """Come to a place where some ranks do the same, as
         :mod:`lightning_dct.failures.collective_order` explains.
@@ -155,7 +156,7 @@ class Lifeline:
         """Tell rank 0 the seconds of a step here, and of waiting in it; on rank 0, what all ranks
         have told last.
         """
-        self._send({"pace": [step, waiting]})
+        self._send({"pace": (step, waiting)})
         return {} if self._hub is None else dict(self._hub.paces)
 
     def close(self) -> None:
@@ -169,7 +170,7 @@ class Lifeline:
         if self._hub is not None:
             self._hub.thread.join()
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def _send(self, message: FromRank) -> None:
         with self._sending, suppress(OSError):  # the thread notices the end of the connection
             write_line(self._connection, message)
 
@@ -188,7 +189,7 @@ class Lifeline:
         selector.close()
         self._connection.close()
 
-    def _handle(self, message: dict[str, Any]) -> None:
+    def _handle(self, message: FromHub) -> None:
         if "failure" in message:
             self._decide(str(message["failure"]), message["blamed"])
         elif "over" in message:

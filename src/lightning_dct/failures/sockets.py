@@ -9,9 +9,11 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
+
+from lightning_dct.failures.messages import Hello, Welcome
 
 # A host that does not answer the kernel's probes for 5 + 3 * 4 seconds counts as lost; so does one
 # that acknowledges no bytes for as many milliseconds.
@@ -19,7 +21,7 @@ KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 4, "TCP_KEEPCNT": 3, "TCP_USER
 # Of a caller that has not shown yet that it is a rank. Questions of ranks list all ranks, and have
 # no limit.
 LONGEST_LINE = 1 << 16
-WELCOME = {"welcome": True}  # the hub's answer to the hello of a rank
+WELCOME: Welcome = {"welcome": True}  # the hub's answer to the hello of a rank
 AGAIN_S = 0.02  # until a rank calls again, after the hub has hung up
 
 _open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
@@ -66,9 +68,7 @@ def connect(addresses: list[str], port: int, timeout_s: float) -> socket.socket:
     raise error
 
 
-def enter(
-    addresses: list[str], port: int, hello: dict[str, Any], timeout_s: float
-) -> socket.socket:
+def join_hub(addresses: list[str], port: int, hello: Hello, timeout_s: float) -> socket.socket:
     """Connect, say hello and wait for the welcome; an OSError if it has not come after
     ``timeout_s``.
 
@@ -121,7 +121,7 @@ def name_of_this_host(host: str) -> str:
     return host if own in here or ipaddress.ip_address(own).is_loopback else own
 
 
-def write_line(connection: socket.socket, message: dict[str, Any]) -> None:
+def write_line(connection: socket.socket, message: Mapping[str, object]) -> None:
     """Send one message; an OSError if the connection is gone."""
     connection.sendall(_line(message))
 
@@ -129,7 +129,7 @@ def write_line(connection: socket.socket, message: dict[str, Any]) -> None:
 def receive(
     connection: socket.socket,
     buffer: bytearray,
-    handle: Callable[[dict[str, Any]], None],
+    handle: Callable[[Any], None],
     longest: float = math.inf,
 ) -> str:
     """Handle the messages that have arrived; the result says how the connection has ended, empty if
@@ -164,7 +164,7 @@ def read_lines(
     return messages
 
 
-def _line(message: dict[str, Any]) -> bytes:
+def _line(message: Mapping[str, object]) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 
