@@ -34,7 +34,7 @@ from lightning_dct.failures.addresses import (
     is_loopback,
     machine,
 )
-from lightning_dct.failures.hosts import must_connect, plan_of, unreachable
+from lightning_dct.failures.hosts import MeetingPlan, RankNote, must_connect, plan_of, unreachable
 from lightning_dct.failures.meeting import Job
 from lightning_dct.failures.process_group import FROM_AGENT, meet
 from lightning_dct.failures.sockets import address_towards
@@ -53,6 +53,14 @@ ENOUGH_S = 1.0  # of sending, for a rate
 LONGEST_LINE = 1 << 20
 
 
+class HostNote(RankNote):
+    """What a host says of itself."""
+
+    python: str  # its version
+    gpus: int
+    time: float  # seconds since the epoch
+
+
 @dataclass
 class Report:
     """What two hosts have found out, the listening one first.
@@ -64,7 +72,7 @@ class Report:
         problems: Sentences; none if ranks of the two hosts can start.
     """
 
-    notes: list[dict[str, Any]]
+    notes: list[HostNote]
     backend: str
     reached: list[str] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
@@ -161,7 +169,7 @@ def call(host: str, port: int = PORT) -> Report:
         return _check(line, 1, master)
 
 
-def _note(rank: int, master: str, backend: str) -> dict[str, Any]:
+def _note(rank: int, master: str, backend: str, port: int) -> HostNote:
     known = interfaces()
     address, problem = data_address(backend, known)
     if problem:
@@ -187,6 +195,7 @@ def _note(rank: int, master: str, backend: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "gpus": torch.cuda.device_count(),
         "time": time.time(),
+        "port": port,
     }
 
 
@@ -205,11 +214,11 @@ def _checked(line: _Line, side: int, master: str) -> Report:
     line.say(torch.cuda.device_count())
     backend = "nccl" if min(int(line.hear()), torch.cuda.device_count()) > 0 else "gloo"
     with sockets.listen(0) as own_listener:
-        mine = {**_note(side, master, backend), "port": own_listener.getsockname()[1]}
+        mine = _note(side, master, backend, own_listener.getsockname()[1])
         line.say(mine)
-        theirs = line.hear()
+        theirs: HostNote = line.hear()
         report = Report([mine, theirs] if side == 0 else [theirs, mine], backend)
-        plan = plan_of(report.notes, backend)
+        plan = plan_of([*report.notes], backend)
         if plan["problem"]:
             report.problems.append(plan["problem"])
         if not plan["is_split"]:
@@ -222,33 +231,33 @@ def _checked(line: _Line, side: int, master: str) -> Report:
 
 
 def _reach(
-    line: _Line, side: int, report: Report, plan: dict[str, Any]
-) -> list[tuple[Any, Any, str]]:
+    line: _Line, side: int, report: Report, plan: MeetingPlan
+) -> list[tuple[RankNote, RankNote, str]]:
     """Whom each host cannot connect to, of those that it must, and why."""
     one, other = report.notes
-    failed: list[tuple[Any, Any, str]] = []
+    failed: list[tuple[RankNote, RankNote, str]] = []
     for caller, called in ((one, other), (other, one)):
         # The plan has the addresses by which ranks would call.
-        address = plan["firsts"][called["machine"]]["address"]
+        calling: HostNote = {**caller, "address": plan["firsts"][caller["machine"]]["address"]}
+        answering: HostNote = {**called, "address": plan["firsts"][called["machine"]]["address"]}
+        address = answering["address"]
+        port = answering["port"]
+        assert port is not None
         if caller["rank"] == side:
             why = (
-                f"{called['host']} has no address"
-                if not address
-                else knock(address, called["port"], REACH_S)
+                f"{called['host']} has no address" if not address else knock(address, port, REACH_S)
             )
             line.say(why)
         else:
             why = str(line.hear())
         way = f"{caller['host']} → {called['host']} at {address}, ports that the system chooses"
-        is_needed = must_connect(
-            {**caller, "address": plan["firsts"][caller["machine"]]["address"]}, called, "gloo"
-        )
+        is_needed = must_connect(calling, called, "gloo")
         is_needed = is_needed or report.backend != "gloo"
         report.reached.append(
             f"{way}: {why or 'open'}{'' if is_needed or not why else ' (not needed for gloo)'}"
         )
         if why and is_needed:
-            failed.append((caller, {**called, "address": address}, why))
+            failed.append((caller, answering, why))
     return failed
 
 

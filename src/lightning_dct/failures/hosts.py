@@ -5,22 +5,46 @@ reach.
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 from lightning_dct.failures.addresses import VARIABLES, in_words, is_loopback
 
 MOST_NAMED = 8  # hosts or ranks in a message
 
 
-def plan_of(notes: list[dict[str, Any]], backend: str) -> dict[str, Any]:
-    """What rank 0 makes of all ranks' notes: problems, the first rank of each host, and interfaces
-    to take.
+class RankNote(TypedDict):
+    """What a rank says of itself and of its host when it comes to the meeting."""
 
-    ``is_split`` says whether there are several hosts. Interfaces are those of hosts whose name
-    leads back to them.
+    rank: int
+    host: str
+    machine: str  # an identity of the host, the same for all of its ranks
+    is_first: bool  # whether this is the rank that speaks for its host
+    address: str  # at which the process group will have the others reach it
+    problem: str  # what is wrong with that address; empty if nothing is
+    towards: str  # the host's address as rank 0's host sees it; empty if there is no way
+    master: str  # the address of ``MASTER_ADDR``, as this host knows it
+    interfaces: dict[str, list[str]]  # addresses by interface
+    chosen: bool  # whether the user has chosen an interface
+    versions: dict[str, str]  # of packages, by name
+    port: int | None  # at which the rank that speaks for its host listens
+
+
+class MeetingPlan(TypedDict):
+    """What rank 0 makes of all ranks' notes."""
+
+    problem: str  # an error for all ranks; empty if nothing is wrong
+    is_split: bool  # whether there are several hosts
+    interfaces: dict[str, tuple[str, str]]  # by machine, the interface to take, and its address
+    firsts: dict[str, RankNote]  # by machine, the note of the rank that speaks for it
+    extra: dict[str, Any]  # what rank 0 adds
+
+
+def plan_of(notes: list[RankNote], backend: str) -> MeetingPlan:
+    """What rank 0 makes of all ranks' notes, without what it adds.
+
+    Interfaces are those of hosts whose name leads back to them.
     """
-    firsts: dict[str, dict[str, Any]] = {}
+    firsts: dict[str, RankNote] = {}
     for note in sorted(notes, key=lambda one: (not one["is_first"], one["rank"])):
         firsts.setdefault(note["machine"], note)
     problems = [note["problem"] for note in firsts.values() if note["problem"]]
@@ -49,10 +73,11 @@ def plan_of(notes: list[dict[str, Any]], backend: str) -> dict[str, Any]:
         "is_split": is_split,
         "interfaces": chosen,
         "firsts": firsts,
+        "extra": {},
     }
 
 
-def _leads_out(note: dict[str, Any], notes: list[dict[str, Any]]) -> tuple[str, str] | None:
+def _leads_out(note: RankNote, notes: list[RankNote]) -> tuple[str, str] | None:
     """The interface of a host, and its address, by which the hosts reach each other: on the way to
     ``MASTER_ADDR``.
     """
@@ -67,7 +92,7 @@ def _leads_out(note: dict[str, Any], notes: list[dict[str, Any]]) -> tuple[str, 
     return None
 
 
-def _no_way_out(note: dict[str, Any]) -> str:
+def _no_way_out(note: RankNote) -> str:
     return (
         f"the ranks on {note['host']!r} would have the address {note['address']}, which leads every"
         f" other host to itself. Put `{VARIABLES['gloo']}=NAME` before the command on"
@@ -76,7 +101,7 @@ def _no_way_out(note: dict[str, Any]) -> str:
     )
 
 
-def must_connect(one: Mapping[str, Any], other: Mapping[str, Any], backend: str) -> bool:
+def must_connect(one: RankNote, other: RankNote, backend: str) -> bool:
     """Whether ranks of the first host connect to the other: all to rank 0; gloo's to those of
     smaller addresses.
     """
@@ -89,7 +114,7 @@ def must_connect(one: Mapping[str, Any], other: Mapping[str, Any], backend: str)
     return mine > theirs
 
 
-def unreachable(failed: list[tuple[dict[str, Any], dict[str, Any], str]], backend: str) -> str:
+def unreachable(failed: list[tuple[RankNote, RankNote, str]], backend: str) -> str:
     """The error for hosts that cannot connect to others: who, to whom, and why; empty if all
     can.
     """

@@ -45,7 +45,14 @@ from lightning_dct.failures.addresses import (
     machine,
     resolve,
 )
-from lightning_dct.failures.hosts import MOST_NAMED, must_connect, plan_of, unreachable
+from lightning_dct.failures.hosts import (
+    MOST_NAMED,
+    MeetingPlan,
+    RankNote,
+    must_connect,
+    plan_of,
+    unreachable,
+)
 from lightning_dct.failures.sockets import address_towards, listen
 from lightning_dct.failures.waiting import knock, listed, say, waiting
 
@@ -100,14 +107,15 @@ class Meeting:
         """
         own = self._own_note()
         listener = _Listener() if own["is_first"] else None
-        own["port"] = None if listener is None else listener.port
+        if listener is not None:
+            own["port"] = listener.port
         try:
             plan = self._lead(own, extra) if self.job.rank == 0 else self._follow(own)
             if listener is not None and plan["is_split"]:
                 listener.answer(self.name)
             if plan["problem"]:
                 raise RuntimeError(plan["problem"])
-            self._take(plan)
+            self._take_interface(plan)
             if plan["is_split"]:
                 self._reach_others(plan, own)
         finally:
@@ -139,7 +147,7 @@ class Meeting:
             time.sleep(SLOW_POLL_S)
         return TCPStore(job.host, job.port, is_master=False, timeout=self._timeout)
 
-    def _own_note(self) -> dict[str, Any]:
+    def _own_note(self) -> RankNote:
         known = interfaces()
         address, problem = data_address(self.job.backend, known)
         if problem:
@@ -163,11 +171,12 @@ class Meeting:
             "interfaces": known,
             "chosen": bool(os.environ.get(VARIABLES.get(self.job.backend, ""))),
             "versions": {"lightning_dct": __version__, "torch": torch.__version__},
+            "port": None,
         }
 
     # Rank 0, and the others.
 
-    def _lead(self, own: dict[str, Any], extra: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+    def _lead(self, own: RankNote, extra: Callable[[], Mapping[str, Any]]) -> MeetingPlan:
         self.name = secrets.token_hex(8)
         answered: set[str] = set()
 
@@ -191,11 +200,12 @@ class Meeting:
             self.store.get(self._key(f"note/{rank}")) for rank in range(1, self.job.world_size)
         ]
         plan = plan_of([own, *map(json.loads, others)], self.job.backend)
-        plan["extra"] = {} if plan["problem"] else dict(extra())
+        if not plan["problem"]:
+            plan["extra"] = dict(extra())
         self.store.set(self._key("plan"), json.dumps(plan))
         return plan
 
-    def _follow(self, own: dict[str, Any]) -> dict[str, Any]:
+    def _follow(self, own: RankNote) -> MeetingPlan:
         word = secrets.token_hex(16)
         reply = f"{PREFIX}/reply/{word}"
         self.store.set(f"{PREFIX}/request/{self.job.rank}", word)
@@ -205,7 +215,8 @@ class Meeting:
             self.store.set(self._key(f"note/{self.job.rank}"), json.dumps(own))
         with self._waits(self._why_no_plan):
             self._until(lambda: self.store.check([self._key("plan")]), self._why_no_plan)
-        return dict(json.loads(self.store.get(self._key("plan"))))
+        plan: MeetingPlan = json.loads(self.store.get(self._key("plan")))
+        return plan
 
     def _key(self, name: str) -> str:
         return f"{PREFIX}/{self.name}/{name}"
@@ -220,7 +231,7 @@ class Meeting:
                 )
             time.sleep(POLL_S if now < began + 1.0 else SLOW_POLL_S)
 
-    def _take(self, plan: dict[str, Any]) -> None:
+    def _take_interface(self, plan: MeetingPlan) -> None:
         """Take the interface by which this host reaches the others, if its name leads back to
         itself.
         """
@@ -239,8 +250,8 @@ class Meeting:
 
     # One rank of each host tries to reach the others.
 
-    def _reach_others(self, plan: dict[str, Any], own: dict[str, Any]) -> None:
-        firsts: dict[str, dict[str, Any]] = plan["firsts"]
+    def _reach_others(self, plan: MeetingPlan, own: RankNote) -> None:
+        firsts = plan["firsts"]
         me = firsts[own["machine"]]
         if me["rank"] == self.job.rank:
             found: dict[str, str] = {}
@@ -259,22 +270,22 @@ class Meeting:
                 thread.join()
             self.store.set(self._key(f"reach/{self.job.rank}"), json.dumps(found))
         if self.job.rank == 0:
-            self.store.set(self._key("verdict"), self._verdict(firsts))
+            self.store.set(self._key("verdict"), self._failure_of(firsts))
         with self._waits(self._why_no_plan):
             self._until(lambda: self.store.check([self._key("verdict")]), self._why_no_plan)
         if problem := self.store.get(self._key("verdict")).decode():
             raise RuntimeError(problem)
 
-    def _reach(self, other: dict[str, Any]) -> str:
+    def _reach(self, other: RankNote) -> str:
         """Why this host cannot connect to another one's listener; empty if it can."""
+        port = other["port"]
+        assert port is not None
         try:
-            with socket.create_connection(
-                (other["address"], other["port"]), timeout=REACH_S
-            ) as connection:
+            with socket.create_connection((other["address"], port), timeout=REACH_S) as connection:
                 connection.settimeout(REACH_S)
                 answer = connection.makefile("r").readline().strip()
         except (TimeoutError, ConnectionRefusedError):
-            return knock(other["address"], other["port"]) or ""
+            return knock(other["address"], port) or ""
         except OSError as error:
             return f"{error.strerror or error}".lower()
         return (
@@ -283,7 +294,7 @@ class Meeting:
             else "another host answers there: two networks have the same addresses"
         )
 
-    def _verdict(self, firsts: dict[str, dict[str, Any]]) -> str:
+    def _failure_of(self, firsts: dict[str, RankNote]) -> str:
         keys = {one["rank"]: self._key(f"reach/{one['rank']}") for one in firsts.values()}
         with self._waits(self._why_no_plan):
             self._until(lambda: self.store.check(list(keys.values())), self._why_no_plan)
