@@ -13,7 +13,7 @@ from lightning_dct.failures.sockets import (
     LONGEST_LINE,
     WELCOME,
     connect,
-    enter,
+    join_hub,
     read_lines,
     write_line,
 )
@@ -345,5 +345,5 @@ def test_an_address_that_drops_packets_leaves_time_for_the_next() -> None:
 
         thread = threading.Thread(target=welcome)
         thread.start()
-        enter(["127.0.0.2", "127.0.0.1"], port, {"rank": 1}, 1.5).close()
+        join_hub(["127.0.0.2", "127.0.0.1"], port, {"rank": 1}, 1.5).close()
         thread.join()
