@@ -192,9 +192,10 @@ class Hub:
             or rank in self._members
         ):
             raise ValueError("not a rank of this job")
+        who = str(hello["who"])  # before anything changes: a stranger may not give it
         self._nameless.remove(caller)
         caller.rank = rank
-        caller.who = str(hello["who"])
+        caller.who = who
         self._members[rank] = caller
         self._send(caller, WELCOME)
         if len(self._members) == self._world_size:
