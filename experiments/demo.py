@@ -52,7 +52,7 @@ NEXT = """What to do next:
 - With Linux and root, measure the time on a link instead:
   sudo .venv/bin/python experiments/compare.py experiment=lm trainer.max_steps=1000 --hosts 2 --link 100 \\
       --strategy ddp --strategy dct
-- Is your run long enough, and is this for you? docs/settings.md, docs/limits.md"""
+- Is your run long enough, and is this for you? docs/settings.md"""
 
 Result = Mapping[str, Any]
 

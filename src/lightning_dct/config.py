@@ -29,14 +29,18 @@ OF_UPDATES = (
 class DCTConfig:
     """The settings: what is sent, in which format, and when thresholds are selected.
 
+    Strategies, :class:`~lightning_dct.Updates` and :class:`~lightning_dct.Gradients` take them as
+    keyword arguments. With updates, a run chooses ``local_steps`` and ``density`` by its length if
+    they are left out: ``docs/settings.md`` has the table. With gradients, the density is then 0.3.
+    A ``DCTConfig`` by itself knows no run, and has 8 local steps and a density of 0.3.
+
     Attributes:
         compress: What the ranks exchange. ``"updates"``: the updates of weights since the last
             exchange, while each rank's optimizer trains on its own gradients. ``"gradients"``:
             gradients in every backward, as the paper does. With Adam or momentum the latter loses
             quality, because residuals delay gradients and release them in bursts.
-        local_steps: Optimizer steps from one exchange of updates to the next, at least 1; None for
-            8. Strategies choose it by the length of the run, if it is left out. Gradients are
-            exchanged in every step.
+        local_steps: Optimizer steps from one exchange of updates to the next, at least 1. Gradients
+            are exchanged in every step.
         warmup_steps: Optimizer steps in which updates are exchanged after every step, each time
             proportionally fewer entries unless a density is 1. Otherwise ranks would drift apart
             while weights move fast.
@@ -51,9 +55,8 @@ class DCTConfig:
         overlap_steps: Optimizer steps for which an exchange of updates may be in flight during
             training, at most ``local_steps``. With 0 training waits for it. From 1 on tensors take
             turns, so that the load on the link is even.
-        density: Share of each tensor's entries that an exchange sends, in (0, 1]; None for 0.3.
-            Strategies choose it by the length of the run, if it is left out. 1.0 sends everything,
-            as plain DDP does.
+        density: Share of each tensor's entries that an exchange sends, in (0, 1]. 1.0 sends
+            everything, as plain DDP does.
         density_per_parameter: Densities for some parameters, by name pattern (``fnmatch``
             wildcards, as in ``{"*.embedding.weight": 0.001}``). The first pattern that matches a
             name wins. A pattern that matches no parameter is an error.

@@ -42,13 +42,13 @@ class DCTStrategy(DCTStrategyBase, DDPStrategy):
 
     Example::
 
-        trainer = Trainer(strategy=DCTStrategy(local_steps=16, density=0.1), devices=2)
+        trainer = Trainer(strategy=DCTStrategy(density=0.1), devices=2)
 
     Args:
         accelerator: As for DDPStrategy.
         compress: ``"updates"`` of weights, or ``"gradients"``.
         local_steps: Optimizer steps from one exchange of updates to the next; by default as the
-            length of the run allows.
+            length of the run allows, which is 1 in nearly all runs.
         warmup_steps: Optimizer steps in which updates are exchanged after every step, but fewer
             entries each time.
         residual_decay: Factor on an update's residual after each exchange of the warm-up, in (0,
@@ -69,7 +69,7 @@ class DCTStrategy(DCTStrategyBase, DDPStrategy):
         missing_state: ``"error"``, or ``"reset"`` to resume also without the folder that was saved
             with a checkpoint.
         lifelines: False to disable everything that keeps ranks from waiting for one that has died,
-            failed or been signalled: see ``docs/reliability.md``. A number is the port at which
+            failed or been signalled: see ``docs/failures.md``. A number is the port at which
             rank 0 listens, by default a free one; under torchrun it also listens at the next one.
         gradient_as_bucket_view: As for DistributedDataParallel: gradients are views of the buckets,
             without copies.

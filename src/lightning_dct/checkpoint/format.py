@@ -1,7 +1,7 @@
 """The format of a checkpoint: its files, the manifest that names them, and the valid contents of
 each.
 
-``docs/reliability.md`` shows the files. Every rank writes its own before Lightning's is written,
+``docs/checkpoints.md`` shows the files. Every rank writes its own before Lightning's is written,
 under a name that no other save has. So a job that is killed while it overwrites a checkpoint finds
 the old file with the old state. After Lightning's file, rank 0 removes the files that were there
 before.

@@ -6,7 +6,7 @@ or failed.
         \                  |                  /
          +------ hub, in the process of rank 0
 
-``docs/reliability.md`` says what gloo alone does not notice. A lifeline also carries signals, on
+``docs/failures.md`` says what gloo alone does not notice. A lifeline also carries signals, on
 which all ranks act together (:mod:`lightning_dct.failures.collective_order`).
 """
 

@@ -52,7 +52,7 @@ class DCTFSDPStrategy(DCTStrategyBase, MeshStrategy):
 
     Example::
 
-        trainer = Trainer(strategy=DCTFSDPStrategy(local_steps=16), devices=8, num_nodes=4)
+        trainer = Trainer(strategy=DCTFSDPStrategy(), devices=8, num_nodes=4)
 
     Args:
         replicas: How many; by default one per node.
