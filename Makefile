@@ -8,7 +8,7 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 # Where torch brings none: its interpreter runs the kernels for GPUs in the tests.
 TRITON := 3.6.0
 
-.PHONY: demo test test-all test-torchrec gpu lint format docs release-check clean
+.PHONY: demo test test-all test-torchrec test-libraries gpu lint format docs release-check clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/compiled
@@ -38,6 +38,19 @@ $(TORCHREC)/installed: $(VENV)/installed
 	$(TORCHREC)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps \
 		torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0 tensordict pyvers cloudpickle pyre-extensions iopath typing-inspect \
 		mypy-extensions portalocker orjson importlib_metadata zipp
+	touch $@
+
+# Libraries that bring LightningModules of their own fit, save, load and predict under `ddp` and `dct`, on two ranks.
+LIBRARIES := .venv-libraries
+test-libraries: $(LIBRARIES)/installed
+	PYTHONPATH=$(CURDIR)/src $(LIBRARIES)/bin/python tests/libraries/run_all.py
+
+$(LIBRARIES)/installed: $(VENV)/installed
+	$(PYTHON) -m venv $(LIBRARIES)
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
+		$$($(LIBRARIES)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/first.pth
+	$(LIBRARIES)/bin/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt \
+		chemprop==2.3.1 pytorch-forecasting==1.8.0 darts==0.48.1
 	touch $@
 
 # On a machine with one NVIDIA GPU or more.

@@ -1,0 +1,1 @@
+"""Trainings of libraries that bring LightningModules of their own; ``make test-libraries``."""
