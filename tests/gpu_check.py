@@ -47,7 +47,7 @@ from torch.utils._pytree import tree_leaves
 from interpreted import way_of
 from lightning_dct import DCTConfig, Gradients, Updates
 from lightning_dct.compress import codec
-from lightning_dct.compress.bucket_plan import Bucket, Gain, Received, Sending, plan_bucket
+from lightning_dct.compress.bucket_plan import Bucket, ExchangeContext, Gain, Received, plan_bucket
 from lightning_dct.compress.error_feedback import ErrorFeedback
 from lightning_dct.sync.setup import make_gradient_synchronizer, make_update_synchronizer
 from lightning_dct.sync.views import View
@@ -249,7 +249,7 @@ def rivals(device: torch.device, name: str, own: list[Tensor]) -> list[Row]:
 
 
 def profile(device: torch.device, name: str, bucket: Bucket, density: float) -> list[Row]:
-    sizes = [weights.numel() for weights in bucket.bases]
+    sizes = [weights.numel() for weights in bucket.references]
     names = [str(number) for number in range(len(sizes))]
     entries = sum(sizes)
     plan = plan_bucket(
@@ -257,14 +257,14 @@ def profile(device: torch.device, name: str, bucket: Bucket, density: float) -> 
     )
     feedback = ErrorFeedback({}, adapt_threshold=True, undoable=False, of_updates=True)
     sent = list[Tensor]()
-    how = Sending(tag=1, gains=dict(zip(names, map(gain_of_rows, sizes), strict=True)))
+    context = ExchangeContext(tag=1, gains=dict(zip(names, map(gain_of_rows, sizes), strict=True)))
 
     def pack() -> None:
-        sent[:] = [codec.compress(feedback, bucket, plan, set(), how).payload]
+        sent[:] = [codec.compress(feedback, bucket, plan, set(), context)[0]]
 
     def add(payloads: Tensor) -> None:
         # A factor that leaves the weights nearly as they are, so that each time is like the last.
-        codec.apply(feedback, Received(payloads, plan, 1e-12, own=0, how=how), bucket)
+        codec.apply(feedback, Received(payloads, plan, 1e-12, own=0, context=context), bucket)
 
     def both(payloads: Tensor) -> None:
         pack()

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_dct.kernels.bits import flags_num_bytes, pack_bits
-from lightning_dct.wire.payload import PayloadLayout, pack, unpack_values
+from lightning_dct.wire.payload import PayloadLayout, pack_payload, unpack_values
 from lightning_dct.wire.positions import count_flags
 from lightning_dct.wire.values import BITS_PER_VALUE
 
@@ -69,5 +69,5 @@ def pack_entries(
     """A payload of the entries at some positions, and what is read of them."""
     flags = flags_at(positions, sum(layout.tensor_sizes))
     counts = count_flags(flags, layout.tensor_sizes, "auto")
-    payload = pack(layout, flags, values, counts, whole)
+    payload = pack_payload(layout, flags, values, counts, whole)
     return payload, unpack_values(layout, payload, counts)

@@ -15,9 +15,9 @@ from lightning_dct import DCTConfig, reference
 from lightning_dct.compress.bucket_plan import (
     Bucket,
     BucketPlan,
+    ExchangeContext,
     Gain,
     Received,
-    Sending,
     plan_bucket,
 )
 from lightning_dct.compress.codec import compress, decompress
@@ -142,8 +142,8 @@ def test_what_ranks_send_what_arrives_and_what_they_remember(
         for rank in range(ranks):
             gradient = data.draw(tensors(sum(sizes))).to(dtype)
             bucket = Bucket([gradient], [residuals[rank]], 1.0)
-            out = compress(feedbacks[rank], bucket, plan, set())
-            payloads.append(out.payload)
+            out, _ = compress(feedbacks[rank], bucket, plan, set())
+            payloads.append(out)
             parts = zip(gradient.split(sizes), held[rank], targets, strict=True)
             sent.append(
                 [
@@ -172,7 +172,7 @@ def test_what_ranks_send_what_arrives_and_what_they_remember(
             (None, {}),
         ):
             received = Received(
-                torch.stack(payloads), plan, 1 / ranks, own=0, how=Sending(gains=gains)
+                torch.stack(payloads), plan, 1 / ranks, own=0, context=ExchangeContext(gains=gains)
             )
             empty = torch.empty(sum(sizes), dtype=dtype)
             got = decompress(feedbacks[0], received, empty)

@@ -23,13 +23,13 @@ import torch
 
 from benchmark.session import at_least
 from benchmark.tables import describe_machine, publish
-from lightning_dct.compress.bucket_plan import Bucket, Received, Sending, plan_bucket
+from lightning_dct.compress.bucket_plan import Bucket, ExchangeContext, Received, plan_bucket
 from lightning_dct.compress.codec import apply, compress
 from lightning_dct.compress.error_feedback import ErrorFeedback
 from lightning_dct.kernels import available_kernels, cpu_kernel
 from lightning_dct.kernels.plain import Sent
 from lightning_dct.sync.rounds import LARGEST_BUCKET
-from lightning_dct.wire.payload import unpack
+from lightning_dct.wire.payload import unpack_payload
 from lightning_dct.wire.positions import count_flags
 from lightning_dct.wire.values import encode_values
 
@@ -109,7 +109,9 @@ class Rank:
         found[f"exchange, thresholds selected: {fast}"] = self._exchange_first
         found["compress"] = partial(self._each, self._compress)
         found["  flag and gather"] = partial(self._each, self._select)
-        sent = [unpack(self.plans[number].layout, self.payloads[number]) for number in numbers]
+        sent = [
+            unpack_payload(self.plans[number].layout, self.payloads[number]) for number in numbers
+        ]
         codes = [plan.layout.position_code for plan in self.plans]
         counts = [
             count_flags(sent[n].flags, self.plans[n].layout.tensor_sizes, "auto") for n in numbers
@@ -122,7 +124,7 @@ class Rank:
             self._each, lambda n: codes[n].encode_flags(sent[n].flags, "auto")
         )
         found["read one payload"] = partial(
-            self._each, lambda n: unpack(self.plans[n].layout, self.payloads[n])
+            self._each, lambda n: unpack_payload(self.plans[n].layout, self.payloads[n])
         )
         weights = torch.tensor([1.0, 0.7, 0.5])
         both = [
@@ -156,11 +158,13 @@ class Rank:
 
     def _compress(self, number: int, kernel: str = "auto") -> torch.Tensor:
         self.feedback.kernel = kernel
-        return compress(self.feedback, self._bucket(number), self.plans[number], set()).payload
+        return compress(self.feedback, self._bucket(number), self.plans[number], set())[0]
 
     def _exchange(self, number: int, kernel: str) -> None:
         payloads = torch.stack([self._compress(number, kernel), self.payloads[number]])
-        received = Received(payloads, self.plans[number], 0.5, own=0, how=Sending(gains=None))
+        received = Received(
+            payloads, self.plans[number], 0.5, own=0, context=ExchangeContext(gains=None)
+        )
         apply(self.feedback, received, self._bucket(number))
 
     def _exchange_first(self) -> None:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_dct import DCTConfig
 from lightning_dct.compress.awaited import Awaited
-from lightning_dct.compress.bucket_plan import Plans, Sending
+from lightning_dct.compress.bucket_plan import ExchangeContext, Plans
 from lightning_dct.compress.error_feedback import ErrorFeedback
 from lightning_dct.exchange import collectives
 from lightning_dct.exchange.base import Exchange
@@ -194,7 +194,7 @@ class Exchanges:
         self._trial = trial
         self._keys = keys
         self._squares = squares
-        self.start: Callable[[int, Sending, bool], None] = self.exchange
+        self.start: Callable[[int, ExchangeContext, bool], None] = self.exchange
         links = [
             Link(Group(rank, meetings, len(models)), own) for rank, own in enumerate(self.traffic)
         ]  # type: ignore[arg-type]
@@ -262,8 +262,10 @@ class Exchanges:
         tag = tag_of("replicas", self._step, 0)
         for rank in self.ranks:
             rank.rounds.holds_back = decision.holds_back
-        how = Sending(tag, lost=1.0 - decision.kept, gains=decision.gains(self._coherence))
-        self.start(length, how, refreshes)
+        context = ExchangeContext(
+            tag, dropped=1.0 - decision.kept, gains=decision.gains(self._coherence)
+        )
+        self.start(length, context, refreshes)
         if self.config.share_second_moments:
             self._average_squares(length)
 
@@ -324,14 +326,14 @@ class Exchanges:
         with mock.patch.object(collectives, "dist", Collectives):
             self._threads.run(function)
 
-    def exchange(self, length: int, how: Sending, refreshes: bool) -> None:
+    def exchange(self, length: int, context: ExchangeContext, refreshes: bool) -> None:
         """Exchange all buckets, rank by rank, ``length`` steps after the last time."""
         if refreshes:
             for rank in self.ranks:
                 rank.feedback.thresholds.forget_those_of(self._models[0].keys())
         with mock.patch.object(collectives, "dist", Collectives):
             for names in self._buckets:
-                items = [rank.flow.send(names, rank.rounds, length, how) for rank in self.ranks]
+                items = [rank.flow.send(names, rank.rounds, length, context) for rank in self.ranks]
                 while items[0].message.collectives_left:
                     for rank, item in zip(self.ranks, items, strict=True):
                         item.message.advance(rank.exchange.everyone.traffic, check_finite=False)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_dct.compress.bucket_plan import Sending
+from lightning_dct.compress.bucket_plan import ExchangeContext
 from lightning_dct.sync.optimizer_state import Squares, squares_of
 from lightning_dct.sync.optimizer_trial import try_out
 from replicated.graphs import ExchangeGraph, Unread
@@ -147,17 +147,22 @@ class Training:
             for rank in range(len(self._ranks))
         ]
 
-    def _exchange(self, length: int, how: Sending, refreshes: bool) -> None:
+    def _exchange(self, length: int, context: ExchangeContext, refreshes: bool) -> None:
         if self._beside is not None:
             self._beside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._beside):
-            self._exchange_here(length, how, refreshes)
+            self._exchange_here(length, context, refreshes)
 
-    def _exchange_here(self, length: int, how: Sending, refreshes: bool) -> None:
+    def _exchange_here(self, length: int, context: ExchangeContext, refreshes: bool) -> None:
         """Exchange as a graph, once exchanges of this kind have been made without one."""
         # A mean whose gains go by senders is computed otherwise, and so is one without any.
         exchanges = self.exchanges
-        kind = (length, how.lost, refreshes, how.gains if how.gains is None else bool(how.gains))
+        kind = (
+            length,
+            context.dropped,
+            refreshes,
+            context.gains if context.gains is None else bool(context.gains),
+        )
         assert exchanges is not None
         # Residuals that are held back lie elsewhere after each exchange, so a graph would not find
         # them.
@@ -165,7 +170,7 @@ class Training:
         if (graph := self._graphs.get(kind)) is not None and not holds_back:
             if self._latest is not graph:
                 graph.take_over()
-            graph.replay(how.gains)
+            graph.replay(context.gains)
             for own, more in zip(exchanges.traffic, graph.sent, strict=True):
                 own.add(bytes_sent=more)
             self._latest = graph
@@ -175,14 +180,14 @@ class Training:
             feedback.awaited.latest.clear()
         self._made[kind] = self._made.get(kind, 0) + 1
         if not self._on_gpu or holds_back or self._made[kind] <= (1 if refreshes else EAGER):
-            exchanges.exchange(length, how, refreshes)
+            exchanges.exchange(length, context, refreshes)
             self._latest = None
             return
-        exchange = partial(exchanges.exchange, length, how, refreshes)
+        exchange = partial(exchanges.exchange, length, context, refreshes)
         self._latest = self._graphs[kind] = ExchangeGraph(
-            exchange, feedbacks, exchanges.traffic, how.gains
+            exchange, feedbacks, exchanges.traffic, context.gains
         )
-        self._latest.replay(how.gains)
+        self._latest.replay(context.gains)
 
     def end_exchange(self) -> None:
         """Have the current stream wait for the latest exchange."""

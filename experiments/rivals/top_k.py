@@ -14,7 +14,7 @@ from torch.futures import Future
 
 from lightning_dct.compress.error_feedback import Residuals
 from lightning_dct.compress.threshold import entries_at
-from lightning_dct.exchange.base import Flow, Message, finish
+from lightning_dct.exchange.base import Collectives, Transfer, finish_transfers
 from lightning_dct.sync.setup import parameter_names
 from lightning_dct.traffic import FP32_BYTES, Traffic, all_gather_bytes, all_reduce_bytes
 
@@ -35,7 +35,7 @@ class TopKSynchronizer:
         self._group = group
         self._traffic = traffic
         self.residuals = Residuals()
-        self._messages: list[Message] = []
+        self._transfers: list[Transfer] = []
 
     def hook(self, state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:
         """Send the largest entries of a bucket; with the last bucket, wait for all and average the
@@ -55,8 +55,8 @@ class TopKSynchronizer:
             positions = _largest(residual, sizes, self._density)
             values = residual[positions]
             residual[positions] = 0
-            self._messages.append(
-                Message(self._send(positions.to(torch.int32), values, buffer), 2, buffer.device)
+            self._transfers.append(
+                Transfer(self._send(positions.to(torch.int32), values, buffer), 2, buffer.device)
             )
         sent = all_gather_bytes(
             (torch.int32.itemsize + FP32_BYTES) * positions.numel(), self._group.size()
@@ -68,14 +68,16 @@ class TopKSynchronizer:
             entries_sent=positions.numel(),
             entries=buffer.numel(),
         )
-        future = self._messages[-1].future
+        future = self._transfers[-1].future
         if bucket.is_last():  # here and not in callbacks, as DCT does it
-            finish(self._messages, self._traffic)
+            finish_transfers(self._transfers, self._traffic)
             self._traffic.add(steps=1)
-            self._messages = []
+            self._transfers = []
         return future
 
-    def _send(self, positions: torch.Tensor, values: torch.Tensor, buffer: torch.Tensor) -> Flow:
+    def _send(
+        self, positions: torch.Tensor, values: torch.Tensor, buffer: torch.Tensor
+    ) -> Collectives:
         received = [
             part.new_empty(self._group.size() * part.numel()) for part in (positions, values)
         ]

@@ -189,7 +189,7 @@ class State:
 
 
 def send(
-    news: Tensor, state: State, target: int, settings: Settings, others_keep: bool = False
+    news: Tensor, state: State, target: int, settings: Settings, ranks_keep_unsent: bool = False
 ) -> Tensor:
     """What a sender sends of one tensor, as receivers decode it: the paper's data-parallel method.
 
@@ -212,7 +212,7 @@ def send(
             state.threshold = limit if reached > 2 * target else nudge
     # E = a - sent; never NaN or infinity.
     state.residual = torch.where((a - sent).isfinite(), a - sent, before)
-    if others_keep and target:
+    if ranks_keep_unsent and target:
         state.residual = torch.where(sent != 0, state.residual, before)
     return sent
 

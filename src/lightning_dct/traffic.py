@@ -171,7 +171,7 @@ class Traffic:
             self._timed.append((total, clock, start, clock.mark()))
             self._read_times(wait=False)
 
-    def settle(self) -> TrafficTotals:
+    def read_clocks(self) -> TrafficTotals:
         """The current totals, with all times so far; waits for a GPU."""
         self._read_times(wait=True)
         return self.totals

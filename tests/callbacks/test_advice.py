@@ -32,7 +32,7 @@ from lightning_dct.callbacks.run_advice import (
 )
 from lightning_dct.compress.awaited import clock_of
 from lightning_dct.cost.timing import MeasuredLink, Speed
-from lightning_dct.exchange.base import Flow, Message
+from lightning_dct.exchange.base import Collectives, Transfer
 from lightning_dct.law import Given, RunLength
 from lightning_dct.traffic import Traffic
 from pretended_stream import pretended_stream
@@ -389,7 +389,7 @@ def test_on_a_gpu_the_stream_is_timed_and_not_its_host_which_waits_for_nothing()
         traffic = Traffic(clock=clock_of(torch.device("cuda")))
         work = SimpleNamespace(wait=lambda: stream.work(0.37))
 
-        def exchange() -> Flow:
+        def exchange() -> Collectives:
             yield work
             stream.work(0.001)
             return torch.zeros(1)
@@ -401,7 +401,7 @@ def test_on_a_gpu_the_stream_is_timed_and_not_its_host_which_waits_for_nothing()
             stream.work(0.02)
             with traffic.timed("compress"):
                 stream.work(0.002)
-            Message(exchange(), 1, torch.device("cpu")).advance(traffic, check_finite=False)
+            Transfer(exchange(), 1, torch.device("cpu")).advance(traffic, check_finite=False)
             traffic.add(steps=1)
             done = stream.done
             clock.after_step(traffic)

@@ -19,7 +19,7 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[2] / "experiments"))
 import replicas
-from lightning_dct.compress.bucket_plan import Sending
+from lightning_dct.compress.bucket_plan import ExchangeContext
 from lightning_dct.sync.coherence import TensorCoherence, shape_of
 from replicated.side_by_side import SideBySide, train_side_by_side
 from replicated.training import Job
@@ -72,8 +72,10 @@ def compile_kernels(ranks: int, settings: str) -> None:
             name: TensorCoherence(shape_of(own[0])).gain(ranks) for name, own in one.weights.items()
         }
     for now in (gains, gains, {}):  # without any at the end
-        exchanges.exchange(1, Sending(1, lost=1 - config.kept_of_residuals(True), gains=now), False)
-    exchanges.exchange(config.local_steps, Sending(1, gains=gains), True)
+        exchanges.exchange(
+            1, ExchangeContext(1, dropped=1 - config.kept_of_residuals(True), gains=now), False
+        )
+    exchanges.exchange(config.local_steps, ExchangeContext(1, gains=gains), True)
     one.look()
 
 

@@ -43,14 +43,14 @@ def test_gaps_between_the_tensors_change_nothing(
     residuals = torch.randn(sum(SIZES), generator=noise).to(together.residual_dtype)
     spread_residuals = spread(residuals, 9.0)
     own, spread_own = (feedback(adapt_threshold=True) for _ in range(2))
-    one = compress(own, Bucket([gradient.clone()], [residuals], 0.5), together, deferred)
+    one, _ = compress(own, Bucket([gradient.clone()], [residuals], 0.5), together, deferred)
     bucket = Bucket([spread(gradient, 8.0)], [spread_residuals], 0.5)
-    other = compress(spread_own, bucket, apart, deferred)
-    assert torch.equal(one.payload, other.payload)
+    other, _ = compress(spread_own, bucket, apart, deferred)
+    assert torch.equal(one, other)
     assert own.thresholds.state_dict() == spread_own.thresholds.state_dict()
     assert one[1:] == other[1:]
     assert torch.equal(spread_residuals, spread(residuals, 9.0))
-    payloads = torch.stack([one.payload, one.payload])
+    payloads = torch.stack([one, one])
     received = Received(payloads, together, 0.25, own=0)
     expected = decompress(own, received, torch.zeros(sum(SIZES), dtype=dtype))
     found = decompress(own, received._replace(plan=apart), spread(expected * 0, 8.0))
@@ -64,20 +64,19 @@ def test_sums_of_half_precision_gradients_are_taken_in_fp32() -> None:
     sums = torch.zeros(103)
     gradient[100:] = 2.0**-7
     sent = [
-        compress(feedback(), Bucket([part], [torch.zeros(103)], 1.0), plan, set()).payload
+        compress(feedback(), Bucket([part], [torch.zeros(103)], 1.0), plan, set())[0]
         for part in (gradient, torch.ones(103, dtype=torch.bfloat16))
     ]
     decompress(feedback(), Received(torch.stack(sent), plan, 1.0, own=0), sums)
     assert sums[100:].tolist() == [1 + 2.0**-7] * 3
-    again = compress(feedback(), Bucket([sums], [torch.zeros(103)], 1.0), plan, set())
-    assert again.payload.numel() == plan.layout.num_bytes == sent[0].numel()
+    again, _ = compress(feedback(), Bucket([sums], [torch.zeros(103)], 1.0), plan, set())
+    assert again.numel() == plan.layout.num_bytes == sent[0].numel()
 
 
 def test_a_plan_without_tensors_writes_nothing() -> None:
     plan = BucketPlan((), (), (), torch.float32, "2bit", starts=())
     buffer = torch.ones(5)
-    sent = compress(feedback(), Bucket([buffer], [torch.ones(5)], 1.0), plan, set())
+    sent, _ = compress(feedback(), Bucket([buffer], [torch.ones(5)], 1.0), plan, set())
     assert (
-        decompress(feedback(), Received(sent.payload[None], plan, 1.0, own=0), buffer).tolist()
-        == [1.0] * 5
+        decompress(feedback(), Received(sent[None], plan, 1.0, own=0), buffer).tolist() == [1.0] * 5
     )

@@ -22,15 +22,14 @@ from lightning_dct.compress import on_gpu
 from lightning_dct.compress.bucket_plan import (
     Bucket,
     BucketPlan,
+    ExchangeContext,
     Gain,
     Received,
-    Sending,
-    SentPayload,
 )
 from lightning_dct.compress.codec import apply, compress, decompress
 from lightning_dct.compress.error_feedback import ErrorFeedback
 from lightning_dct.exchange.sharding import sums_of
-from lightning_dct.wire.payload import unpack
+from lightning_dct.wire.payload import unpack_payload
 from lightning_dct.wire.positions import PayloadError
 from strategies_for_hypothesis import FORMATS, examples
 
@@ -67,28 +66,38 @@ class Rank:
         self.own = self.base.clone()
 
     def step(
-        self, news: Tensor, deferred: set[int], others_keep: bool = False, lost: float = 0.0
+        self,
+        inputs: Tensor,
+        deferred: set[int],
+        ranks_keep_unsent: bool = False,
+        dropped: float = 0.0,
     ) -> dict[str, Any]:
         """What it has sent, and what is left everywhere."""
         with way_of(self.way):
             self.feedback.selected = False
             scale = None if self.of_updates else 0.5
-            new = self.own.add_(news.to(self.device)) if self.of_updates else news.to(self.device)
-            bucket = Bucket([new], [self.base], scale, others_keep)
-            sent = compress(
-                self.feedback, bucket, self.plan, deferred, Sending(self.tag, lost=lost)
+            new = (
+                self.own.add_(inputs.to(self.device)) if self.of_updates else inputs.to(self.device)
+            )
+            bucket = Bucket([new], [self.base], scale, ranks_keep_unsent)
+            sent, entries = compress(
+                self.feedback,
+                bucket,
+                self.plan,
+                deferred,
+                ExchangeContext(self.tag, dropped=dropped),
             )
             kept = {
                 "base": self.base.cpu().clone(),
                 "own": self.own.cpu().clone(),
-                "sent": sent.payload.cpu(),
+                "sent": sent.cpu(),
             }
-            payloads = torch.stack(
-                [sent.payload, sent.payload if self.before is None else self.before]
-            )
-            self.before = sent.payload
+            payloads = torch.stack([sent, sent if self.before is None else self.before])
+            self.before = sent
             for gains in (gains_for(self.plan), None):
-                received = Received(payloads, self.plan, 0.4, 0, how=Sending(self.tag, gains=gains))
+                received = Received(
+                    payloads, self.plan, 0.4, 0, context=ExchangeContext(self.tag, gains=gains)
+                )
                 if self.of_updates and gains is None:
                     apply(self.feedback, received, bucket)
                     kept |= {
@@ -101,8 +110,7 @@ class Rank:
                     ).cpu()
             self.feedback.awaited.synchronize()
             kept["entries"] = (
-                int(torch.as_tensor(sent.num_entries).sum()),
-                sent.num_dense,
+                int(torch.as_tensor(entries).sum()),
                 self.feedback.selected,
             )
             return kept
@@ -129,10 +137,10 @@ def assert_same_ways(
     """All bits the same, and thresholds to the last but one."""
     adapt_threshold = given.pop("adapt_threshold", True)
     expected, *others = (Rank(way, plan, of_updates, adapt_threshold) for way in WAYS)
-    for news, deferred in steps:
-        wanted = expected.step(news, deferred, **given)
+    for inputs, deferred in steps:
+        wanted = expected.step(inputs, deferred, **given)
         for other in others:
-            found = other.step(news, deferred, **given)
+            found = other.step(inputs, deferred, **given)
             assert wanted.pop("entries", None) in (found["entries"], None)
             sent = [unpack_without_tag(plan, kept["sent"]) for kept in (wanted, found)]
             for name, numbers in wanted.items():
@@ -161,7 +169,7 @@ def assert_same(numbers: Tensor, others: Tensor) -> bool:
 def unpack_without_tag(plan: BucketPlan, payload: Tensor) -> Any:
     plain = payload.clone()
     plain[8] ^= Rank.tag
-    return unpack(plan.layout, plain)
+    return unpack_payload(plan.layout, plain)
 
 
 def noise(plan: BucketPlan, steps: int) -> Iterator[Tensor]:
@@ -191,22 +199,24 @@ def test_gradients(value_format: str, dtype: torch.dtype, code: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value_format", "lost"),
+    ("value_format", "dropped"),
     [
         ("1bit", 0.0),
         ("bf16", 0.1),
         *(pytest.param(name, 0.1, marks=pytest.mark.slow) for name in ("1bit", "2bit", "fp32")),
     ],
 )
-def test_updates(value_format: str, lost: float) -> None:
+def test_updates(value_format: str, dropped: float) -> None:
     dtype = torch.float64 if value_format == "2bit" else torch.float32
-    plan = replace(SOME if lost else PLAN, value_format=value_format, dtype=dtype)
-    assert_same_ways(plan, [(news, set()) for news in noise(plan, 2)], of_updates=True, lost=lost)
+    plan = replace(SOME if dropped else PLAN, value_format=value_format, dtype=dtype)
+    assert_same_ways(
+        plan, [(inputs, set()) for inputs in noise(plan, 2)], of_updates=True, dropped=dropped
+    )
 
 
-def test_sums_that_others_keep() -> None:
+def test_sums_whose_rest_ranks_keep() -> None:
     plan = replace(SOME, value_format="2bit")
-    assert_same_ways(plan, [(news, set()) for news in noise(plan, 2)], others_keep=True)
+    assert_same_ways(plan, [(inputs, set()) for inputs in noise(plan, 2)], ranks_keep_unsent=True)
 
 
 @pytest.mark.parametrize(
@@ -247,10 +257,10 @@ def test_whatever_the_numbers_and_sizes(data: st.DataObject) -> None:
     kind = data.draw(st.sampled_from([numbers, numbers, rarely_broken]))
     drawn = st.lists(kind, min_size=sum(sizes) + 2, max_size=sum(sizes) + 2)
     deferred = data.draw(st.sets(st.integers(0, len(sizes) - 1), max_size=1))
-    news = torch.tensor(data.draw(drawn)).to(dtype)
+    inputs = torch.tensor(data.draw(drawn)).to(dtype)
     if dtype == torch.bfloat16:  # of which Triton's interpreter reads denormals wrongly
-        news[news.abs() < torch.finfo(dtype).tiny] = 0.0
-    steps = [(news, deferred)]
+        inputs[inputs.abs() < torch.finfo(dtype).tiny] = 0.0
+    steps = [(inputs, deferred)]
     assert_same_ways(plan, steps, adapt_threshold=data.draw(st.booleans()))
 
 
@@ -293,7 +303,7 @@ def test_harm_is_found_and_nothing_is_read_out_of_bounds(code: str) -> None:
                 try:
                     apply(
                         rank.feedback,
-                        Received(rows, plan, 0.5, own=0, how=Sending(7)),
+                        Received(rows, plan, 0.5, own=0, context=ExchangeContext(7)),
                         Bucket([rank.own], [rank.base], None),
                     )
                     rank.feedback.awaited.synchronize()
@@ -308,7 +318,7 @@ def test_harm_is_found_and_nothing_is_read_out_of_bounds(code: str) -> None:
             rows = torch.stack([payload, payload]).to(rank.device)
             apply(
                 rank.feedback,
-                Received(rows, plan, 0.5, own=0, how=Sending(7)),
+                Received(rows, plan, 0.5, own=0, context=ExchangeContext(7)),
                 Bucket([rank.own], [rank.base], None),
             )
             with pytest.raises(
@@ -323,7 +333,7 @@ def test_another_tag_is_another_step() -> None:
         rank = Rank(way, plan, of_updates=True)
         rank.step(next(noise(plan, 1)), set())
         assert rank.before is not None
-        received = Received(rank.before[None], plan, 0.5, own=0, how=Sending(8))
+        received = Received(rank.before[None], plan, 0.5, own=0, context=ExchangeContext(8))
 
         def read(rank: Rank = rank, received: Received = received) -> None:
             apply(rank.feedback, received, Bucket([rank.own], [rank.base], None))
@@ -352,16 +362,20 @@ def test_own_payload_beside_the_sums(sum_code: str) -> None:
             own, base, total, left = (
                 torch.randn(2900, generator=noise_of).to(device_of(way)) for _ in range(4)
             )
-            sent = compress(feedback, Bucket([own], [base], None), plan, set(), Sending(9))
+            sent, _ = compress(
+                feedback, Bucket([own], [base], None), plan, set(), ExchangeContext(9)
+            )
             of_sums = ErrorFeedback({}, adapt_threshold=True, undoable=False, kernel=kernel)
-            spread = compress(of_sums, Bucket([total], [left], 1.0), sums, set(), Sending(9))
-            mine = SentPayload(sent.payload, plan)
-            received = Received(spread.payload[None], sums, 0.25, mine, what="Sums", how=Sending(9))
+            spread, _ = compress(
+                of_sums, Bucket([total], [left], 1.0), sums, set(), ExchangeContext(9)
+            )
+            mine = Received(sent[None], plan, 1.0, own=None)
+            received = Received(
+                spread[None], sums, 0.25, mine, label="Sums", context=ExchangeContext(9)
+            )
             apply(feedback, received, Bucket([own], [base], None))
             feedback.awaited.synchronize()
-            ended.append(
-                [sent.payload.cpu(), spread.payload.cpu(), own.cpu(), base.cpu(), left.cpu()]
-            )
+            ended.append([sent.cpu(), spread.cpu(), own.cpu(), base.cpu(), left.cpu()])
     for others in ended[1:]:
         assert all(map(torch.equal, ended[0], others))
 

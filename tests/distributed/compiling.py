@@ -19,16 +19,16 @@ def compile_all() -> None:
     """With the dtypes that there are."""
     kernel = cpu_kernel("numba")
     for dtype in (torch.float32, torch.float64):
-        news = [torch.ones(64, dtype=dtype)]
-        bases = [torch.zeros(64, dtype=dtype)]
+        inputs = [torch.ones(64, dtype=dtype)]
+        references = [torch.zeros(64, dtype=dtype)]
         flags = torch.zeros(flags_num_bytes(64), dtype=torch.uint8)
         for scale in (None, 1.0):
-            values, counts = kernel.select(news, bases, [0], [0.5], scale, flags)
+            values, counts = kernel.select(inputs, references, [0], [0.5], scale, flags)
         kernel.fit(flags.clone(), [0], [64], values.clone(), counts, [1])
         sent = Sent(torch.full_like(flags, 255)[None], torch.ones(64), [64])
-        kernel.decay(news, bases, [0], sent, 0.1)
-        kernel.subtract(bases, [0], sent)
-        kernel.add_sums(news, bases, [0], sent, torch.ones(2, dtype=dtype), 0)
+        kernel.decay(inputs, references, [0], sent, 0.1)
+        kernel.subtract(references, [0], sent)
+        kernel.add_sums(inputs, references, [0], sent, torch.ones(2, dtype=dtype), 0)
         for value_format in SCALED_FORMATS:
             data, scales = encode_values(values, counts, value_format)
             decode_values(data, counts, scales, value_format)

@@ -28,7 +28,7 @@ from lightning_dct.embedding.store import RowStore
 from lightning_dct.kernels.bits import pack_bits, unpack_bits
 from lightning_dct.kernels.plain import SMALLEST_THRESHOLD
 from lightning_dct.reference import Settings, send_rows
-from lightning_dct.wire.payload import unpack
+from lightning_dct.wire.payload import unpack_payload
 from lightning_dct.wire.positions import PayloadError, PositionCode
 from strategies_for_hypothesis import FORMATS, examples
 
@@ -258,7 +258,7 @@ Case = tuple[Message, Tensor, Settings]
 
 
 def read(message: Message, payload: Tensor) -> tuple[Tensor, Tensor]:
-    unpacked = unpack(message.layout, payload)
+    unpacked = unpack_payload(message.layout, payload)
     return unpacked.positions, unpacked.values
 
 

@@ -30,7 +30,7 @@ from golden.golden import (
 )
 from lightning_dct import kernels
 from lightning_dct.reference import as_read
-from lightning_dct.wire.payload import unpack
+from lightning_dct.wire.payload import unpack_payload
 from lightning_dct.wire.rows import decode_rows, row_scales_num_bytes
 
 GOLDEN = {
@@ -61,7 +61,7 @@ def test_payloads(value_format: str, code: str) -> None:
         CODES[code][0],
     )
     assert payload(value_format, code).tolist() == golden.tolist()
-    read = unpack(layout(value_format, code), golden.to(torch.uint8))
+    read = unpack_payload(layout(value_format, code), golden.to(torch.uint8))
     assert read.positions.tolist() == positions.tolist()
     assert read.dense.tolist() == DENSE.tolist()
     expected = [as_read(part, value_format) for part in (values[:first], values[first:])]

@@ -18,7 +18,7 @@ from lightning_dct.kernels import triton_add, triton_pack
 FORMATS = ("1bit", "2bit", "fp32", "bf16")
 # Arguments that are not pointers to int64.
 WORDS = ("flags", "signs", "large", "payload", "payloads", "opened", "own_payload", "own_opened")
-DOUBLES = ("taus", "limits", "scale", "sums", "aims", "moved", "means", "lost")
+DOUBLES = ("taus", "limits", "scale", "sums", "aims", "moved", "means", "dropped")
 INTEGERS = ("block_tensor", "block_part", "broken", "fits", "wrong")
 NUMBERS = (
     "count",
@@ -57,7 +57,7 @@ def variants() -> Iterator[tuple[Any, dict[str, Any]]]:
         yield triton_pack.enlarge, kinds
         for name in FORMATS:
             yield triton_pack.write, {**kinds, "FORMAT": name, "GROUPS": 16, "PLANES": 6}
-            yield triton_pack.settle, {**kinds, "FORMAT": name, "OTHERS_KEEP": scaled}
+            yield triton_pack.keep_rest, {**kinds, "FORMAT": name, "RANKS_KEEP_UNSENT": scaled}
     yield (
         triton_pack.limit,
         {
@@ -73,7 +73,7 @@ def variants() -> Iterator[tuple[Any, dict[str, Any]]]:
     )
     yield triton_pack.average, {"ROUNDS": 4, "SCALES": True}
     yield triton_pack.two_levels, {"ROUNDS": 4, "LARGEST": 1e38}
-    yield triton_pack.seal, {}
+    yield triton_pack.write_headers, {}
     yield triton_add.count_flags, {"CODE": 8192}
     yield triton_add.decode, {"CODE": 8192, "PLANES": 6}
     yield triton_add.count_entries, {}

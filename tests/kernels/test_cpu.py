@@ -118,15 +118,17 @@ def same(left: Tensor, right: np.ndarray) -> None:
 def test_select_a_difference(
     data: st.DataObject, sizes: list[int], gap: int, dtype: torch.dtype
 ) -> None:
-    news, bases = (data.draw(tensors(sizes, dtype)) for _ in range(2))
-    before = [tensor.clone() for tensor in [*news, *bases]]
+    inputs, references = (data.draw(tensors(sizes, dtype)) for _ in range(2))
+    before = [tensor.clone() for tensor in [*inputs, *references]]
     thresholds = [data.draw(st.sampled_from([1e-38, 0.5, 2.0])) for _ in sizes]
     first, flags = firsts(sizes, gap)
-    values, counts = cpu_kernel(Kernel.name).select(news, bases, first, thresholds, None, flags)
+    values, counts = cpu_kernel(Kernel.name).select(
+        inputs, references, first, thresholds, None, flags
+    )
     marks = np.zeros(8 * flags.numel(), np.bool_)
     expected = []
     with np.errstate(all="ignore"):
-        for new, base, begin, threshold in zip(news, bases, first, thresholds, strict=True):
+        for new, base, begin, threshold in zip(inputs, references, first, thresholds, strict=True):
             a = new.numpy() - base.numpy()
             reached = ~(np.abs(a) < a.dtype.type(threshold))
             marks[begin : begin + a.size] = reached
@@ -134,7 +136,7 @@ def test_select_a_difference(
     np.testing.assert_array_equal(marks_of(flags), marks)
     same(values, np.concatenate(expected))
     assert (values.dtype, counts) == (dtype, [part.size for part in expected])
-    for tensor, old in zip([*news, *bases], before, strict=True):
+    for tensor, old in zip([*inputs, *references], before, strict=True):
         same(tensor, old.numpy())
 
 
@@ -276,11 +278,11 @@ def test_subtract(data: st.DataObject, sizes: list[int], gap: int, dtype: torch.
 @examples(40)
 def test_decay(data: st.DataObject, sizes: list[int], gap: int, dtype: torch.dtype) -> None:
     sent = data.draw(sent_of(sizes, gap))
-    news, bases = ([torch.randn(size, dtype=dtype) for size in sizes] for _ in range(2))
-    before = [new.numpy().copy() for new in news]
-    cpu_kernel(Kernel.name).decay(news, bases, firsts(sizes, gap)[0], sent, 0.05)
+    inputs, references = ([torch.randn(size, dtype=dtype) for size in sizes] for _ in range(2))
+    before = [new.numpy().copy() for new in inputs]
+    cpu_kernel(Kernel.name).decay(inputs, references, firsts(sizes, gap)[0], sent, 0.05)
     for new, old, base, marks, values in zip(
-        news, before, bases, *dense(sent, sizes, gap), strict=True
+        inputs, before, references, *dense(sent, sizes, gap), strict=True
     ):
         left = old - base.numpy()
         left[marks] -= values[marks].astype(left.dtype)

@@ -29,7 +29,7 @@ from lightning_dct.embedding.messages import Message as Changes
 from lightning_dct.embedding.messages import RequestCode, message_about
 from lightning_dct.kernels.bits import as_bytes, flags_num_bytes, unpack_bits
 from lightning_dct.pipeline.borders import as_floats
-from lightning_dct.wire.payload import unpack
+from lightning_dct.wire.payload import unpack_payload
 from lightning_dct.wire.positions import PositionCode
 from lightning_dct.wire.values import BITS_PER_VALUE
 from strategies_for_hypothesis import pack_entries
@@ -156,7 +156,7 @@ def _changes() -> list[Message]:
         )
 
         def decode(data: Tensor, message: Changes = message) -> None:
-            found = unpack(message.layout, data)
+            found = unpack_payload(message.layout, data)
             read = found.positions
             values = found.values
             _check_positions(read, sum(message.layout.tensor_sizes), message.layout.capacity)

@@ -11,7 +11,7 @@ from torch import Tensor
 from differences import assert_same
 from emulated_ranks import EmulatedDist, EmulatedRanks, harm, heavy_tailed
 from lightning_dct.compress.bucket_plan import plan_bucket
-from lightning_dct.wire.payload import Unpacked, unpack
+from lightning_dct.wire.payload import Unpacked, unpack_payload
 from lightning_dct.wire.positions import PayloadError
 from strategies_for_hypothesis import FORMATS, examples
 
@@ -33,7 +33,7 @@ def sent(ranks: EmulatedRanks, names: list[str]) -> list[Unpacked]:
         config.min_tensor_size,
         ranks.world_size,
     )
-    return [unpack(plan.layout, payload) for payload in ranks.payloads()]
+    return [unpack_payload(plan.layout, payload) for payload in ranks.payloads()]
 
 
 def dense(ranks: EmulatedRanks) -> list[Tensor]:

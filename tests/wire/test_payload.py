@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_dct.wire.payload import PayloadLayout, unpack
+from lightning_dct.wire.payload import PayloadLayout, unpack_payload
 from lightning_dct.wire.positions import PayloadError
 from lightning_dct.wire.values import decode_values, encode_values
 from strategies_for_hypothesis import examples, filled_layouts, pack_entries
@@ -40,7 +40,7 @@ def tensor_of(layout: PayloadLayout, position: int) -> int:
 def test_round_trip(filled: Filled) -> None:
     layout, positions, values, whole = filled
     payload, as_read = pack_entries(layout, positions, values, whole)
-    read = unpack(layout, payload)
+    read = unpack_payload(layout, payload)
     assert read.positions.tolist() == positions.tolist()
     assert torch.equal(read.values, as_read)
     assert torch.equal(read.dense, whole)
@@ -108,7 +108,7 @@ def test_what_the_errors_say(offset: int, value: int, message: str) -> None:
     assert payload[offset] != value
     payload[offset] = value
     with pytest.raises(PayloadError, match=message):
-        unpack(LAYOUT, payload)
+        unpack_payload(LAYOUT, payload)
 
 
 @given(filled=filled_layouts(), data=st.data())
@@ -123,11 +123,13 @@ def test_cut_or_lengthened_payloads_are_refused(filled: Filled, data: st.DataObj
     with pytest.raises(
         PayloadError, match=f"has {kept + len(added)} bytes, the layout says {layout.num_bytes}"
     ):
-        unpack(layout, torch.cat([payload[:kept], torch.tensor(list(added), dtype=torch.uint8)]))
+        unpack_payload(
+            layout, torch.cat([payload[:kept], torch.tensor(list(added), dtype=torch.uint8)])
+        )
 
 
 def test_layouts_of_equal_size_are_told_apart() -> None:
     other = replace(LAYOUT, tensor_sizes=(30, 3, 20), capacities=(6, 0, 4))
     assert other.num_bytes == LAYOUT.num_bytes
     with pytest.raises(PayloadError, match="other tensor sizes or densities"):
-        unpack(other, example_payload())
+        unpack_payload(other, example_payload())

@@ -150,7 +150,7 @@ class StepClock:
         self._inside = inside or self._inside
         if self._since is None and self._seen >= SKIPPED:
             # From here on times must be complete. This waits for a GPU.
-            self._since = self._last, traffic.settle(), self._inside.settle()
+            self._since = self._last, traffic.read_clocks(), self._inside.read_clocks()
 
     def pause(self) -> None:
         """Leave out the time from the last step to the next."""
@@ -170,8 +170,8 @@ class StepClock:
         if self._since is None:
             return
         start, before, inside_before = self._since
-        after = self._traffic.settle()
-        inside = self._inside.settle()
+        after = self._traffic.read_clocks()
+        inside = self._inside.read_clocks()
         spent = after - before
         spent_inside = inside - inside_before
         total = self._traffic.clock.seconds(start, self._last)

@@ -245,32 +245,32 @@ class Bucket:
     compared with.
     """
 
-    news: Sequence[Tensor]  # gradients, or this rank's own weights; `[n]` together
-    bases: Sequence[Tensor]  # residuals, or the shared weights, of fp32 or fp64
+    inputs: Sequence[Tensor]  # gradients, or this rank's own weights; `[n]` together
+    references: Sequence[Tensor]  # residuals, or the shared weights, of fp32 or fp64
     # Factor on gradients: one over the loss scale of mixed-precision training; None for weights.
     scale: float | None
-    others_keep: bool = (
-        False  # whether others keep what is not sent, so that it does not enter the residuals
-    )
+    # Whether all ranks keep in their own weights what an owner does not send of a sum: then it does
+    # not enter the owner's residual.
+    ranks_keep_unsent: bool = False
 
     def __post_init__(self) -> None:
-        self.starts = [0, *accumulate(map(Tensor.numel, self.bases))]
+        self.starts = [0, *accumulate(map(Tensor.numel, self.references))]
         self._parts: dict[tuple[tuple[int, int], ...], tuple[list[Tensor], list[Tensor]]] = {}
 
     def place(self, entry: int) -> tuple[int, int]:
         """The number of the tensor that has an entry, and the entry's number there."""
-        index = min(bisect_right(self.starts, entry), len(self.bases)) - 1
+        index = min(bisect_right(self.starts, entry), len(self.references)) - 1
         return index, entry - self.starts[index]
 
     def parts(self, bounds: Sequence[tuple[int, int]]) -> tuple[list[Tensor], list[Tensor]]:
-        """The views of ``news`` (none if there are none) and of ``bases`` within bounds, each of
-        which lies in one.
+        """The views of ``inputs`` (none if there are none) and of ``references`` within bounds,
+        each of which lies in one.
         """
         if (key := tuple(bounds)) not in self._parts:
             found: tuple[list[Tensor], list[Tensor]] = [], []
             for start, stop in bounds:
                 index, first = self.place(start)
-                for tensors, views in zip((self.news, self.bases), found, strict=True):
+                for tensors, views in zip((self.inputs, self.references), found, strict=True):
                     if tensors:
                         whole = tensors[index]
                         size = stop - start
@@ -299,48 +299,32 @@ class Gain(NamedTuple):
     columns: Tensor  # shape `[columns]`
 
 
-class Sending(NamedTuple):
-    """How the buckets of one synchronisation are sent and added; the same for all of them."""
+class ExchangeContext(NamedTuple):
+    """What the buckets of one synchronisation have in common."""
 
     tag: int = 0  # marks the payloads; others are refused: see `wire.payload.tag_of`
     scale: float = 1.0  # factor on gradients that undoes the loss scale of mixed-precision training
-    # share of what is not sent that own weights lose, if entries are read from weights in place
-    lost: float = 0.0
+    # Share of what is not sent that own weights lose, if entries are read from weights in place.
+    dropped: float = 0.0
     # The factors on the mean of each parameter, by name, where they are not 1; None for `sqrt(ranks
     # / senders)`.
     gains: Mapping[str, Gain] | None = MappingProxyType({})
 
-    def ungained(self) -> Sending:
-        """The same without gains."""
-        return self._replace(gains=PLAIN.gains)
+    def without_gains(self) -> ExchangeContext:
+        """This context with all gains 1."""
+        return self._replace(gains=NO_CONTEXT.gains)
 
 
-PLAIN = Sending()
-
-
-class Compressed(NamedTuple):
-    """What is sent of a bucket."""
-
-    # shape `[plan.num_bytes]`, uint8; for a plan with parts, their payloads one after the other
-    payload: Tensor
-    # Compressed ones in the payload; for a GPU a tensor on it, int64, those of each part.
-    num_entries: int | Tensor
-    num_dense: int  # entries of the tensors sent dense
-
-
-class SentPayload(NamedTuple):
-    """A payload, and how it was sent; all of a bucket have the same compressed tensors."""
-
-    payload: Tensor
-    plan: BucketPlan
+NO_CONTEXT = ExchangeContext()
 
 
 class Received(NamedTuple):
-    """What a rank has received of a bucket.
+    """The payloads of a bucket that a rank has received, and what it needs to add them.
 
     For a plan with parts a row of the payloads holds one for each part, and each is from another
     sender, counted through all rows. What this rank has sent itself is the number of its row, or a
-    payload that is not among the rows: then only entries that also appear in the sums count.
+    payload that is not among the rows, with a plan of the same compressed tensors: then only
+    entries that also appear in the sums count.
     """
 
     payloads: Tensor  # shape `[rows, bytes]`, uint8
@@ -348,9 +332,9 @@ class Received(NamedTuple):
     # weight of each sender: one over the world size, times the loss scale of mixed-precision
     # training
     factor: float
-    own: int | SentPayload | None  # None if this rank has sent nothing, or it does not matter
-    what: str | None = None  # names the payloads in error messages; None for the usual name
-    how: Sending = PLAIN
+    own: int | Received | None  # None if this rank has sent nothing, or it does not matter
+    label: str | None = None  # names the payloads in error messages; None for the usual name
+    context: ExchangeContext = NO_CONTEXT
 
 
 def real_numel(tensor: Tensor) -> int:

@@ -12,9 +12,9 @@ No communication.
     updates     S += m,  w += m - read(own payload)                    m = (f / W) * the same sum
 
 This is the data-parallel half of Dynamic Communication Thresholding (Gupta et al., KDD 2021,
-section 3.1), with a threshold for each tensor. Two functions do the work, ``pack`` and ``add``:
-those of :mod:`~lightning_dct.compress.on_cpu` in plain torch or numba, and those of
-:mod:`~lightning_dct.compress.on_gpu` in Triton. All give the same bits.
+section 3.1), with a threshold for each tensor. Two functions do the work, ``compress_bucket`` and
+``add_payloads``: those of :mod:`~lightning_dct.compress.on_cpu` in plain torch or numba, and those
+of :mod:`~lightning_dct.compress.on_gpu` in Triton. All give the same bits.
 """
 
 from importlib import import_module
@@ -26,13 +26,11 @@ from torch import Tensor
 from lightning_dct.compress import on_cpu
 from lightning_dct.compress.awaited import must_not_wait
 from lightning_dct.compress.bucket_plan import (
-    PLAIN,
+    NO_CONTEXT,
     Bucket,
     BucketPlan,
-    Compressed,
+    ExchangeContext,
     Received,
-    Sending,
-    SentPayload,
 )
 from lightning_dct.compress.error_feedback import ErrorFeedback
 from lightning_dct.compress.threshold import sample_of, threshold_from
@@ -44,14 +42,19 @@ def compress(
     bucket: Bucket,
     plan: BucketPlan,
     deferred: set[int],
-    how: Sending = PLAIN,
-) -> Compressed:
+    context: ExchangeContext = NO_CONTEXT,
+) -> tuple[Tensor, int | Tensor]:
     """Pack the entries that reach their threshold, except of tensors with ``deferred`` indices.
 
     The rest of gradients stays in the residual: ``decoded(payload) + residual`` equals the earlier
     ``residual + scale * gradient``. Infinite and NaN entries go into the payload, and the residual
     keeps its old value. Weights do not change. Thresholds that are missing are selected from this
     bucket.
+
+    Returns:
+        The payload: shape ``[plan.num_bytes]``, uint8; for a plan with parts, their payloads one
+        after the other. And the number of its compressed entries; for a GPU a tensor on it, int64,
+        with those of each part.
     """
     used = (
         tuple([index for index in plan.compressed if index not in deferred])
@@ -67,15 +70,12 @@ def compress(
         sampled = bucket.entries(bounds, sample_of(size, target))
         feedback.thresholds.set(names[number], target, threshold_from(sampled, size, target))
     feedback.selected |= bool(missing)
-    payload, entries = _way_of(bucket.bases[0].device).pack(
-        feedback, bucket, plan, used, deferred, how
-    )
-    return Compressed(
-        payload, entries, sum(plan.sizes[index] for index in plan.dense if index not in deferred)
+    return _code_for(bucket.references[0].device).compress_bucket(
+        feedback, bucket, plan, used, deferred, context
     )
 
 
-def _way_of(device: torch.device) -> Any:
+def _code_for(device: torch.device) -> Any:
     # Triton is there only with torch for CUDA.
     return import_module("lightning_dct.compress.on_gpu") if must_not_wait(device) else on_cpu
 
@@ -108,16 +108,19 @@ def decompress_own(feedback: ErrorFeedback, received: Received, mean: Tensor) ->
     """
     own = received.own
     assert own is not None
-    payload, plan = (
-        own if isinstance(own, SentPayload) else SentPayload(received.payloads[own], received.plan)
+    alone = (
+        own
+        if isinstance(own, Received)
+        else received._replace(payloads=received.payloads[own].unsqueeze(0))
     )
-    what = received.what or "This rank's own updates"
-    how = received.how.ungained()
-    alone = received._replace(
-        payloads=payload.unsqueeze(0), plan=plan, factor=1.0, own=None, what=what, how=how
+    alone = alone._replace(
+        factor=1.0,
+        own=None,
+        label=received.label or "This rank's own updates",
+        context=received.context.without_gains(),
     )
     sent = decompress(feedback, alone, torch.empty_like(mean))
-    return torch.where(counting(mean, plan), sent, 0.0) if isinstance(own, SentPayload) else sent
+    return torch.where(counting(mean, alone.plan), sent, 0.0) if isinstance(own, Received) else sent
 
 
 def counting(sums: Tensor, plan: BucketPlan) -> Tensor:
@@ -132,18 +135,18 @@ def counting(sums: Tensor, plan: BucketPlan) -> Tensor:
 
 
 def apply(feedback: ErrorFeedback, received: Received, bucket: Bucket) -> None:
-    """Add the weighted sum of all ranks' payloads to the bases of a bucket.
+    """Add the weighted sum of all ranks' payloads to the references of a bucket.
 
     Own weights, if the bucket has any, change by as much, less what this rank has sent, if it has.
     :func:`decompress` describes the arguments and errors.
     """
     payloads = received.payloads
     plan = received.plan
-    said = received.what or feedback.what
+    label = received.label or feedback.label
     if payloads.shape[1] != plan.num_bytes:
         raise PayloadError(
-            f"{said} from rank 0 of the process group: a payload has {payloads.shape[1]} bytes"
+            f"{label} from rank 0 of the process group: a payload has {payloads.shape[1]} bytes"
             f" where its layout has {plan.num_bytes}: use the same model, settings and version of"
             " lightning_dct on every rank."
         )
-    _way_of(payloads.device).add(feedback, received, bucket, said)
+    _code_for(payloads.device).add_payloads(feedback, received, bucket, label)

@@ -111,7 +111,7 @@ class ErrorFeedback:
         self.residuals = Residuals()
         self.owned = Residuals()
         # What is exchanged, for messages.
-        self.what = "Updates" if self.of_updates else "Gradients"
+        self.label = "Updates" if self.of_updates else "Gradients"
         # Whether the current synchronisation has selected any threshold.
         self.selected = False
         # Numbers that GPUs have not delivered yet.

@@ -11,7 +11,12 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Received, Sending, SentPayload
+from lightning_dct.compress.bucket_plan import (
+    Bucket,
+    BucketPlan,
+    ExchangeContext,
+    Received,
+)
 from lightning_dct.compress.error_feedback import ErrorFeedback
 from lightning_dct.compress.gains import gain_of, gains_of
 from lightning_dct.compress.threshold import GUARD_RESELECT, nudge
@@ -21,13 +26,13 @@ from lightning_dct.wire import payload as wire
 from lightning_dct.wire.positions import PayloadError, reading
 
 
-def pack(
+def compress_bucket(
     feedback: ErrorFeedback,
     bucket: Bucket,
     plan: BucketPlan,
     used: tuple[int, ...],
     deferred: set[int],
-    how: Sending,
+    context: ExchangeContext,
 ) -> tuple[Tensor, int]:
     """Pack the payloads of a bucket, and count the entries; see
     :func:`~lightning_dct.compress.codec.compress`.
@@ -39,14 +44,14 @@ def pack(
     numbers = [plan.compressed.index(index) for index in used] if deferred else range(len(used))
     first = [plan.first[number] for number in numbers]
     counts = [0] * len(plan.compressed)
-    news, bases = bucket.parts([plan.bounds[index] for index in used])
+    inputs, references = bucket.parts([plan.bounds[index] for index in used])
     (names, targets), sizes = plan.of_tensors(used), [plan.sizes[index] for index in used]
     taus = [
         thresholds.get(name, target) or 0.0 for name, target in zip(names, targets, strict=True)
     ]
     flags = torch.zeros(sum(plan.flag_bytes), dtype=torch.uint8)
-    before = [base.clone() for base in bases if bucket.others_keep]
-    values, reached = kernel.select(news, bases, first, taus, bucket.scale, flags)
+    before = [base.clone() for base in references if bucket.ranks_keep_unsent]
+    values, reached = kernel.select(inputs, references, first, taus, bucket.scale, flags)
     # The capacity is fixed, because collectives need equal sizes.
     values, left, limits = kernel.fit(flags, first, sizes, values, reached, targets)
     tensors = zip(numbers, names, sizes, targets, taus, reached, left, limits, strict=True)
@@ -78,22 +83,24 @@ def pack(
     for part, of_part, own_flags, own, out in zip(parts, of_parts, *split, strict=True):
         dense = take_dense(bucket, part, {index - before_part for index in deferred})
         sent.append(
-            wire.pack(part.layout, own_flags, own, of_part, dense, how.tag, feedback.kernel)
+            wire.pack_payload(
+                part.layout, own_flags, own, of_part, dense, context.tag, feedback.kernel
+            )
         )
-        if bucket.scale is not None or how.lost:
+        if bucket.scale is not None or context.dropped:
             wire.unpack_values(part.layout, sent[-1], of_part, out, feedback.kernel)
         before_part += len(part.names)
     as_read = Sent(flags[None], read, [values.numel()])
     if bucket.scale is not None:
-        kernel.subtract(bases, first, as_read)
-    elif how.lost:
-        kernel.decay(news, bases, first, as_read, how.lost)
+        kernel.subtract(references, first, as_read)
+    elif context.dropped:
+        kernel.decay(inputs, references, first, as_read, context.dropped)
     if before:
         counted = [torch.zeros_like(old) for old in before]
         kernel.add_sums(
             counted, None, first, as_read, weights_by_senders(1, 1.0, False, plan.residual_dtype)
         )
-        for base, old, one in zip(bases, before, counted, strict=True):
+        for base, old, one in zip(references, before, counted, strict=True):
             base.copy_(torch.where(one != 0, base, old))
     return torch.cat(sent) if plan.parts else sent[0], values.numel()
 
@@ -105,13 +112,13 @@ def take_dense(bucket: Bucket, plan: BucketPlan, deferred: set[int]) -> Tensor:
     bounds = [plan.bounds[index] for index in plan.dense if index not in deferred]
     if not bounds:
         whole = sum(plan.sizes[index] for index in plan.dense)
-        return bucket.bases[0].new_zeros(whole, dtype=plan.dtype).view(torch.uint8)
-    sizes, (news, residuals) = [stop - start for start, stop in bounds], bucket.parts(bounds)
+        return bucket.references[0].new_zeros(whole, dtype=plan.dtype).view(torch.uint8)
+    sizes, (inputs, residuals) = [stop - start for start, stop in bounds], bucket.parts(bounds)
     if bucket.scale is None:
-        sent = torch.cat(torch._foreach_sub(news, residuals))
+        sent = torch.cat(torch._foreach_sub(inputs, residuals))
     else:
         before = torch.cat(residuals)
-        new = torch.cat(news)
+        new = torch.cat(inputs)
         accumulated = before + new.to(before.dtype) * bucket.scale
         sent = accumulated.to(plan.dtype)
         left = accumulated - sent
@@ -126,29 +133,31 @@ def take_dense(bucket: Bucket, plan: BucketPlan, deferred: set[int]) -> Tensor:
     return torch.cat(dense).view(torch.uint8)
 
 
-def add(feedback: ErrorFeedback, received: Received, bucket: Bucket, said: str) -> None:
+def add_payloads(feedback: ErrorFeedback, received: Received, bucket: Bucket, label: str) -> None:
     """Add payloads; see :func:`~lightning_dct.compress.codec.apply`."""
-    payloads, plan, factor, own, _, how = received
+    payloads, plan, factor, own, _, context = received
     parts = plan.parts or (plan,)
-    sources = [SentPayload(row, plan) for row in payloads]
+    sources = [(plan, row) for row in payloads]
     mine = -1
-    if bucket.news and own is not None:
+    if bucket.inputs and own is not None:
         mine = own if isinstance(own, int) else len(payloads)
-        sources += [own] if isinstance(own, SentPayload) else []
+        sources += [(own.plan, own.payloads[0])] if isinstance(own, Received) else []
     flags = payloads.new_zeros(len(sources), sum(plan.flag_bytes))
     # One rank's payload after the other in each row.
-    senders = [f"{said} from rank {rank}" for rank in range(len(payloads) * len(parts))]
+    senders = [f"{label} from rank {rank}" for rank in range(len(payloads) * len(parts))]
     senders += ["This rank's own payload"] * (len(sources) * len(parts) - len(senders))
     arrived = [
         (part, payload)
-        for source in sources
-        for part, payload in source.plan.divide(source.payload)
+        for source_plan, payload_of_all in sources
+        for part, payload in source_plan.divide(payload_of_all)
     ]
     counts = []
     rooms = flags.view(-1).split_with_sizes(plan.flag_bytes * len(sources))
     for sender, (part, payload), room in zip(senders, arrived, rooms, strict=True):
         with reading(f"{sender} of the process group"):
-            counts.append(wire.unpack_flags(part.layout, payload, room, how.tag, feedback.kernel))
+            counts.append(
+                wire.unpack_flags(part.layout, payload, room, context.tag, feedback.kernel)
+            )
             words, beyond = part.beyond
             if (room.numpy().view("uint32")[words] & beyond).any():
                 raise PayloadError(
@@ -165,8 +174,8 @@ def add(feedback: ErrorFeedback, received: Received, bucket: Bucket, said: str) 
         if not is_finite(wire.read_scales(part.layout, payload) if part.layout.num_scales else out):
             name_broken_sender(sender)
     owns, totals = bucket.parts([plan.bounds[index] for index in plan.compressed])
-    weights = weights_by_senders(len(payloads), factor, how.gains is None, plan.residual_dtype)
-    gains = gains_of(plan, how.gains, torch.device("cpu"))
+    weights = weights_by_senders(len(payloads), factor, context.gains is None, plan.residual_dtype)
+    gains = gains_of(plan, context.gains, torch.device("cpu"))
     sent = Sent(flags, values, [sum(sums[start : start + by]) for start in range(0, len(sums), by)])
     cpu_kernel(feedback.kernel).add_sums(
         totals, owns or None, plan.first, sent, weights, mine, gains
@@ -187,8 +196,8 @@ def add(feedback: ErrorFeedback, received: Received, bucket: Bucket, said: str) 
 def add_dense(
     plan: BucketPlan, bucket: Bucket, sent: Sequence[Tensor], received: Received, mine: int
 ) -> None:
-    """Add the mean of tensors that are sent dense (all of a sender's, flattened), as :func:`add`,
-    on any device.
+    """Add the mean of tensors that are sent dense (all of a sender's, flattened), as
+    :func:`add_payloads`, on any device.
 
     ``plan`` is that of the received payloads, or of a part of them. This rank's own payload may
     follow those that are summed; ``mine`` is its number, -1 if there is none.
@@ -196,7 +205,7 @@ def add_dense(
     bounds = [plan.bounds[index] for index in plan.dense]
     sizes = [plan.sizes[index] for index in plan.dense]
     ranks = len(received.payloads)
-    gains = received.how.gains
+    gains = received.context.gains
     summed = [dense.to(plan.residual_dtype) for dense in sent[:ranks]]
     total = sum(summed[1:], start=summed[0])
     weight = float(

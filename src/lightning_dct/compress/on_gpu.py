@@ -24,9 +24,8 @@ from lightning_dct.compress.bucket_plan import (
     WORD,
     Bucket,
     BucketPlan,
+    ExchangeContext,
     Received,
-    Sending,
-    SentPayload,
 )
 from lightning_dct.compress.error_feedback import ErrorFeedback
 from lightning_dct.compress.gains import gains_of
@@ -67,7 +66,8 @@ DECODED_AT_ONCE = 1 << 17
 
 
 class Table:
-    """A plan in the memory of a GPU; see :mod:`~lightning_dct.kernels.triton_tables` for the columns.
+    """A plan in the memory of a GPU; see :mod:`~lightning_dct.kernels.triton_tables` for the
+    columns.
 
     Attributes:
         tensors: Of its compressed tensors: int64.
@@ -177,7 +177,7 @@ class Table:
         return plan.tables[device]
 
     def addresses(self, bucket: Bucket) -> Tensor:
-        """Where news and bases of the compressed tensors are: shape ``[2 n]``, int64."""
+        """Where inputs and references of the compressed tensors are: shape ``[2 n]``, int64."""
         starts = tuple(bucket.starts)
         if self._where is None or self._where[0] != starts:
             self._where = (
@@ -185,14 +185,14 @@ class Table:
                 [bucket.place(self.plan.bounds[index][0]) for index in self.plan.compressed],
             )
         found = []
-        for tensors in (bucket.news, bucket.bases):
+        for tensors in (bucket.inputs, bucket.references):
             places = [(tensor.data_ptr(), tensor.itemsize) for tensor in tensors]
             found += [
                 places[i][0] + offset * places[i][1] if places else 0
                 for i, offset in self._where[1]
             ]
-        # A bucket that is packed has news, and that to which gradients are added has none.
-        kind = bool(bucket.news)
+        # A bucket that is packed has inputs, and that to which gradients are added has none.
+        kind = bool(bucket.inputs)
         if kind not in self._addresses or self._addresses[kind][0] != found:
             self._addresses[kind] = found, _copied(found, torch.int64, self.device)
         return self._addresses[kind][1]
@@ -246,25 +246,25 @@ def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: An
             kernel[grid](*arguments, **constants, enable_fp_fusion=False)
 
 
-def pack(
+def compress_bucket(
     feedback: ErrorFeedback,
     bucket: Bucket,
     plan: BucketPlan,
     used: tuple[int, ...],
     deferred: set[int],
-    how: Sending,
+    context: ExchangeContext,
 ) -> tuple[Tensor, Tensor]:
     """Pack the payloads of a bucket, and count the entries; see
     :func:`~lightning_dct.compress.codec.compress`.
 
     ``used`` are the indices of the compressed tensors that send something; all have thresholds.
     """
-    return _Packing(Table.of(plan, bucket.bases[0].device), bucket).pack(
-        feedback, used, deferred, how
+    return _Compression(Table.of(plan, bucket.references[0].device), bucket).run(
+        feedback, used, deferred, context
     )
 
 
-class _Packing:
+class _Compression:
     """One bucket while it is packed: what all kernels take."""
 
     def __init__(self, table: Table, bucket: Bucket) -> None:
@@ -274,7 +274,7 @@ class _Packing:
         room = table.room
         self.addresses = table.addresses(bucket)
         self.dtypes = {
-            "DTYPE": DTYPES[bucket.news[0].dtype],
+            "DTYPE": DTYPES[bucket.inputs[0].dtype],
             "BASE": DTYPES[self.plan.residual_dtype],
         }
         self.kinds = {**self.dtypes, "SCALED": bucket.scale is not None}
@@ -286,8 +286,12 @@ class _Packing:
         self.payload = torch.zeros(self.plan.num_bytes, dtype=torch.uint8, device=table.device)
         self.words = self.payload.view(torch.uint32)
 
-    def pack(
-        self, feedback: ErrorFeedback, used: tuple[int, ...], deferred: set[int], how: Sending
+    def run(
+        self,
+        feedback: ErrorFeedback,
+        used: tuple[int, ...],
+        deferred: set[int],
+        context: ExchangeContext,
     ) -> tuple[Tensor, Tensor]:
         table = self.table
         plan = self.plan
@@ -300,29 +304,32 @@ class _Packing:
             self.launch(
                 triton_pack.write, table.parts, *rest, FORMAT=plan.value_format, **table.loops
             )
-            if self.bucket.scale is not None or how.lost:
+            if self.bucket.scale is not None or context.dropped:
                 rest = (
                     taus,
                     means,
                     fits,
                     self.scale,
-                    _number(how.lost, table.device),
+                    _number(context.dropped, table.device),
                     self.flags,
                     self.words,
                 )
-                others_keep = self.bucket.others_keep
+                ranks_keep_unsent = self.bucket.ranks_keep_unsent
                 self.launch(
-                    triton_pack.settle, *rest, FORMAT=plan.value_format, OTHERS_KEEP=others_keep
+                    triton_pack.keep_rest,
+                    *rest,
+                    FORMAT=plan.value_format,
+                    RANKS_KEEP_UNSENT=ranks_keep_unsent,
                 )
         entries = table.room(table.num_parts, torch.int64)
         _launch(
-            triton_pack.seal,
+            triton_pack.write_headers,
             (table.num_parts,),
             table.parts,
             ends,
             self.words,
             table.header,
-            how.tag,
+            context.tag,
             entries,
         )
         first = 0
@@ -512,20 +519,20 @@ class _Arrived:
         )
 
 
-def add(feedback: ErrorFeedback, received: Received, bucket: Bucket, said: str) -> None:
+def add_payloads(feedback: ErrorFeedback, received: Received, bucket: Bucket, label: str) -> None:
     """Add payloads; see :func:`~lightning_dct.compress.codec.apply`.
 
     ``feedback.awaited`` raises errors later.
     """
-    payloads, plan, factor, own, _, how = received
+    payloads, plan, factor, own, _, context = received
     arrived = _Arrived(payloads, plan)
     rows = len(payloads)
     base = DTYPES[plan.residual_dtype]
     table = arrived.table
     words = arrived.words
     addresses = arrived.table.addresses(bucket)
-    weights = _weights(rows, factor, how.gains is None, plan.residual_dtype, table.device)
-    gains = gains_of(plan, how.gains, table.device)
+    weights = _weights(rows, factor, context.gains is None, plan.residual_dtype, table.device)
+    gains = gains_of(plan, context.gains, table.device)
     factors, places = (
         (weights, weights)
         if gains is None
@@ -534,10 +541,10 @@ def add(feedback: ErrorFeedback, received: Received, bucket: Bucket, said: str) 
     mine = own if isinstance(own, int) else -1
     apart = arrived
     own_format = None
-    if isinstance(own, SentPayload) and bucket.news:
-        apart = _Arrived(own.payload.unsqueeze(0), own.plan)
+    if isinstance(own, Received) and bucket.inputs:
+        apart = _Arrived(own.payloads, own.plan)
         own_format = own.plan.value_format
-    owns = {"SENDERS": rows, "BASE": base, "OWNS": bool(bucket.news), "num_warps": 8}
+    owns = {"SENDERS": rows, "BASE": base, "OWNS": bool(bucket.inputs), "num_warps": 8}
     owns["GAINS"] = gains is not None
     formats = {"FORMAT": plan.value_format, "OWN_FORMAT": own_format}
     given = addresses, table.count, table.tensors, table.parts, table.blocks, words, arrived.stride
@@ -562,10 +569,10 @@ def add(feedback: ErrorFeedback, received: Received, bucket: Bucket, said: str) 
             rest = *rest, apart.table.tensors, apart.table.parts, apart.words
             _launch(triton_add.add, (chunk,), *given, *rest, opened[-1], **owns, **formats)
     for source in sources:
-        source.judge(how.tag)
+        source.judge(context.tag)
     if plan.dense:
         wrong = arrived.wrong.view(rows, -1)
-        owns_of_parts = own.plan.divide(own.payload) if isinstance(own, SentPayload) else []
+        owns_of_parts = own.plan.divide(own.payloads[0]) if isinstance(own, Received) else []
         for number, (part, column) in enumerate(plan.divide(payloads)):
             if not part.dense:
                 continue
@@ -580,14 +587,14 @@ def add(feedback: ErrorFeedback, received: Received, bucket: Bucket, said: str) 
                     )
                 )
             add_dense(part, bucket, sent, received, rows if owns_of_parts else mine)
-    feedback.awaited.on_ready(arrived.wrong, partial(_check, said))
+    feedback.awaited.on_ready(arrived.wrong, partial(_check, label))
 
 
-def _check(said: str, wrong: list[int]) -> None:
+def _check(label: str, wrong: list[int]) -> None:
     for number, found in enumerate(wrong):
         if found == 2:
-            name_broken_sender(f"{said} from rank {number}")
-    if harmed := [f"{said} from rank {number}" for number, found in enumerate(wrong) if found & 1]:
+            name_broken_sender(f"{label} from rank {number}")
+    if harmed := [f"{label} from rank {number}" for number, found in enumerate(wrong) if found & 1]:
         raise PayloadError(
             f"{', '.join(harmed)} of the process group: the payload is corrupt, or was made for"
             " another model, other settings or in another step. Use the same model, settings and"

@@ -86,7 +86,7 @@ def measure_speed(
     feedback = ErrorFeedback({}, adapt_threshold=True, undoable=False)
 
     def pack() -> Tensor:
-        return compress(feedback, Bucket([gradient], [residual], 1.0), plan, set()).payload
+        return compress(feedback, Bucket([gradient], [residual], 1.0), plan, set())[0]
 
     def read(payloads: Tensor) -> None:
         decompress(feedback, Received(payloads, plan, 0.5, own=0), total)

@@ -34,7 +34,14 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_dct.compress.bucket_plan import PLAIN, Bucket, BucketPlan, Gain, Received, Sending
+from lightning_dct.compress.bucket_plan import (
+    NO_CONTEXT,
+    Bucket,
+    BucketPlan,
+    ExchangeContext,
+    Gain,
+    Received,
+)
 from lightning_dct.compress.codec import apply, decompress_own
 from lightning_dct.elastic.present import PresentRanks
 from lightning_dct.sync.buffers import PresentBuffers
@@ -279,7 +286,8 @@ class ElasticUpdates(UpdateSynchronizer):
             )
         if (
             own.step < step
-            # a rank that is behind reads what the others send with the settings that they have by now
+            # a rank that is behind reads what the others send with the settings that they have by
+            # now
         ):
             self._choose_settings(step)
             buckets = self._plans(rounds, step)
@@ -315,10 +323,14 @@ class ElasticUpdates(UpdateSynchronizer):
         self.commit()
         self._cosine = next(header.cosine for header in headers if header.step == step)
         if senders:
-            how = Sending(gains=self._gains(self._decide(rounds, step), len(senders)))
+            context = ExchangeContext(gains=self._gains(self._decide(rounds, step), len(senders)))
             rows_sent = self._decay_as_agreed(rows[senders])
             self._take(
-                buckets, rows_sent, senders.index(present.rank()) if sends else None, changed, how
+                buckets,
+                rows_sent,
+                senders.index(present.rank()) if sends else None,
+                changed,
+                context,
             )
         if own.step < step:
             self.resume_at = step
@@ -346,7 +358,7 @@ class ElasticUpdates(UpdateSynchronizer):
         rows: Tensor,
         own: int | None,
         changed: int,
-        how: Sending,
+        context: ExchangeContext,
     ) -> None:
         """Add what the senders have sent, ``[senders, bytes]``; ``own`` is this rank's row,
         ``changed`` the buffers.
@@ -357,12 +369,14 @@ class ElasticUpdates(UpdateSynchronizer):
         with self.traffic.timed("apply"):
             for names, plan in buckets:
                 stop = start + plan.layout.num_bytes
-                received = Received(rows[:, start:stop], plan, 1.0 / len(rows), own, how=how)
+                received = Received(
+                    rows[:, start:stop], plan, 1.0 / len(rows), own, context=context
+                )
                 start = stop
                 bucket = self._in_place(names)
                 apply(self.feedback, received, bucket)
                 if own is not None and decay < 1.0:
-                    torch._foreach_lerp_(list(bucket.news), list(bucket.bases), 1.0 - decay)
+                    torch._foreach_lerp_(list(bucket.inputs), list(bucket.references), 1.0 - decay)
             self.weights.project(self.project)
             rest = self.buffers.take(rows[:, start:], changed)
             if rest.numel() and len(rows) > 1:
@@ -411,8 +425,8 @@ class ElasticUpdates(UpdateSynchronizer):
 
     def _compress(self, names: list[str], plan: BucketPlan) -> Tensor:
         with self.traffic.timed("compress"):
-            return self.exchange.pack(
-                self.feedback, self._in_place(names), plan, set(), PLAIN, due=sum(plan.sizes)
+            return self.exchange.compress(
+                self.feedback, self._in_place(names), plan, set(), NO_CONTEXT, due=sum(plan.sizes)
             )
 
     def _in_place(self, names: list[str]) -> Bucket:

@@ -37,7 +37,7 @@ from lightning_dct.embedding.owners import Int64Array
 from lightning_dct.embedding.store import RowStore, add_entries
 from lightning_dct.kernels import add_rows
 from lightning_dct.traffic import FP32_BYTES, ID_BYTES
-from lightning_dct.wire.payload import unpack
+from lightning_dct.wire.payload import unpack_payload
 from lightning_dct.wire.positions import reading
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ class ChangesLookup:
                 whole, others = answers[peer].split(self._answer_sizes(peer))
                 with reading(f"Embedding rows from rank {peer} of the process group"):
                     self._add_whole(request, whole, self._num_whole[peer])
-                    sent = unpack(request.message.layout, others)
+                    sent = unpack_payload(request.message.layout, others)
                 add_entries(request.rows.copies, request.slots, sent.positions, sent.values)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -257,7 +257,7 @@ class ChangesLookup:
                 module.collected.add(own, parts[self._rank])
                 for peer, request in self._received.items():
                     with reading(f"Embedding rows from rank {peer} of the process group"):
-                        sent = unpack(request.message.layout, received[peer])
+                        sent = unpack_payload(request.message.layout, received[peer])
                     touched, within = torch.unique_consecutive(
                         sent.positions // dim, return_inverse=True
                     )

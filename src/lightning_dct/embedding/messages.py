@@ -17,9 +17,9 @@ positions       for each group, places among its rows in ascending order
 ==============  ===================================================================================
 
 *Changed entries* are those that exceed their table's threshold. The receiver reads them with
-:func:`~lightning_dct.wire.payload.unpack`. Both ends know the rows and their order. The size
-follows from the number of rows: for each table, ``density`` times its entries among them. So no
-rank announces a size. The sender keeps the entries that do not fit::
+:func:`~lightning_dct.wire.payload.unpack_payload`. Both ends know the rows and their order. The
+size follows from the number of rows: for each table, ``density`` times its entries among them. So
+no rank announces a size. The sender keeps the entries that do not fit::
 
     rows [k, d]            to be sent: rows + addend
     sent                   the entries with |a| >= tau(table), the largest of them if there are too many
@@ -51,7 +51,7 @@ from lightning_dct.embedding.owners import Int64Array
 from lightning_dct.kernels import cpu_kernel, positions_of
 from lightning_dct.kernels.bits import nonzero_indices, num_bytes, pack_bits, unpack_bits
 from lightning_dct.kernels.plain import SMALLEST_THRESHOLD
-from lightning_dct.wire.payload import PayloadLayout, pack, unpack_values
+from lightning_dct.wire.payload import PayloadLayout, pack_payload, unpack_values
 from lightning_dct.wire.positions import PayloadError, PositionCode
 from lightning_dct.wire.rows import (
     decode_rows,
@@ -243,9 +243,9 @@ def compress_changes(
     flat = rows.view(-1)
     added = addend.reshape(-1)
     edges = list(accumulate(layout.tensor_sizes, initial=0))
-    news, bases = (tensor.split(layout.tensor_sizes) for tensor in (added, flat))
+    inputs, references = (tensor.split(layout.tensor_sizes) for tensor in (added, flat))
     for new, base, table, target in zip(
-        news, bases, message.tables, layout.capacities, strict=True
+        inputs, references, message.tables, layout.capacities, strict=True
     ):
         if target == base.numel():
             thresholds[table] = 0  # everything is sent
@@ -254,10 +254,10 @@ def compress_changes(
     limits = np.maximum(thresholds[message.tables], SMALLEST_THRESHOLD)
     flags = torch.zeros(layout.flags_num_bytes, dtype=torch.uint8, device=flat.device)
     kernel = cpu_kernel("auto" if flat.is_cpu else "torch")  # that of torch works on any device
-    values, reached = kernel.select(news, bases, edges[:-1], limits.tolist(), scale, flags)
+    values, reached = kernel.select(inputs, references, edges[:-1], limits.tolist(), scale, flags)
     counts = reached
     positions = positions_of(flags, len(values))
-    finite = np.ones(len(bases), dtype=np.bool_)
+    finite = np.ones(len(references), dtype=np.bool_)
     broken = values.isfinite().logical_not_()
     if (some_broken := bool(broken.any())) or len(values) > layout.capacity:
         table_of = torch.searchsorted(
@@ -269,7 +269,7 @@ def compress_changes(
             positions = positions[keep]
             values = values[keep]
             table_of = table_of[keep]
-            reached = torch.bincount(table_of, minlength=len(bases)).tolist()
+            reached = torch.bincount(table_of, minlength=len(references)).tolist()
         if len(values) > layout.capacity:
             # Those that exceed their table's threshold by the largest factors are sent.
             over = torch.from_numpy(np.where(finite, limits, np.inf)).to(flat.device, flat.dtype)[
@@ -282,12 +282,12 @@ def compress_changes(
             positions = positions[kept]
             values = values[kept]
             table_of = table_of[kept]
-        counts = torch.bincount(table_of, minlength=len(bases)).tolist()
+        counts = torch.bincount(table_of, minlength=len(references)).tolist()
         flags = torch.zeros_like(flags).index_add_(
             0, positions >> 3, (1 << (positions & 7)).to(torch.uint8)
         )
-    _guard(message, thresholds, reached, finite.tolist(), bases)
-    payload = pack(layout, flags, values, counts, flat.new_empty(0, dtype=torch.uint8))
+    _guard(message, thresholds, reached, finite.tolist(), references)
+    payload = pack_payload(layout, flags, values, counts, flat.new_empty(0, dtype=torch.uint8))
     received = unpack_values(layout, payload, counts)
     return SentRows(payload, positions, received, values - received.to(values.dtype))
 

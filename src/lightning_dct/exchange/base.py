@@ -5,7 +5,7 @@ Buckets without compressed tensors, and sparse gradients, are all-reduced in eve
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,14 +13,19 @@ from torch import Tensor
 from torch.futures import Future
 
 from lightning_dct.compress.awaited import must_not_wait
-from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, OwnedPiece, Received, Sending
+from lightning_dct.compress.bucket_plan import (
+    Bucket,
+    BucketPlan,
+    ExchangeContext,
+    OwnedPiece,
+    Received,
+)
 from lightning_dct.compress.codec import compress
 from lightning_dct.compress.error_feedback import ErrorFeedback
 from lightning_dct.compress.gains import gain_of
 from lightning_dct.exchange.collectives import (
     Link,
     Segments,
-    Travel,
     all_reduce_max,
     all_reduce_mean,
     all_reduce_mean_sparse,
@@ -29,10 +34,18 @@ from lightning_dct.traffic import Traffic
 from lightning_dct.wire.payload import BE_ALIKE
 from lightning_dct.wire.positions import PayloadError
 
-# The exchange of one bucket. It starts a collective and yields its work, the caller waits for that
-# and resumes it, and so on. It returns what it has received: payloads, or the mean of a bucket that
-# is not compressed.
-Flow = Generator[dist.Work | Segments | Travel, None, Received | Tensor]
+
+class Waitable(Protocol):
+    """A collective that has been started."""
+
+    def wait(self) -> object:
+        """Wait until it is done."""
+
+
+# The collectives of one bucket. The generator starts a collective and yields it, the caller waits
+# for it and resumes the generator, and so on. It returns payloads, or the mean of a bucket that is
+# not compressed.
+Collectives = Generator[Waitable, None, Received | Tensor]
 
 
 class Exchange(ABC):
@@ -45,7 +58,7 @@ class Exchange(ABC):
         pieces: The pieces of the model that this rank owns, by label.
         sums_first: Whether buckets are summed before they are compressed, so a rank has no residual
             of its own.
-        made: Process groups that were made for this exchange.
+        own_groups: Process groups that were made for this exchange.
     """
 
     everyone: Link
@@ -53,7 +66,7 @@ class Exchange(ABC):
     num_collectives = 1
     pieces: Mapping[str, OwnedPiece] = {}
     sums_first = False
-    made: Sequence[dist.ProcessGroup] = ()
+    own_groups: Sequence[dist.ProcessGroup] = ()
 
     @abstractmethod
     def send(
@@ -62,8 +75,8 @@ class Exchange(ABC):
         plan: BucketPlan,
         deferred: set[int],
         feedback: ErrorFeedback,
-        how: Sending,
-    ) -> Flow:
+        context: ExchangeContext,
+    ) -> Collectives:
         """Exchange a bucket. Every rank calls this for the same buckets in the same order.
 
         Args:
@@ -72,7 +85,7 @@ class Exchange(ABC):
             deferred: Indices of tensors that this rank's backward did not use. Nothing is sent of
                 them.
             feedback: This rank's residuals and thresholds.
-            how: The tag, and factors.
+            context: The tag, and factors.
         """
 
     def start(
@@ -81,41 +94,46 @@ class Exchange(ABC):
         plan: BucketPlan,
         deferred: set[int],
         feedback: ErrorFeedback,
-        how: Sending,
+        context: ExchangeContext,
         read: Callable[[Received], Tensor] | None = None,
         dense_dtype: torch.dtype | None = None,
-    ) -> "Message":
+    ) -> "Transfer":
         """Start exchanging a bucket, or averaging one without compressed tensors; for the arguments
         see :meth:`send`.
 
         ``read`` makes the result of received payloads. ``dense_dtype`` is that in which a mean is
         taken, by default the bucket's.
         """
-        device = bucket.news[0].device
+        device = bucket.inputs[0].device
         if plan.is_dense:
-            (buffer,) = bucket.news
-            flow = send_dense(
-                buffer, plan, deferred, feedback, self.everyone, dense_dtype or buffer.dtype, how
+            (buffer,) = bucket.inputs
+            dtype = dense_dtype or buffer.dtype
+            collectives = send_dense(
+                buffer, plan, deferred, feedback, self.everyone, dtype, context
             )
-            return Message(flow, 1, device)
-        return Message(
-            self.send(bucket, plan, deferred, feedback, how), self.num_collectives, device, read
-        )
+            return Transfer(collectives, 1, device)
+        collectives = self.send(bucket, plan, deferred, feedback, context)
+        return Transfer(collectives, self.num_collectives, device, read)
 
-    def pack(
+    def start_sparse(self, gradient: Tensor) -> "Transfer":
+        """Start averaging a sparse gradient, uncompressed."""
+        return Transfer(send_sparse(gradient, self.everyone), 1, gradient.device)
+
+    def compress(
         self,
         feedback: ErrorFeedback,
         bucket: Bucket,
         plan: BucketPlan,
         deferred: set[int],
-        how: Sending,
+        context: ExchangeContext,
         due: int,
     ) -> Tensor:
         """Compress a bucket into a payload.
 
         Counts the ``due`` and the sent entries; those of a GPU once it knows.
         """
-        payload, entries, dense = compress(feedback, bucket, plan, deferred, how)
+        payload, entries = compress(feedback, bucket, plan, deferred, context)
+        dense = sum(plan.sizes[index] for index in plan.dense if index not in deferred)
         traffic = self.everyone.traffic
         if isinstance(entries, Tensor):
             traffic.add(entries=due)
@@ -128,18 +146,18 @@ class Exchange(ABC):
 
     def close(self) -> None:
         """Destroy the process groups that were made for this exchange."""
-        for group in self.made:
+        for group in self.own_groups:
             dist.destroy_process_group(group)
-        self.made = ()
+        self.own_groups = ()
 
 
-class Message:
+class Transfer:
     """A bucket on its way: the handle that :meth:`Exchange.start` returns.
 
     Its first collective starts here.
 
     Attributes:
-        result: What ``read`` makes of received payloads, or a mean; None before the message has
+        result: What ``read`` makes of received payloads, or a mean; None before the bucket has
             arrived.
         collectives_left: Collectives that have not been waited for.
         finite: Whether the mean is finite, if :meth:`advance` has checked it.
@@ -147,7 +165,7 @@ class Message:
 
     def __init__(
         self,
-        flow: Flow,
+        collectives: Collectives,
         num_collectives: int,
         device: torch.device,
         read: Callable[[Received], Any] | None = None,
@@ -156,18 +174,18 @@ class Message:
         self.result: Any = None
         self.finite = True
         self._read = read
-        self._flow = flow
+        self._collectives = collectives
         self._device = device
         self._future: Future[Any] | None = None
-        self._work = next(flow)
+        self._current = next(collectives)
 
     @classmethod
-    def arrived(cls, mean: Tensor) -> "Message":
+    def arrived(cls, mean: Tensor) -> "Transfer":
         """One that had arrived before a run was resumed."""
-        message = cls.__new__(cls)
-        message.collectives_left = 0
-        message.result = mean
-        return message
+        transfer = cls.__new__(cls)
+        transfer.collectives_left = 0
+        transfer.result = mean
+        return transfer
 
     @property
     def future(self) -> Future[Any]:
@@ -189,11 +207,11 @@ class Message:
         ``check_finite`` checks whether the mean is finite, which waits for a GPU.
         """
         with traffic.timed("exchange", "seconds_waiting"):
-            self._work.wait()
+            self._current.wait()
         with traffic.timed("decompress"):
             self.collectives_left -= 1
             try:
-                self._work = next(self._flow)
+                self._current = next(self._collectives)
             except StopIteration as finished:
                 received = finished.value
                 mean = (
@@ -210,16 +228,21 @@ class Message:
                     self._future.set_result(mean)
 
 
-def finish(messages: Iterable[Message], traffic: Traffic, check_finite: bool = False) -> None:
-    """Finish messages in the order of sending, collective by collective, and read one while the
-    next is in flight.
+def finish_transfers(
+    transfers: Iterable[Transfer], traffic: Traffic, check_finite: bool = False
+) -> None:
+    """Finish buckets in the order of sending, collective by collective, and read one while the next
+    is in flight.
+
+    A collective call for exchanges of several collectives. For ``check_finite`` see
+    :meth:`Transfer.advance`.
     """
-    while under_way := [message for message in messages if message.collectives_left]:
-        for message in under_way:
-            message.advance(traffic, check_finite)
+    while under_way := [transfer for transfer in transfers if transfer.collectives_left]:
+        for transfer in under_way:
+            transfer.advance(traffic, check_finite)
 
 
-def send_sparse(gradient: Tensor, everyone: Link) -> Flow:
+def send_sparse(gradient: Tensor, everyone: Link) -> Collectives:
     """Exchange a sparse gradient, uncompressed."""
     yield all_reduce_mean_sparse(gradient, everyone)
     return gradient
@@ -232,15 +255,15 @@ def send_dense(
     feedback: ErrorFeedback,
     everyone: Link,
     dtype: torch.dtype,
-    how: Sending,
-) -> Flow:
+    context: ExchangeContext,
+) -> Collectives:
     """Exchange a bucket without compressed tensors, with all of its residuals, in a dtype; updates
     with their tag.
     """
-    feedback.send_out(buffer, plan, deferred, how.scale, owned=True)
+    feedback.send_out(buffer, plan, deferred, context.scale, owned=True)
     everyone.traffic.add(entries=buffer.numel(), entries_sent=buffer.numel())
     sent = buffer.to(dtype)
-    tag = how.tag if feedback.of_updates else 0
+    tag = context.tag if feedback.of_updates else 0
     work = all_reduce_mean(sent, everyone)
     if tag:
         ends = torch.full((2,), tag, dtype=torch.int32, device=sent.device)
@@ -253,9 +276,9 @@ def send_dense(
     else:
         yield work
     mean = buffer if sent is buffer else buffer.copy_(sent)
-    if how.gains:
+    if context.gains:
         for index, part in enumerate(mean.split(plan.sizes)):
-            part.mul_(gain_of(plan, index, how.gains, part))
+            part.mul_(gain_of(plan, index, context.gains, part))
     return mean
 
 

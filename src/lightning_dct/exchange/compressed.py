@@ -42,14 +42,13 @@ import torch
 from lightning_dct.compress.bucket_plan import (
     Bucket,
     BucketPlan,
+    ExchangeContext,
     OwnedPiece,
     Received,
-    Sending,
-    SentPayload,
 )
 from lightning_dct.compress.codec import compress, decompress
 from lightning_dct.compress.error_feedback import ErrorFeedback
-from lightning_dct.exchange.base import Exchange, Flow, unused_tensors
+from lightning_dct.exchange.base import Collectives, Exchange, unused_tensors
 from lightning_dct.exchange.collectives import (
     Link,
     all_gather_payload,
@@ -84,14 +83,14 @@ class AllGather(Exchange):
         plan: BucketPlan,
         deferred: set[int],
         feedback: ErrorFeedback,
-        how: Sending,
-    ) -> Flow:
+        context: ExchangeContext,
+    ) -> Collectives:
         """See :meth:`Exchange.send`."""
-        payload = self.pack(feedback, bucket, plan, deferred, how, due=sum(plan.sizes))
+        payload = self.compress(feedback, bucket, plan, deferred, context, due=sum(plan.sizes))
         work, payloads = all_gather_payload(payload, self.everyone)
         yield work
         factor = 1.0 / ((bucket.scale or 1.0) * self.everyone.size)
-        return Received(payloads, plan, factor, own=self.everyone.rank, how=how)
+        return Received(payloads, plan, factor, own=self.everyone.rank, context=context)
 
 
 class TwoPhase(Exchange):
@@ -116,15 +115,15 @@ class TwoPhase(Exchange):
         plan: BucketPlan,
         deferred: set[int],
         feedback: ErrorFeedback,
-        how: Sending,
-    ) -> Flow:
+        context: ExchangeContext,
+    ) -> Collectives:
         """See :meth:`Exchange.send`."""
         shards, joined, joined_sums = divided = self._cut(plan)
         sizes = [shard.plan.num_bytes for shard in shards]
         own = shards[self.everyone.rank]
         ranks = self.everyone.size
-        payload = self.pack(
-            feedback, bucket, joined, divided.of(deferred), how, due=sum(plan.sizes)
+        payload = self.compress(
+            feedback, bucket, joined, divided.of(deferred), context, due=sum(plan.sizes)
         )
         work, received = all_to_all(payload, sizes, ranks * [own.plan.num_bytes], self.everyone)
         yield work
@@ -132,24 +131,29 @@ class TwoPhase(Exchange):
         # Owners multiply by the gains, and what they send counts as it is.
         sums = payload.new_empty(sum(own.plan.sizes), dtype=plan.residual_dtype)
         decompress(
-            feedback, Received(received.view(ranks, -1), own.packed, 1.0, own=None, how=how), sums
+            feedback,
+            Received(received.view(ranks, -1), own.packed, 1.0, own=None, context=context),
+            sums,
         )
         deferred = unused_tensors(sums, own.sums) if self._defer_unused else set()
         # With updates, the ranks keep in their own weights what is not sent.
         summed = Bucket(
             [sums], [feedback.owned_of(own.packed, sums.device)], 1.0, feedback.of_updates
         )
-        sent = compress(feedback, summed, own.sums, deferred, how)
+        sums_payload, _ = compress(feedback, summed, own.sums, deferred, context)
         work, spread = spread_payload(
-            sent.payload, [shard.sums.num_bytes for shard in shards], self.everyone
+            sums_payload, [shard.sums.num_bytes for shard in shards], self.everyone
         )
         yield work
 
         factor = 1.0 / ((bucket.scale or 1.0) * ranks)
-        own_payload = SentPayload(payload, joined)
-        plain = how.ungained()
         return Received(
-            spread.unsqueeze(0), joined_sums, factor, own_payload, what="Sums", how=plain
+            spread.unsqueeze(0),
+            joined_sums,
+            factor,
+            own=Received(payload.unsqueeze(0), joined, 1.0, own=None),
+            label="Sums",
+            context=context.without_gains(),
         )
 
 
@@ -185,10 +189,10 @@ class Hierarchical(Exchange):
         plan: BucketPlan,
         deferred: set[int],
         feedback: ErrorFeedback,
-        how: Sending,
-    ) -> Flow:
+        context: ExchangeContext,
+    ) -> Collectives:
         """See :meth:`Exchange.send`."""
-        (buffer,), scale = bucket.news, bucket.scale or 1.0
+        (buffer,), scale = bucket.inputs, bucket.scale or 1.0
         shards, joined, _ = self._cut(plan)
         # Residuals of this rank's own gradients, left by another exchange, are sent with the dense
         # gradients.
@@ -205,7 +209,9 @@ class Hierarchical(Exchange):
         residual = feedback.owned_of(own.packed, buffer.device)
         # The sum over the node's ranks, from their mean.
         summed = Bucket([gradient], [residual], scale * self._inside.size, feedback.of_updates)
-        payload = self.pack(feedback, summed, own.packed, deferred, how, due=gradient.numel())
+        payload = self.compress(
+            feedback, summed, own.packed, deferred, context, due=gradient.numel()
+        )
         work, gathered = all_gather_payload(payload, self._between)
         yield work
 
@@ -217,5 +223,9 @@ class Hierarchical(Exchange):
         by_shard = [payloads.view(nodes, -1) for payloads in spread.split(sizes)]
         received = torch.cat(by_shard, dim=1)
         return Received(
-            received, joined, 1.0 / (scale * self.everyone.size), own=self._between.rank, how=how
+            received,
+            joined,
+            1.0 / (scale * self.everyone.size),
+            own=self._between.rank,
+            context=context,
         )

@@ -154,7 +154,7 @@ def make_exchange(
         exchange = TwoPhase(everyone, pieces, defer_unused)
     else:
         exchange = AllGather(everyone)
-    exchange.made = made
+    exchange.own_groups = made
     return exchange
 
 

@@ -55,27 +55,27 @@ FIRST = 1
 
 
 def select(
-    news: Tensors,
-    bases: Tensors,
+    inputs: Tensors,
+    references: Tensors,
     first: Numbers,
     thresholds: Sequence[float],
     scale: float | None,
     flags: Tensor,
 ) -> tuple[Tensor, list[int]]:
     """See :func:`lightning_dct.kernels.plain.select`."""
-    if not bases:
+    if not references:
         return torch.empty(0), []
     # numba does not support bfloat16.
-    news = [new.to(base.dtype).contiguous() for new, base in zip(news, bases, strict=True)]
-    found = _scratch(8 * flags.numel(), bases[0].dtype)
-    dtype = bases[0].numpy().dtype
+    inputs = [new.to(base.dtype).contiguous() for new, base in zip(inputs, references, strict=True)]
+    found = _scratch(8 * flags.numel(), references[0].dtype)
+    dtype = references[0].numpy().dtype
     given = (
         np.array(thresholds, dtype),
         scale if scale is None else dtype.type(scale),
         _words(flags),
         found.numpy(),
     )
-    shares = _in_threads(_select, _table(first, news, bases), *given)
+    shares = _in_threads(_select, _table(first, inputs, references), *given)
     values = [found[begin : begin + int(counts.sum())] for begin, counts in shares]
     return torch.cat(values) if len(values) > 1 else values[0], np.sum(
         [n for _, n in shares], axis=0
@@ -101,11 +101,15 @@ def subtract(tensors: Tensors, first: Numbers, sent: Sent) -> None:
     _in_threads(_subtract, _table(first, tensors), _words(sent.flags)[0], values.numpy())
 
 
-def decay(news: Tensors, bases: Tensors, first: Numbers, sent: Sent, lost: float) -> None:
+def decay(inputs: Tensors, references: Tensors, first: Numbers, sent: Sent, dropped: float) -> None:
     """See :func:`lightning_dct.kernels.plain.decay`."""
-    values = (sent.values.to(news[0].dtype) if news else sent.values).numpy()
+    values = (sent.values.to(inputs[0].dtype) if inputs else sent.values).numpy()
     _in_threads(
-        _decay, _table(first, news, bases), values.dtype.type(lost), _words(sent.flags)[0], values
+        _decay,
+        _table(first, inputs, references),
+        values.dtype.type(dropped),
+        _words(sent.flags)[0],
+        values,
     )
 
 
@@ -501,7 +505,7 @@ def _subtract(table: Any, begin: int, end: int, words: Any, values: Any) -> None
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _decay(table: Any, begin: int, end: int, lost: Any, words: Any, values: Any) -> None:
+def _decay(table: Any, begin: int, end: int, dropped: Any, words: Any, values: Any) -> None:
     left = np.empty(64, values.dtype)
     cursor = _flags_before(words, begin)
     for tensor in range(table.shape[1]):
@@ -519,7 +523,7 @@ def _decay(table: Any, begin: int, end: int, lost: Any, words: Any, values: Any)
                 flags &= flags - ONE
                 cursor += 1
             for i in range(ours.size):
-                ours[i] -= lost * left[i]
+                ours[i] -= dropped * left[i]
 
 
 @njit(nogil=True, cache=True, error_model="numpy")

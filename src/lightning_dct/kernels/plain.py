@@ -63,8 +63,8 @@ class Gains(NamedTuple):
 
 
 def select(
-    news: Tensors,
-    bases: Tensors,
+    inputs: Tensors,
+    references: Tensors,
     first: Numbers,
     thresholds: Sequence[float],
     scale: float | None,
@@ -75,16 +75,16 @@ def select(
     Without a scale, ``a`` is ``new - base``, and both are left as they are. With one, ``a`` is
     ``base + scale * new``, product and sum each rounded once, and takes the place of ``base``,
     except where it is infinite or NaN. Infinite and NaN entries are always flagged. ``flags`` are
-    zero before. ``news`` may have gaps.
+    zero before. ``inputs`` may have gaps.
 
     Returns:
-        The flagged entries, not necessarily finite: shape ``[count]``, the dtype of the bases,
+        The flagged entries, not necessarily finite: shape ``[count]``, the dtype of the references,
         valid until the same thread selects again. And how many are in each tensor.
     """
     marks = torch.zeros(8 * flags.numel(), dtype=torch.bool, device=flags.device)
-    found = [bases[0][:0] if bases else torch.empty(0, device=flags.device)]
+    found = [references[0][:0] if references else torch.empty(0, device=flags.device)]
     counts = []
-    for new, base, begin, threshold in zip(news, bases, first, thresholds, strict=True):
+    for new, base, begin, threshold in zip(inputs, references, first, thresholds, strict=True):
         count = 0
         chunk = CHUNK if base.is_cpu else max(base.numel(), 1)
         for start in range(0, base.numel(), chunk):
@@ -177,16 +177,16 @@ def subtract(tensors: Tensors, first: Numbers, sent: Sent) -> None:
         tensor[places[finite]] = left[finite]
 
 
-def decay(news: Tensors, bases: Tensors, first: Numbers, sent: Sent, lost: float) -> None:
-    """Take the share ``lost`` of what one sender does not send, ``new - base - sent``, from
-    ``news``.
+def decay(inputs: Tensors, references: Tensors, first: Numbers, sent: Sent, dropped: float) -> None:
+    """Take the share ``dropped`` of what one sender does not send, ``new - base - sent``, from
+    ``inputs``.
     """
     for new, base, (places, values) in zip(
-        news, bases, _by_tensor(news, first, sent)[0], strict=True
+        inputs, references, _by_tensor(inputs, first, sent)[0], strict=True
     ):
         left = new - base
         left[places] -= values
-        new.sub_(left.mul_(lost))
+        new.sub_(left.mul_(dropped))
 
 
 def add_sums(

@@ -1,7 +1,7 @@
 """Packs a bucket on a GPU, in Triton: flags, limits, scales, payloads, and what is left.
 
-Tables are those of :mod:`~lightning_dct.kernels.triton_tables`. ``addresses`` are those of all news,
-then of all bases.
+Tables are those of :mod:`~lightning_dct.kernels.triton_tables`. ``addresses`` are those of all
+inputs, then of all references.
 """
 
 import triton
@@ -342,7 +342,7 @@ def write(
 
 
 @triton.jit(do_not_specialize=["tag"])
-def seal(parts, ends, payload, header, tag, entries):
+def write_headers(parts, ends, payload, header, tag, entries):
     """Write the header of each payload, and its number of entries, int64."""
     part = tables.row_of_part(parts, tl.program_id(0))
     whole = tl.load(ends + tables.of_next_part(part, tables.PART_FIRST_BLOCK)) - tl.load(
@@ -356,11 +356,12 @@ def seal(parts, ends, payload, header, tag, entries):
 
 
 @triton.jit
-def settle(
-    addresses, count, tensors, block_tensor, taus, means, fits, scale, lost, flags, payload,
-    DTYPE: tl.constexpr, BASE: tl.constexpr, SCALED: tl.constexpr, FORMAT: tl.constexpr, OTHERS_KEEP: tl.constexpr,
+def keep_rest(
+    addresses, count, tensors, block_tensor, taus, means, fits, scale, dropped, flags, payload,
+    DTYPE: tl.constexpr, BASE: tl.constexpr, SCALED: tl.constexpr, FORMAT: tl.constexpr,
+    RANKS_KEEP_UNSENT: tl.constexpr,
 ):  # fmt: skip
-    """Write the unsent rest into residuals; with updates, take the share ``lost`` of it from own
+    """Write the unsent rest into residuals; with updates, take the share ``dropped`` of it from own
     weights.
     """
     b = tl.program_id(0)
@@ -389,12 +390,12 @@ def settle(
             finite = tl.where(tb.is_finite(a), a, old)
             left = finite - sent
             left = tl.where(tb.is_finite(left), left, finite)
-            if OTHERS_KEEP:
+            if RANKS_KEEP_UNSENT:
                 left = tl.where(sent != 0, left, old)
             tl.store(
                 tl.load(addresses + count + t).to(tl.pointer_type(BASE)) + i, left, mask=inside
             )
         else:
             own = tl.load(addresses + t).to(tl.pointer_type(DTYPE)) + i
-            left = (a - sent) * tl.load(lost).to(BASE)
+            left = (a - sent) * tl.load(dropped).to(BASE)
             tl.store(own, tl.load(own, mask=inside) - left, mask=inside)

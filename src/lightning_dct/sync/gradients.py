@@ -11,10 +11,10 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
-from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Sending, real_numel
+from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, ExchangeContext, real_numel
 from lightning_dct.compress.codec import decompress
 from lightning_dct.config import DCTConfig
-from lightning_dct.exchange.base import Exchange, Message, finish, send_sparse, unused_tensors
+from lightning_dct.exchange.base import Exchange, Transfer, finish_transfers, unused_tensors
 from lightning_dct.failures.collective_order import EXCHANGE
 from lightning_dct.sync.synchronizer import Synchronizer
 from lightning_dct.traffic import FP32_BYTES, Clock, all_reduce_bytes
@@ -49,8 +49,8 @@ class GradientSynchronizer(Synchronizer):
         self._defer_unused = defer_unused
         self._loss_scale = loss_scale
         # Of the current synchronisation.
-        self._messages: list[Message] = []
-        self._how = Sending()
+        self._transfers: list[Transfer] = []
+        self._context = ExchangeContext()
         # A second stream of each GPU.
         self._beside: dict[torch.device, torch.cuda.Stream] = {}
 
@@ -98,16 +98,16 @@ class GradientSynchronizer(Synchronizer):
         return future
 
     def _take(self, bucket: GradBucket) -> Future[Tensor]:
-        if not self._messages:
+        if not self._transfers:
             self._begin()
-        earlier = [message for message in self._messages if message.collectives_left > 1]
+        earlier = [transfer for transfer in self._transfers if transfer.collectives_left > 1]
         with self.traffic.timed("compress"):
-            self._messages.append(self._send(bucket))
-        future = self._messages[-1].future
+            self._transfers.append(self._send(bucket))
+        future = self._transfers[-1].future
         # The buckets before this one start their next collective now. This must not depend on what
         # has arrived: every rank has to start the same collectives in the same order.
-        for message in earlier:
-            message.advance(self.traffic, self._loss_scale is not None)
+        for transfer in earlier:
+            transfer.advance(self.traffic, self._loss_scale is not None)
         if bucket.is_last():
             self._finish()
         return future
@@ -119,18 +119,18 @@ class GradientSynchronizer(Synchronizer):
         self.request_refresh_when_due()
         self.feedback.begin(self.refresh_requested)
         scale = 1.0 if self._loss_scale is None else 1.0 / self._loss_scale()
-        self._how = Sending(tag_of(self.synchronisations, self.epoch), scale)
+        self._context = ExchangeContext(tag_of(self.synchronisations, self.epoch), scale)
 
     def _finish(self) -> None:
         """Complete all buckets and count the synchronisation."""
         # In backward's thread and not in callbacks of the futures: gloo would run those in its own
         # threads, which compete with backward for the interpreter and can abort the process when it
         # ends.
-        finish(self._messages, self.traffic, self._loss_scale is not None)
+        finish_transfers(self._transfers, self.traffic, self._loss_scale is not None)
         self.feedback.awaited.poll()
         # The scaler checks the same. The means are the same on all ranks, and so is the result.
         nonfinite = self._loss_scale is not None and not all(
-            message.finite for message in self._messages
+            transfer.finite for transfer in self._transfers
         )
         self.traffic.add(steps=1)
         if nonfinite:
@@ -142,12 +142,12 @@ class GradientSynchronizer(Synchronizer):
             self.traffic.add(refreshes=int(self.feedback.selected))
             self.refresh_requested = False
             self.feedback.commit()
-        self._messages = []
+        self._transfers = []
 
-    def _send(self, bucket: GradBucket) -> Message:
+    def _send(self, bucket: GradBucket) -> Transfer:
         buffer = bucket.buffer()
         if buffer.is_sparse:
-            return Message(send_sparse(buffer, self.exchange.everyone), 1, buffer.device)
+            return self.exchange.start_sparse(buffer)
         # DDP passes complex parameters as real numbers of twice their size, and
         # `bucket.gradients()` does not.
         sizes = [real_numel(parameter) for parameter in bucket.parameters()]
@@ -167,12 +167,14 @@ class GradientSynchronizer(Synchronizer):
             index for index, p in parameters if not p.requires_grad
         }
 
-    def _start(self, buffer: Tensor, plan: BucketPlan, deferred: set[int]) -> Message:
+    def _start(self, buffer: Tensor, plan: BucketPlan, deferred: set[int]) -> Transfer:
         """Start sending a flattened bucket, which takes the mean."""
         in_bf16 = self.config.averages_in_bf16 and buffer.dtype == torch.float32
         has_none = plan.is_dense or self.exchange.sums_first
         residuals = [] if has_none else [self.feedback.residual_of(plan, buffer.device)]
-        bucket = Bucket([buffer], residuals, self._how.scale)
+        bucket = Bucket([buffer], residuals, self._context.scale)
         read = partial(decompress, self.feedback, buffer=buffer)
         dtype = torch.bfloat16 if in_bf16 else None
-        return self.exchange.start(bucket, plan, deferred, self.feedback, self._how, read, dtype)
+        return self.exchange.start(
+            bucket, plan, deferred, self.feedback, self._context, read, dtype
+        )

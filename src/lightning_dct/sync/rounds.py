@@ -14,15 +14,15 @@ from lightning_dct.compress.awaited import must_not_wait
 from lightning_dct.compress.bucket_plan import (
     Bucket,
     BucketPlan,
+    ExchangeContext,
     Plans,
     Received,
-    Sending,
     real_dtype,
     real_numel,
 )
 from lightning_dct.compress.codec import apply, counting, decompress, decompress_own
 from lightning_dct.compress.error_feedback import ErrorFeedback
-from lightning_dct.exchange.base import Exchange, Message, finish
+from lightning_dct.exchange.base import Exchange, Transfer, finish_transfers
 from lightning_dct.sync.coherence import Coherence
 from lightning_dct.sync.optimizer_state import SharedSquares
 from lightning_dct.sync.optimizer_trial import Trial
@@ -51,7 +51,7 @@ class InFlight:
         names: The parameters.
         entries: Their entries.
         due: The optimizer's step after which the mean is applied.
-        message: What has been sent. Its result are payloads, or the mean, shape ``[n]``.
+        transfer: Its result are payloads, or the mean, shape ``[n]``.
         own: Shape ``[n]``: what this rank has sent, or has given to its node; None if that is among
             the payloads.
         bucket: Both sets of weights, if they cannot have moved since.
@@ -60,7 +60,7 @@ class InFlight:
     names: Sequence[str]
     entries: int
     due: int
-    message: Message
+    transfer: Transfer
     own: Tensor | None
     bucket: Bucket | None = None
 
@@ -221,7 +221,9 @@ class UpdateFlow:
         dtype = real_dtype(self._weights.parameters[names[0]])
         return self._plans.of(names, sizes, dtype, length / self._plans.config.local_steps)
 
-    def send(self, names: Sequence[str], rounds: Rounds, length: int, how: Sending) -> InFlight:
+    def send(
+        self, names: Sequence[str], rounds: Rounds, length: int, context: ExchangeContext
+    ) -> InFlight:
         """Start sending the updates of some parameters, ``length`` steps after the last time; a
         collective call.
         """
@@ -239,17 +241,17 @@ class UpdateFlow:
                 own = moved.clone() if is_summed else None
                 left = [] if is_summed else [self._feedback.residual_of(plan, moved.device)]
                 sent = Bucket([moved], left, 1.0)
-            message = self._exchange.start(sent, plan, set(), self._feedback, how)
+            transfer = self._exchange.start(sent, plan, set(), self._feedback, context)
             # What is not sent stays in the weights, and the residual is not needed any more.
             if left:
-                if how.lost:
-                    self._weights.add_own(names, left[0].mul_(how.lost), -1.0)
+                if context.dropped:
+                    self._weights.add_own(names, left[0].mul_(context.dropped), -1.0)
                 for name in names:
                     self._feedback.residuals.drop(name)
             due = rounds.steps + min(config.overlap_steps, length)
             # While training goes on the weights may come to lie elsewhere.
             return InFlight(
-                names, sum(plan.sizes), due, message, own, None if config.overlap_steps else bucket
+                names, sum(plan.sizes), due, transfer, own, None if config.overlap_steps else bucket
             )
 
     def apply(self, rounds: Rounds, items: list[InFlight]) -> None:
@@ -260,7 +262,7 @@ class UpdateFlow:
         with self._traffic.timed("apply"):
             for item in items:
                 bucket = item.bucket or self._weights.bucket(item.names)
-                received = item.message.result
+                received = item.transfer.result
                 if isinstance(received, Received) and item.own is None and bucket is not None:
                     apply(self._feedback, received, bucket)
                 else:
@@ -271,14 +273,14 @@ class UpdateFlow:
 
     def finish(self, items: Iterable[InFlight]) -> None:
         """Wait for updates in flight; a collective call for exchanges of several collectives."""
-        finish([item.message for item in items], self._traffic)
+        finish_transfers([item.transfer for item in items], self._traffic)
         self._feedback.commit()
 
     def read(self, item: InFlight) -> tuple[Tensor, Tensor]:
         """The mean of what all ranks have sent, and what this rank has sent, of updates that
         arrived: ``[n]`` each.
         """
-        received = item.message.result
+        received = item.transfer.result
         if not isinstance(received, Received):
             return received, item.own  # type: ignore[return-value]
         mean = received.payloads.new_empty(item.entries, dtype=received.plan.residual_dtype)

@@ -120,7 +120,7 @@ class SharedWeights:
         what they are of.
         """
         buckets = [bucket for _, bucket in self._buckets.values() if bucket is not None]
-        views = [view for bucket in buckets for view in (*bucket.news, *bucket.bases)]
+        views = [view for bucket in buckets for view in (*bucket.inputs, *bucket.references)]
         kept = chain(views, (view._base for view in views if view._base is not None))
         return Counter(tensor.untyped_storage().data_ptr() for tensor in kept)
 
@@ -296,8 +296,8 @@ class SharedWeights:
             on_cpu_or_gpu = real.is_cpu or must_not_wait(real.device)
             if not (on_cpu_or_gpu and real.dtype in IN_PLACE and real.is_contiguous()):
                 return None
-        news, bases = ([real.view(-1) for real in weights] for weights in both)
-        return Bucket(news, bases, None)
+        inputs, references = ([real.view(-1) for real in weights] for weights in both)
+        return Bucket(inputs, references, None)
 
     def move(self, names: Sequence[str], mean: Tensor, own: Tensor) -> None:
         """Add a mean to both sets of weights, after subtracting from this rank's own what it has

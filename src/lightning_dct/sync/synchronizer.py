@@ -221,7 +221,7 @@ class Synchronizer:
             PayloadError: A payload is corrupt; the message names its sender.
         """
         self.feedback.awaited.synchronize()
-        self.traffic.settle()
+        self.traffic.read_clocks()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: plain numbers, dicts and CPU tensors. Flushes first."""

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_dct.checksums import checksum_of
 from lightning_dct.compress.bucket_plan import local_of
 from lightning_dct.config import DCTConfig
-from lightning_dct.exchange.base import Exchange, Message
+from lightning_dct.exchange.base import Exchange, Transfer
 from lightning_dct.sync.buffers import Buffers
 from lightning_dct.sync.coherence import Coherence, TensorCoherence
 from lightning_dct.sync.optimizer_state import Deviation
@@ -290,7 +290,7 @@ class UpdateState(Synchronizer):
                 device = parameters[name].device
                 mean, sent = (in_flight[f"{part} of {name}"].to(device) for part in ("mean", "own"))
                 own.in_flight.append(
-                    InFlight([name], mean.numel(), value, Message.arrived(mean), sent)
+                    InFlight([name], mean.numel(), value, Transfer.arrived(mean), sent)
                 )
         self._rounds = dict(rounds)
 

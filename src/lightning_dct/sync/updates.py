@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dct.agreement import check_alike, gather_objects
-from lightning_dct.compress.bucket_plan import Sending, local_of, real_numel
+from lightning_dct.compress.bucket_plan import ExchangeContext, local_of, real_numel
 from lightning_dct.config import DCTConfig
 from lightning_dct.failures.collective_order import EXCHANGE
 from lightning_dct.law import FEWEST_COUNTED, RunSettings
@@ -266,10 +266,12 @@ class UpdateSynchronizer(UpdateState):
             self._forget_thresholds(sending)
             self.feedback.begin()
             tag = tag_of(rounds.what, rounds.steps, self.epoch)
-            how = Sending(tag, lost=1.0 - decision.kept, gains=decision.gains(rounds.coherence))
+            context = ExchangeContext(
+                tag, dropped=1.0 - decision.kept, gains=decision.gains(rounds.coherence)
+            )
             rounds.holds_back = decision.holds_back
             for bucket in sending:
-                rounds.in_flight.append(self.flow.send(bucket, rounds, length, how))
+                rounds.in_flight.append(self.flow.send(bucket, rounds, length, context))
                 behind = (
                     0
                     if config.overlap_steps

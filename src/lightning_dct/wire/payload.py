@@ -116,7 +116,7 @@ class Unpacked(NamedTuple):
         return positions_of(self.flags, self.values.numel())
 
 
-def pack(
+def pack_payload(
     layout: PayloadLayout,
     flags: Tensor,
     values: Tensor,
@@ -149,7 +149,7 @@ def pack(
     return payload
 
 
-def unpack(layout: PayloadLayout, payload: Tensor) -> Unpacked:
+def unpack_payload(layout: PayloadLayout, payload: Tensor) -> Unpacked:
     """Check and unpack one payload (uint8, shape ``[layout.num_bytes]``); :func:`unpack_flags`
     describes errors.
     """
