@@ -26,7 +26,7 @@ from torch import Tensor
 
 from comparison.table import markdown
 from lightning_dct import DCTConfig
-from lightning_dct.law import BOUND, CAUTION, expected_loss, has_measured_gain
+from lightning_dct.law import BOUND, SAFETY_FACTOR, expected_loss, has_measured_gain
 
 ROWS = Path(__file__).parents[1] / "docs" / "evidence" / "run_length.csv"
 LEVEL = 0.3  # percent: at most so much is no loss that these runs could show
@@ -101,8 +101,8 @@ def judged(runs: Sequence[Run], laws: Sequence[float]) -> list[str]:
     wrongly.
     """
     errors = [law - run.loss for run, law in zip(runs, laws, strict=True) if law <= BOUND]
-    allowed = [run for run, law in zip(runs, laws, strict=True) if law * CAUTION <= BOUND]
-    refused = [run for run, law in zip(runs, laws, strict=True) if law * CAUTION > BOUND]
+    allowed = [run for run, law in zip(runs, laws, strict=True) if law * SAFETY_FACTOR <= BOUND]
+    refused = [run for run, law in zip(runs, laws, strict=True) if law * SAFETY_FACTOR > BOUND]
     cells = [
         str(len(runs)),
         str(len(errors)),
@@ -213,7 +213,7 @@ def draw(file: Path, runs: Sequence[Run]) -> None:
     ends = (min(run.law for run in runs), max(run.law for run in runs))
     axis.plot(ends, ends, color="black", linewidth=1, label="the law")
     axis.axvspan(
-        0.9 * ends[0], BOUND / CAUTION, color="gray", alpha=0.15, label="what a run may take"
+        0.9 * ends[0], BOUND / SAFETY_FACTOR, color="gray", alpha=0.15, label="what a run may take"
     )
     axis.axhline(BOUND, color="black", linewidth=1, linestyle="--", label="what may be lost")
     axis.set(

@@ -37,7 +37,7 @@ from comparison.table import (
     write_runs,
 )
 from jobs import goes_on
-from lightning_dct.law import Given
+from lightning_dct.law import UserSettings
 from network.hosts import why_not
 
 LOSS = "test/loss"
@@ -163,7 +163,7 @@ class Page:
         own = list(method.timing)
         if method.family == "dct, defaults":
             # They follow the length of the whole run, and the number of ranks.
-            config = Given.of({}).for_run(ranks, self.steps)
+            config = UserSettings.of({}).for_run(ranks, self.steps)
             own += [
                 f"strategy.local_steps={config.local_steps}",
                 f"strategy.density={config.density}",

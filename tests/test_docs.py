@@ -26,7 +26,7 @@ import lightning_dct
 from distributed.scripts import run_here
 from lightning_dct import commands
 from lightning_dct.cost.timing import Speed
-from lightning_dct.law import CANDIDATES, Given, steps_needed
+from lightning_dct.law import CANDIDATES, UserSettings, steps_needed
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("docs/**/*.md"), ROOT / "CONTRIBUTING.md"])
@@ -223,7 +223,7 @@ def test_the_table_of_lengths_is_that_of_the_law() -> None:
                 told[int(local_steps), float(percent) / 100] = int(cell.replace(",", ""))
         needed = {
             (one.local_steps, one.density): steps_needed(one, ranks)
-            for one in Given.of({}).rungs(ranks)
+            for one in UserSettings.of({}).candidates(ranks)
         }
         assert told == pytest.approx(needed, rel=0.005, abs=5)
     assert {(int(steps), float(percent) / 100) for steps, percent, _ in rows} <= {*CANDIDATES}

@@ -16,8 +16,8 @@ from lightning_dct.law import (
     COUNTED,
     ENTRIES,
     SHORTEST,
-    Given,
     RunSettings,
+    UserSettings,
     bytes_sent,
     expected_loss,
     steps_needed,
@@ -28,7 +28,7 @@ STEPS = st.integers(1, 10**7)
 RUNGS = st.sampled_from(
     [DCTConfig(local_steps=steps, density=density) for steps, density in CANDIDATES]
 )
-NOTHING = Given.of({})
+NOTHING = UserSettings.of({})
 
 
 def test_the_loss_by_hand() -> None:
@@ -117,14 +117,14 @@ def test_a_run_loses_less_the_longer_it_is_and_more_the_more_ranks_it_has(
 def test_no_run_is_long_enough_for_many_steps_apart() -> None:
     """What is given is kept; what is left out is then what loses least."""
     assert steps_needed(DCTConfig(local_steps=8, density=0.1), 2) == math.inf
-    assert Given.of({"local_steps": 64}).for_run(4, 10**9).density == CANDIDATES[0][1]
+    assert UserSettings.of({"local_steps": 64}).for_run(4, 10**9).density == CANDIDATES[0][1]
 
 
 @given(RANKS, STEPS)
 def test_the_choice_is_within_the_bound_and_nothing_with_fewer_bytes_is(
     ranks: int, steps: int
 ) -> None:
-    rungs = NOTHING.rungs(ranks)
+    rungs = NOTHING.candidates(ranks)
     place = rungs.index(NOTHING.for_run(ranks, steps))
     assert place == 0 or steps_needed(rungs[place], ranks) <= steps
     assert all(steps_needed(config, ranks) > steps for config in rungs[place + 1 :])
@@ -135,7 +135,7 @@ def test_nothing_is_better_than_a_rung(ranks: int) -> None:
     """Oracle: each rung needs a longer run than the one before; whatever is none needs as long a
     one for more bytes.
     """
-    rungs = NOTHING.rungs(ranks)
+    rungs = NOTHING.candidates(ranks)
     needed = [steps_needed(one, ranks) for one in rungs]
     assert needed == sorted(set(needed))
     assert (rungs[0].local_steps, rungs[0].density) == CANDIDATES[0]
@@ -169,7 +169,7 @@ def test_bytes_are_those_of_the_exchange_by_hand() -> None:
     ],
 )
 def test_what_is_given_is_kept(settings: dict[str, Any], left_out: set[str]) -> None:
-    asked = Given.of(settings)
+    asked = UserSettings.of(settings)
     assert asked.left_out == left_out
     for ranks in (1, 2, 8):
         for steps in (10, 3000, 10**6, math.inf):
@@ -184,27 +184,31 @@ def test_what_is_given_is_kept(settings: dict[str, Any], left_out: set[str]) -> 
 
 
 def test_a_round_is_no_shorter_than_a_delay() -> None:
-    assert Given.of({"overlap_steps": 5}).for_run(8, 10).local_steps == 5
+    assert UserSettings.of({"overlap_steps": 5}).for_run(8, 10).local_steps == 5
 
 
 def test_a_run_of_unknown_length_begins_short_and_doubles() -> None:
     settings = RunSettings(NOTHING, 2, math.inf)
-    assert settings.at(0) == settings.at(SHORTEST - 1) == NOTHING.for_run(2, SHORTEST)
-    assert settings.at(3999) == settings.at(3000)
+    assert (
+        settings.config_after(0)
+        == settings.config_after(SHORTEST - 1)
+        == NOTHING.for_run(2, SHORTEST)
+    )
+    assert settings.config_after(3999) == settings.config_after(3000)
     for steps in (1000, 5000, 50_000):
-        assert settings.at(steps) == NOTHING.for_run(2, 2 * steps)
-    assert settings.at(50_000) != settings.at(0)
+        assert settings.config_after(steps) == NOTHING.for_run(2, 2 * steps)
+    assert settings.config_after(50_000) != settings.config_after(0)
 
 
 def test_a_run_of_known_length_keeps_its_settings() -> None:
     settings = RunSettings(NOTHING, 2, 5000)
-    assert settings.at(0) == settings.at(4999) == NOTHING.for_run(2, 5000)
+    assert settings.config_after(0) == settings.config_after(4999) == NOTHING.for_run(2, 5000)
     # Tensors that take turns depend on the settings that a run begins with.
-    assert not RunSettings(Given.of({"overlap_steps": 1}), 2, math.inf).grows
+    assert not RunSettings(UserSettings.of({"overlap_steps": 1}), 2, math.inf).grows
 
 
 def test_the_last_tenth_of_a_long_run_is_its_end() -> None:
-    asked = Given.of({"local_steps": 4, "density": 0.1})
+    asked = UserSettings.of({"local_steps": 4, "density": 0.1})
     settings = RunSettings(asked, 4, 5000)
     assert [settings.is_ending(steps) for steps in (1, 4500, 4501, 5000)] == [
         False,
@@ -221,19 +225,21 @@ def test_the_last_tenth_of_a_long_run_is_its_end() -> None:
 def test_a_run_that_may_end_early_grows_up_to_its_most_steps() -> None:
     settings = RunSettings(NOTHING, 2, 6000, "it may end")
     free = RunSettings(NOTHING, 2, math.inf)
-    assert all(settings.at(steps) == free.at(steps) for steps in (0, 999, 1000, 2500))
-    assert settings.at(5000) == NOTHING.for_run(2, 6000)
-    assert RunSettings(NOTHING, 2, 300, "it may end").at(0) == NOTHING.for_run(2, 300)
+    assert all(
+        settings.config_after(steps) == free.config_after(steps) for steps in (0, 999, 1000, 2500)
+    )
+    assert settings.config_after(5000) == NOTHING.for_run(2, 6000)
+    assert RunSettings(NOTHING, 2, 300, "it may end").config_after(0) == NOTHING.for_run(2, 300)
 
 
 def test_counted_steps_take_the_place_of_expected_ones() -> None:
     settings = RunSettings(NOTHING, 2, 20_000)
     assert not settings.is_off(16_000)
     assert settings.is_off(14_000)
-    settings.count(2000)
+    settings.expect(2000)
     assert (
-        settings.at(0)
-        == settings.at(1999)
+        settings.config_after(0)
+        == settings.config_after(1999)
         == NOTHING.for_run(2, 2000)
         != NOTHING.for_run(2, 20_000)
     )
@@ -241,6 +247,6 @@ def test_counted_steps_take_the_place_of_expected_ones() -> None:
     for unknown, grows in ((COUNTED, False), ("it may end", True)):
         settings = RunSettings(NOTHING, 2, 2000, unknown)
         assert settings.is_off(2000) == (unknown == COUNTED)
-        settings.count(2000)
+        settings.expect(2000)
         assert settings.grows == grows
-    assert not RunSettings(Given.of({"overlap_steps": 1}), 2, 20_000).is_off(100)
+    assert not RunSettings(UserSettings.of({"overlap_steps": 1}), 2, 20_000).is_off(100)

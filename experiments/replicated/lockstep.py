@@ -24,7 +24,7 @@ from lightning_dct.exchange.base import Exchange
 from lightning_dct.exchange.collectives import Link
 from lightning_dct.exchange.compressed import AllGather, TwoPhase, link_traversals
 from lightning_dct.exchange.factory import NodeLayout, choose_for_model, share_model
-from lightning_dct.law import Given, RunSettings
+from lightning_dct.law import RunSettings, UserSettings
 from lightning_dct.sync.coherence import measure_all
 from lightning_dct.sync.decision import Decision, decide
 from lightning_dct.sync.optimizer_state import Squares, bytes_of_average, is_averaged
@@ -186,8 +186,8 @@ class Exchanges:
         keys: Mapping[str, Mapping[str, float]],
         squares: Callable[[Sequence[str]], Sequence[Mapping[str, Squares]]],
     ) -> None:
-        self._run = RunSettings(Given.of(settings), len(models), steps)
-        self.config = self._run.at(0)
+        self._run = RunSettings(UserSettings.of(settings), len(models), steps)
+        self.config = self._run.config_after(0)
         meetings: list[dict[int, tuple[Tensor, Any]]] = []
         self.traffic = [Traffic() for _ in models]
         self._meetings = meetings
@@ -238,7 +238,7 @@ class Exchanges:
 
     def let_decay(self, rank: Rank, optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
         """Let a rank's shared weights decay after a step of its optimizer."""
-        if self._trial.chooses_length:
+        if self._trial.is_scale_invariant:
             rank.rounds.decay.after_step(optimizer, self._trial.decays, names, rank.weights)
 
     def after_step(self) -> None:
@@ -273,7 +273,7 @@ class Exchanges:
         return decide(
             step,
             self.config,
-            chooses_length=self._trial.chooses_length,
+            is_scale_invariant=self._trial.is_scale_invariant,
             is_ending=self._run.is_ending(step),
             are_opposed=self._coherence.are_opposed,
         )

@@ -129,7 +129,7 @@ class Training:
             zip(self._shared, self._trial.decays, strict=False)
         ):
             if (
-                self._trial.chooses_length
+                self._trial.is_scale_invariant
                 and decays
                 and self.optimizer.param_groups[place]["weight_decay"]
             ):

@@ -45,7 +45,14 @@ from lightning_dct.embedding.sharded import ShardedEmbeddingBags
 from lightning_dct.failures.collective_order import EXCHANGE, IN_FORWARD
 from lightning_dct.failures.lifeline import Lifeline, check_lifelines
 from lightning_dct.failures.process_group import group_is_made
-from lightning_dct.law import CAUTION, Given, RunLength, RunSettings, expected_loss, steps_needed
+from lightning_dct.law import (
+    SAFETY_FACTOR,
+    RunLength,
+    RunSettings,
+    UserSettings,
+    expected_loss,
+    steps_needed,
+)
 from lightning_dct.registration import TRAINER, USE_LIGHTNING, other_trainer_is_there
 from lightning_dct.saving import CheckpointedStrategy
 from lightning_dct.sync.optimizer_trial import warn_of_late_gradients
@@ -79,7 +86,7 @@ class DCTStrategyBase(CheckpointedStrategy):
     _timeout: timedelta | None
     _get_process_group_backend: Callable[[], str]
 
-    def __init__(self, given: Given, lifelines: bool | int, **kwargs: Any) -> None:
+    def __init__(self, user_settings: UserSettings, lifelines: bool | int, **kwargs: Any) -> None:
         check_lifelines(lifelines)
         self._lifelines = lifelines
         self._in_step = False
@@ -87,14 +94,14 @@ class DCTStrategyBase(CheckpointedStrategy):
         self.has_unused = False
         self._tables: tuple[ShardedEmbeddingBags, ...] = ()
         self._unseen_steps = UnseenStepCheck()
-        self.given = given
+        self.user_settings = user_settings
         self.length = RunLength(math.inf)
         super().__init__(**kwargs)
 
     @property
     def config(self) -> DCTConfig:
         """The settings now: a fit may change them as it goes on."""
-        return self.given.config if self.synchronizer is None else self.synchronizer.config
+        return self.user_settings.config if self.synchronizer is None else self.synchronizer.config
 
     @property
     def _scaler(self) -> Any:
@@ -221,7 +228,7 @@ class DCTStrategyBase(CheckpointedStrategy):
             for optimizer in self.optimizers:
                 # A forward's writes before the first step are sent, too.
                 updates.register(optimizer)
-            updates.check_alike()
+            updates.check_parameters_alike()
             updates.may_skip |= self._scaler is not None
             # Tables and pipelines have put theirs there, over their ranks' parameters.
             if (
@@ -242,10 +249,10 @@ class DCTStrategyBase(CheckpointedStrategy):
     def _expect_rest(self, updates: UpdateSynchronizer) -> None:
         self.length = self._agreed_length()
         updates.follow(
-            RunSettings(self.given, self._ranks_that_exchange(updates), *self.length[:2])
+            RunSettings(self.user_settings, self._ranks_that_exchange(updates), *self.length[:2])
         )
 
-    def _count(self, updates: UpdateSynchronizer, share: float) -> None:
+    def _extrapolate_length(self, updates: UpdateSynchronizer, share: float) -> None:
         """Extrapolate the length of the run, and tell it if nothing was known: then a short run is
         told so now.
         """
@@ -253,10 +260,12 @@ class DCTStrategyBase(CheckpointedStrategy):
         was_unknown = run is not None and math.isinf(run.steps)
         if was_unknown and math.isfinite(self.length.batches):
             return
-        updates.count(share)
+        updates.extrapolate_length(share)
         if run is not None and was_unknown and math.isfinite(run.steps) and run.ranks > 1:
             length = RunLength(run.steps, run.unknown)
-            for note in notes_on_updates(self.given, run.ranks, length, dense_setting(self)):
+            for note in notes_on_updates(
+                self.user_settings, run.ranks, length, dense_setting(self)
+            ):
                 rank_zero_info(note)
 
     def _warn_if_shorter(self, updates: UpdateSynchronizer) -> None:
@@ -266,7 +275,7 @@ class DCTStrategyBase(CheckpointedStrategy):
         if run is None or run.ranks == 1 or not run.grows or math.isfinite(run.steps) or not steps:
             return
         if steps < steps_needed(updates.config, run.ranks):
-            loss = CAUTION * expected_loss(updates.config, run.ranks, steps)
+            loss = SAFETY_FACTOR * expected_loss(updates.config, run.ranks, steps)
             rank_zero_warn(
                 f"This run has ended after {steps:,} optimizer steps, and its length was not known,"
                 f" so its settings (density={updates.config.density:g}) were those of a longer run:"
@@ -337,7 +346,7 @@ class DCTStrategyBase(CheckpointedStrategy):
         if self.updates is not None:
             self.updates.views.continue_training()
             if share := share_done(self._module.trainer, self.length.batches):
-                self._count(self.updates, share)
+                self._extrapolate_length(self.updates, share)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's step, and count it if activations are compressed."""
@@ -468,7 +477,7 @@ class DCTStrategyBase(CheckpointedStrategy):
         if self.updates is not None:
             self.updates.warn_if_unsent()
             self._warn_if_shorter(self.updates)
-            self.updates.check_alike()
+            self.updates.check_parameters_alike()
 
     def on_exception(self, exception: BaseException) -> None:
         """Say where the model is, if code that is written for ``ddp`` looks for it inside a

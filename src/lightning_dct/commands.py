@@ -26,7 +26,7 @@ from lightning_dct.cost.tables import describe_tables
 from lightning_dct.cost.timing import measure_speed
 from lightning_dct.cost.workload import Workload, load_module, one_tensor, workload_of
 from lightning_dct.failures import check
-from lightning_dct.law import Given, RunLength
+from lightning_dct.law import RunLength, UserSettings
 
 # More than any model has; beyond it sizes in bytes overflow the int64 of tensors.
 MOST_PARAMETERS = 10**15
@@ -133,7 +133,7 @@ def plan(arguments: argparse.Namespace) -> int:
     names = ("compress", "local_steps", "density", "value_format", "min_tensor_size")
     try:
         layout = layout_of(ranks, ranks if arguments.nodes is None else arguments.nodes)
-        given = Given.of({name: getattr(arguments, name) for name in names})
+        given = UserSettings.of({name: getattr(arguments, name) for name in names})
         workload = _workload(arguments)
         config = given.for_run(ranks, steps)
     except ValueError as error:

@@ -171,15 +171,15 @@ class DCTConfig:
         """
         return 1 if step <= self.warmup_steps else self.local_steps
 
-    def kept_of_residuals(self, chooses_length: bool) -> float:
+    def kept_of_residuals(self, is_scale_invariant: bool) -> float:
         """What remains of a residual after an exchange of the warm-up.
 
-        ``chooses_length`` says whether the optimizer's steps do not grow with their gradients. If
-        they do, nothing makes up for what a residual has lost.
+        ``is_scale_invariant`` says whether the optimizer's steps do not grow with their gradients.
+        If they do, nothing makes up for what a residual has lost.
         """
         if self.residual_decay is not None:
             return self.residual_decay
-        return 0.95 - 0.5 * self.density if chooses_length else 0.95
+        return 0.95 - 0.5 * self.density if is_scale_invariant else 0.95
 
     @property
     def exchanges_every_step(self) -> bool:

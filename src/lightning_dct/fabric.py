@@ -40,7 +40,7 @@ from lightning_dct.embedding.sharded import ShardedEmbeddingBags
 from lightning_dct.failures.collective_order import EXCHANGE
 from lightning_dct.failures.lifeline import Lifeline, check_lifelines, lifeline_of_process
 from lightning_dct.failures.process_group import group_is_made
-from lightning_dct.law import Given, RunSettings
+from lightning_dct.law import RunSettings, UserSettings
 from lightning_dct.lightning_private import BackwardSyncControl
 from lightning_dct.registration import ENDINGS
 from lightning_dct.sync import setup
@@ -82,8 +82,8 @@ class DCTStrategy(DDPStrategy):
         check_lifelines(self._lifelines)
         check_keywords(type(self), kwargs, DCTConfig, DDPStrategy, DistributedDataParallel)
         names = {field.name for field in fields(DCTConfig)} & kwargs.keys()
-        self.given = Given.of({name: kwargs.pop(name) for name in names})
-        self.config = self.given.config
+        self.user_settings = UserSettings.of({name: kwargs.pop(name) for name in names})
+        self.config = self.user_settings.config
         kwargs.setdefault("gradient_as_bucket_view", True)  # as the Trainer's strategy does
         super().__init__(accelerator=accelerator, **kwargs)
         self.traffic = Traffic(recorded)
@@ -117,8 +117,8 @@ class DCTStrategy(DDPStrategy):
 
         Fabric does not know how long a run is, so its settings follow the steps that it has made.
         """
-        self._run_settings = RunSettings(self.given, ranks, math.inf)
-        self.config = self._run_settings.at(0)
+        self._run_settings = RunSettings(self.user_settings, ranks, math.inf)
+        self.config = self._run_settings.config_after(0)
 
     def setup_module(self, module: Module) -> Any:
         """Set up synchronisation, and wrap the module with DDP if gradients are exchanged."""
@@ -130,7 +130,7 @@ class DCTStrategy(DDPStrategy):
             )
         if self.config.compress == "updates":
             self._refuse_shared(module)
-        group = setup.check_settings(self.given.config, module, self._ddp_kwargs, {})
+        group = setup.check_settings(self.user_settings.config, module, self._ddp_kwargs, {})
         if (
             ranks := self.world_size if group is None else group.size()
         ) != self._run_settings.ranks:
@@ -312,7 +312,7 @@ class DCTStrategy(DDPStrategy):
                     synchronizer.apply_all()
                     view = views.shared(View.EVALUATION, synchronizer.exchange_buffers)
                     stack.enter_context(view)
-                    synchronizer.check_alike()
+                    synchronizer.check_parameters_alike()
                 else:
                     stack.enter_context(views.shared(View.EVALUATION))
             yield
@@ -349,7 +349,7 @@ class DCTStrategy(DDPStrategy):
         manifests = []
         for index, (key, synchronizer) in enumerate(modules):
             if isinstance(synchronizer, UpdateSynchronizer):
-                synchronizer.check_alike()
+                synchronizer.check_parameters_alike()
             manifest = saved.make_manifest(
                 self.world_size, synchronizer.synchronisations, f"{save}{index:02d}"
             )

@@ -32,7 +32,7 @@ CANDIDATES = (*((1, density) for density in (0.3, 0.2, 0.1, 0.05, 0.03, 0.015)),
 # What the length of a run chooses, if it is left out.
 BY_LENGTH = frozenset({"local_steps", "density"})
 BOUND = 1.0  # the loss that a run may give up, in percent
-CAUTION = 2.0  # safety factor: a run may lose this many times the loss that the law predicts
+SAFETY_FACTOR = 2.0  # safety factor: a run may lose this many times the loss that the law predicts
 ENTRIES = 1 << 20  # of the tensor whose bytes rank the settings
 LONGEST = 10**12  # steps of a run that allows everything
 # a run of unknown length is assumed to make so many steps, or twice as many as it has made
@@ -69,18 +69,18 @@ def steps_needed(config: DCTConfig, ranks: int) -> float:
     """Optimizer steps that a run needs to stay within the bound, with the safety factor; infinite
     if no length does.
     """
-    if CAUTION * expected_loss(config, ranks, math.inf) > BOUND:
+    if SAFETY_FACTOR * expected_loss(config, ranks, math.inf) > BOUND:
         return math.inf
     return bisect_left(
         range(LONGEST),
         -BOUND,
         lo=1,
-        key=lambda steps: -CAUTION * expected_loss(config, ranks, steps),
+        key=lambda steps: -SAFETY_FACTOR * expected_loss(config, ranks, steps),
     )
 
 
 @dataclass(frozen=True)
-class Given:
+class UserSettings:
     """The settings that a user has given, with default values of the others; a run's length chooses
     those left out.
     """
@@ -89,14 +89,16 @@ class Given:
     left_out: frozenset[str] = frozenset()
 
     @staticmethod
-    def of(settings: Mapping[str, Any]) -> Given:
+    def of(settings: Mapping[str, Any]) -> UserSettings:
         """The settings of keyword arguments; None stands for a setting that was left out."""
         config = DCTConfig(**settings)
         if config.compress == "gradients":
-            return Given(config)
-        return Given(config, frozenset(name for name in BY_LENGTH if settings.get(name) is None))
+            return UserSettings(config)
+        return UserSettings(
+            config, frozenset(name for name in BY_LENGTH if settings.get(name) is None)
+        )
 
-    def rungs(self, ranks: int) -> list[DCTConfig]:
+    def candidates(self, ranks: int) -> list[DCTConfig]:
         """The settings to choose from, from the most bytes to the fewest; each loses more than the
         one before.
         """
@@ -106,7 +108,7 @@ class Given:
 
         config = self.config
         found = list[DCTConfig]()
-        rungs = list[DCTConfig]()
+        chosen = list[DCTConfig]()
         for local_steps, density in CANDIDATES:
             # An exchange has to arrive before the next one begins.
             steps = (
@@ -117,9 +119,9 @@ class Given:
             density = density if "density" in self.left_out else config.density
             found.append(replace(config, local_steps=steps, density=density))
         for one in sorted(found, key=lambda one: bytes_sent(one, ranks)):
-            if not rungs or cost(one) < cost(rungs[-1]):
-                rungs.append(one)
-        return rungs[::-1]
+            if not chosen or cost(one) < cost(chosen[-1]):
+                chosen.append(one)
+        return chosen[::-1]
 
     def for_run(self, ranks: int, steps: float) -> DCTConfig:
         """The settings for a run: those with the fewest bytes within the bound, or else those that
@@ -127,8 +129,10 @@ class Given:
         """
         if ranks == 1 or not self.left_out:
             return self.config
-        rungs = self.rungs(ranks)
-        return next((one for one in reversed(rungs) if steps_needed(one, ranks) <= steps), rungs[0])
+        chosen = self.candidates(ranks)
+        return next(
+            (one for one in reversed(chosen) if steps_needed(one, ranks) <= steps), chosen[0]
+        )
 
 
 class RunLength(NamedTuple):
@@ -147,15 +151,17 @@ class RunSettings:
     ``unknown``.
     """
 
-    def __init__(self, given: Given, ranks: int, steps: float, unknown: str = "") -> None:
-        self.given = given
+    def __init__(
+        self, user_settings: UserSettings, ranks: int, steps: float, unknown: str = ""
+    ) -> None:
+        self.user_settings = user_settings
         self.ranks = ranks
         self.steps = steps
         self.unknown = unknown
-        self._for_run = cache(partial(given.for_run, ranks))
+        self._for_run = cache(partial(user_settings.for_run, ranks))
         # With an overlap, the tensors that take turns depend on the settings that a run begins
         # with.
-        self.may_change = given.config.overlap_steps == 0 and bool(given.left_out)
+        self.may_change = user_settings.config.overlap_steps == 0 and bool(user_settings.left_out)
 
     @property
     def grows(self) -> bool:
@@ -172,7 +178,7 @@ class RunSettings:
         """
         return self.unknown != COUNTED and self.steps >= LONG and steps > LAST_PART * self.steps
 
-    def count(self, steps: int) -> None:
+    def expect(self, steps: int) -> None:
         """Set the expected steps of each optimizer, extrapolated from those made so far."""
         self.steps = steps
         self.unknown = "" if self.unknown == COUNTED else self.unknown
@@ -184,7 +190,7 @@ class RunSettings:
         is_new = self.unknown == COUNTED or math.isinf(self.steps)
         return self.may_change and (is_new or abs(counted - self.steps) > OFF * self.steps)
 
-    def at(self, steps: int) -> DCTConfig:
+    def config_after(self, steps: int) -> DCTConfig:
         """The settings after so many steps; if they grow, others after every ``SHORTEST`` steps."""
         reached = steps // SHORTEST * SHORTEST if self.may_change else 0
         return self._for_run(

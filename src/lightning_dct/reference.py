@@ -550,7 +550,7 @@ def train(
     local_step: Callable[[int, int], list[Tensor] | None],
     steps: int,
     settings: Settings,
-    chooses_length: bool = True,
+    is_scale_invariant: bool = True,
     kept: float = 1.0,
     plain_after: float = math.inf,
     memory: float | None = None,
@@ -562,9 +562,9 @@ def train(
     Returns the shared weights and the senders' states of each tensor.
 
     ``local_step(rank, step)`` is a step of a rank's optimizer, and returns its gradients. If that
-    ``chooses_length``, steps do not grow with gradients. ``squares(rank)`` are its ``v``, of which
-    a step keeps the share ``memory``, as Adam does; without them steps are compared instead of
-    gradients. Decay leaves ``kept`` of a weight. No mean has a gain after ``plain_after`` steps:
+    ``is_scale_invariant``, steps do not grow with gradients. ``squares(rank)`` are its ``v``, of
+    which a step keeps the share ``memory``, as Adam does; without them steps are compared instead
+    of gradients. Decay leaves ``kept`` of a weight. No mean has a gain after ``plain_after`` steps:
     90% of a long run. ``v`` is averaged after 1, 2, 4, ... 64 steps; the package goes on as often
     as 4% of the bytes allow, every 16 steps at most.
     """
@@ -593,7 +593,7 @@ def train(
         before = [[w.clone() for w in own] for own in weights]
         gradients = [local_step(rank, step - 1) for rank in range(ranks)]
         torch._foreach_mul_(shared, kept)  # as each rank's optimizer does with its own
-        has_gain = chooses_length and step <= plain_after
+        has_gain = is_scale_invariant and step <= plain_after
         for number, one in enumerate(
             compared if has_gain and has_gains and is_measured(step) else ()
         ):
@@ -610,7 +610,7 @@ def train(
         decay = 1.0
         if step <= settings.warmup_steps:
             given = settings.residual_decay
-            usual = 0.95 - 0.5 * settings.density if chooses_length else 0.95
+            usual = 0.95 - 0.5 * settings.density if is_scale_invariant else 0.95
             length = 1
             decay = usual if given is None else given
         if step % length or travelling:

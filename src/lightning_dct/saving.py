@@ -287,7 +287,7 @@ class CheckpointedStrategy(ParallelStrategy):
         path, save, groups = files.write_on_all_ranks(begin, str(filepath))[0]
         path = self.own_place(path)
         if self.updates is not None and self.is_fitting:
-            self.updates.check_alike()
+            self.updates.check_parameters_alike()
         if files.cleans_own_disk(self, path):
             # Rank 0 has finished all earlier saves.
             for file in self._outdated:

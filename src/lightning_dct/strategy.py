@@ -23,7 +23,7 @@ from lightning_dct.config import (
 )
 from lightning_dct.failures.collective_order import EXCHANGE
 from lightning_dct.kernels import KernelName
-from lightning_dct.law import Given
+from lightning_dct.law import UserSettings
 from lightning_dct.sync import setup
 from lightning_dct.sync.gradients import GradientSynchronizer
 from lightning_dct.sync.updates import UpdateSynchronizer
@@ -126,7 +126,7 @@ class DCTStrategy(DCTStrategyBase, DDPStrategy):
                 )
         self.project = project
         settings = {field.name: arguments[field.name] for field in fields(DCTConfig)}
-        given = Given.of({**settings, "density_per_parameter": density_per_parameter or {}})
+        given = UserSettings.of({**settings, "density_per_parameter": density_per_parameter or {}})
         super().__init__(
             given,
             lifelines,

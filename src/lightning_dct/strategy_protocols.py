@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lightning_dct.config import DCTConfig
     from lightning_dct.embedding.sharded import ShardedEmbeddingBags
     from lightning_dct.failures.lifeline import Lifeline
-    from lightning_dct.law import Given
+    from lightning_dct.law import UserSettings
     from lightning_dct.sync.synchronizer import Synchronizer
     from lightning_dct.sync.updates import UpdateSynchronizer
     from lightning_dct.traffic import Traffic
@@ -86,7 +86,7 @@ class TrainerStrategy(CheckpointedRank, Protocol):
 
     dense_rival: ClassVar[str]
     when_alone: ClassVar[str]
-    given: Given
+    user_settings: UserSettings
     has_unused: bool
     traffic: Traffic
     split_traffic: Traffic

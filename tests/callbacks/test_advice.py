@@ -33,7 +33,7 @@ from lightning_dct.callbacks.run_advice import (
 from lightning_dct.compress.awaited import clock_of
 from lightning_dct.cost.timing import MeasuredLink, Speed
 from lightning_dct.exchange.base import Collectives, Transfer
-from lightning_dct.law import Given, RunLength
+from lightning_dct.law import RunLength, UserSettings
 from lightning_dct.traffic import Traffic
 from pretended_stream import pretended_stream
 
@@ -52,13 +52,13 @@ def without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def notes(
-    config: DCTConfig | Given,
+    config: DCTConfig | UserSettings,
     ranks: int,
     steps: float,
     device_type: str = "cuda",
     unknown: str = "",
 ) -> list[str]:
-    asked = config if isinstance(config, Given) else Given(config)
+    asked = config if isinstance(config, UserSettings) else UserSettings(config)
     length = RunLength(steps, unknown)
     return notes_at_start(asked, ranks, length, device_type, "nobody to send to", "strategy='ddp'")
 
@@ -86,31 +86,31 @@ def test_steps_of_an_earlier_fit_are_no_part_of_the_length(made: int, counted: i
 
 def test_a_run_that_may_end_early_is_told_what_it_gets() -> None:
     """As of unknown length, but for no more steps than there may be."""
-    (told,) = notes(Given.of({}), 2, 10**6, unknown="it may end")
+    (told,) = notes(UserSettings.of({}), 2, 10**6, unknown="it may end")
     assert (
         told
         == "The length of this run is not known (it may end): DCT takes local_steps=1, density=0.1,"
         " and fewer bytes as it goes on."
     )
-    told, short = notes(Given.of({}), 4, 300, unknown="it may end")
+    told, short = notes(UserSettings.of({}), 4, 300, unknown="it may end")
     assert "(it may end): DCT takes local_steps=1, density=0.3" in told
     assert short.startswith("This run is short for local_steps=1, density=0.3")
 
 
 def test_a_run_that_leaves_settings_out_is_told_what_it_gets() -> None:
     """By the law 1.5% of the entries lose 0.035 / 0.015 / 4.667 = 0.5 after 4,667 steps."""
-    (told,) = notes(Given.of({}), 2, 4667)
+    (told,) = notes(UserSettings.of({}), 2, 4667)
     assert (
         told
         == "4,667 optimizer steps on 2 ranks: DCT takes local_steps=1, density=0.015, and expects"
         " the loss to be about 0.5% above that of plain DDP."
     )
-    (told,) = notes(Given.of({}), 2, 4600)
+    (told,) = notes(UserSettings.of({}), 2, 4600)
     assert "DCT takes local_steps=1, density=0.03," in told
     assert told.endswith("A run of 4,667 steps would send less.")
-    (told,) = notes(Given.of({"density": 0.3}), 2, 10_300)
+    (told,) = notes(UserSettings.of({"density": 0.3}), 2, 10_300)
     assert "DCT takes local_steps=4, density=0.3," in told
-    (told,) = notes(Given.of({}), 2, math.inf)
+    (told,) = notes(UserSettings.of({}), 2, math.inf)
     assert (
         told
         == "The length of this run is not known: DCT takes local_steps=1, density=0.1, and fewer"
@@ -118,11 +118,11 @@ def test_a_run_that_leaves_settings_out_is_told_what_it_gets() -> None:
         " tell its length by `Trainer(max_steps=...)`."
     )
     # The longest runs of all have nothing more to save.
-    assert "would send less" not in notes(Given.of({}), 2, 10**7)[0]
+    assert "would send less" not in notes(UserSettings.of({}), 2, 10**7)[0]
 
 
 def test_a_run_too_short_for_any_setting_is_warned() -> None:
-    told = notes(Given.of({}), 4, 300)
+    told = notes(UserSettings.of({}), 4, 300)
     # One figure, below.
     assert told[0] == "300 optimizer steps on 4 ranks: DCT takes local_steps=1, density=0.3."
     assert told[1].startswith(
@@ -203,7 +203,9 @@ def test_a_recommender_is_told_of_its_rows() -> None:
 def test_who_has_nobody_to_send_to_is_told_so() -> None:
     assert notes(UPDATES, 1, 10) == ["nobody to send to"]
     assert (
-        notes_at_start(Given(UPDATES), 1, RunLength(10), "cpu", DCTPipelineStrategy.when_alone, "")
+        notes_at_start(
+            UserSettings(UPDATES), 1, RunLength(10), "cpu", DCTPipelineStrategy.when_alone, ""
+        )
         == []
     )
 

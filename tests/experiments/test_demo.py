@@ -10,7 +10,7 @@ from hydra import compose, initialize_config_dir
 import comparison.runs
 import demo
 from lightning_dct.callbacks.run_advice import notes_at_start
-from lightning_dct.law import Given, RunLength
+from lightning_dct.law import RunLength, UserSettings
 from made_up_results import run_in_no_time
 
 
@@ -21,7 +21,7 @@ def test_no_run_is_too_short(name: str) -> None:
     steps = config.trainer.max_steps
     if steps < 0:
         steps = config.trainer.max_epochs * config.data.batches_per_epoch
-    notes = notes_at_start(Given.of({}), demo.RANKS, RunLength(steps), "cuda", "", "")
+    notes = notes_at_start(UserSettings.of({}), demo.RANKS, RunLength(steps), "cuda", "", "")
     assert not any("This run is short" in note for note in notes)
 
 

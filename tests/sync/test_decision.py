@@ -29,7 +29,7 @@ EVERY_STEP = {"local_steps": 1, "warmup_steps": 20, "density": 0.1}
         ),
         (8, APART, {}, {"measures": False, "agrees_on_decay": False}),
         (128, APART, {}, {"agrees_on_decay": True}),
-        (8, APART, {"chooses_length": False}, {"mean": Length.PLAIN}),
+        (8, APART, {"is_scale_invariant": False}, {"mean": Length.PLAIN}),
         # During the warm-up ranks exchange after every step, and residuals decay. Buffers keep
         # their pace.
         (
@@ -39,7 +39,7 @@ EVERY_STEP = {"local_steps": 1, "warmup_steps": 20, "density": 0.1}
             {"length": 1, "is_exchanged": True, "averages_buffers": False},
         ),
         (7, {**APART, "warmup_steps": 9}, {}, {"kept": 0.8, "mean": Length.BY_SENDERS}),
-        (7, {**APART, "warmup_steps": 9}, {"chooses_length": False}, {"kept": 0.95}),
+        (7, {**APART, "warmup_steps": 9}, {"is_scale_invariant": False}, {"kept": 0.95}),
         (7, {**APART, "warmup_steps": 9, "residual_decay": 0.5}, {}, {"kept": 0.5}),
         # After every step: the mean's length is measured, often at first.
         (
@@ -54,11 +54,11 @@ EVERY_STEP = {"local_steps": 1, "warmup_steps": 20, "density": 0.1}
         (80, EVERY_STEP, {}, {"measures": True}),
         (80, EVERY_STEP, {"is_ending": True}, {"measures": False, "mean": Length.PLAIN}),
         # SGD's mean is long enough; clipping by the norm of the mean needs the measurement.
-        (3, EVERY_STEP, {"chooses_length": False}, {"measures": False, "mean": Length.PLAIN}),
+        (3, EVERY_STEP, {"is_scale_invariant": False}, {"measures": False, "mean": Length.PLAIN}),
         (
             3,
             EVERY_STEP,
-            {"chooses_length": False, "clips_by_norm": True},
+            {"is_scale_invariant": False, "clips_by_norm": True},
             {"measures": True, "mean": Length.PLAIN},
         ),
         # Ranks that pull apart train on the shared weights, and lose nothing of what they have not
@@ -70,7 +70,7 @@ EVERY_STEP = {"local_steps": 1, "warmup_steps": 20, "density": 0.1}
 def test_what_follows_a_step(
     step: int, settings: dict[str, Any], more: dict[str, bool], expected: Any
 ) -> None:
-    decision = decide(step, DCTConfig(**settings), **{"chooses_length": True, **more})
+    decision = decide(step, DCTConfig(**settings), **{"is_scale_invariant": True, **more})
     found = decision._asdict()
     for name, value in expected.items():
         assert found[name] == (pytest.approx(value) if isinstance(value, float) else value), name

@@ -72,7 +72,7 @@ DECAYING |= {"Sign", "Lookahead of AdamW"}
 def test_whether_steps_grow_with_gradients_and_which_weights_decay(name: str) -> None:
     """Oracle: the definitions of these optimizers."""
     trial = try_out({**LINEAR, **CHOOSING}[name](mixed()))
-    assert trial.chooses_length == (name in CHOOSING)
+    assert trial.is_scale_invariant == (name in CHOOSING)
     if name in CHOOSING:
         assert trial.decays == (name in DECAYING,)
 
@@ -95,7 +95,7 @@ def test_each_group_decays_by_itself() -> None:
 def test_other_dtypes(dtype: torch.dtype) -> None:
     weights = [nn.Parameter(torch.randn(9, 9, dtype=dtype))]
     assert try_out(optim.AdamW(weights, eps=1e-4))[:2] == (True, (True,))  # 1e-8 is 0 in fp16
-    assert not try_out(optim.SGD(weights, lr=0.1)).chooses_length
+    assert not try_out(optim.SGD(weights, lr=0.1)).is_scale_invariant
 
 
 def test_complex_weights_are_tried_without_a_warning() -> None:
@@ -172,7 +172,7 @@ def test_an_optimizer_that_reaches_for_other_tensors_is_stopped_before_it_writes
 
     other = nn.Linear(2, 2)
     before = other.weight.detach().clone()
-    assert not try_out(Reaches(mixed(), other)).chooses_length
+    assert not try_out(Reaches(mixed(), other)).is_scale_invariant
     assert torch.equal(other.weight, before)
 
 

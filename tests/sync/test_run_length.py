@@ -34,7 +34,7 @@ from lightning_dct import CompressionMonitor, DCTStrategy, base_strategy, law
 from lightning_dct.callbacks import run_advice
 from lightning_dct.config import DCTConfig
 from lightning_dct.fabric import DCTStrategy as FabricDCTStrategy
-from lightning_dct.law import Given
+from lightning_dct.law import UserSettings
 
 
 def settings_in(trainer: Trainer) -> tuple[int, float]:
@@ -226,7 +226,7 @@ def test_a_run_of_unknown_length_sends_less_as_it_goes_on(ranks: Any) -> None:
     (seen, other) = ranks(2).run(train_unknown, settings_of, 20, {})
     expected = [(1, 0.3)] * 4 + [(2, 0.3)] * 4 + [(1, 0.1)] * 4 + [(1, 0.05)] * 8
     assert seen == other == expected
-    assert Given.of({}).for_run(2, 20).local_steps == 1
+    assert UserSettings.of({}).for_run(2, 20).local_steps == 1
 
 
 def train_counting(save: Path | None, load: Path | None) -> Any:
@@ -274,7 +274,7 @@ def counted_settings(module: LightningModule, settings: dict[str, Any]) -> list[
 
 def chosen_for(steps: float) -> tuple[int, float]:
     with patch.object(law, "steps_needed", needed):
-        config = Given.of({}).for_run(2, steps)
+        config = UserSettings.of({}).for_run(2, steps)
         return config.local_steps, config.density
 
 

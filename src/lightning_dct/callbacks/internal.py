@@ -237,7 +237,7 @@ def _begin(loop: Any) -> None:
     updates = updates_of(loop.trainer)
     updates.views.open(View.EVALUATION, updates.exchange_buffers)
     type(loop).on_run_start(loop)
-    updates.check_alike()
+    updates.check_parameters_alike()
 
 
 def _end(loop: Any) -> Any:

@@ -20,12 +20,12 @@ from lightning_dct.cost.workload import one_tensor
 from lightning_dct.kernels import faster_kernel_missing
 from lightning_dct.law import (
     BY_LENGTH,
-    CAUTION,
     COUNTED,
+    SAFETY_FACTOR,
     SHORTEST,
-    Given,
     RunLength,
     RunSettings,
+    UserSettings,
     expected_loss,
     steps_needed,
 )
@@ -237,7 +237,7 @@ class RunAdvice(InternalCallback):
         alone = strategy.when_alone
         dense = dense_setting(strategy)
         notes = notes_at_start(
-            strategy.given, everyone.size, run_length(trainer), device.type, alone, dense
+            strategy.user_settings, everyone.size, run_length(trainer), device.type, alone, dense
         )
         self._clock = StepClock()
         self._tell_at = 0.0
@@ -340,7 +340,12 @@ def dense_setting(strategy: TrainerStrategy) -> str:
 
 
 def notes_at_start(
-    given: Given, ranks: int, length: RunLength, device_type: str, alone: str, dense: str
+    user_settings: UserSettings,
+    ranks: int,
+    length: RunLength,
+    device_type: str,
+    alone: str,
+    dense: str,
 ) -> list[str]:
     """Notes for the start of a run of so many ranks, or replicas, that exchange with each other.
 
@@ -349,9 +354,9 @@ def notes_at_start(
     """
     if ranks == 1:
         return [alone] if alone else []
-    of_length = _on_gradients if given.config.compress == "gradients" else notes_on_updates
-    notes = of_length(given, ranks, length, dense)
-    if given.config.kernel == "auto" and (missing := faster_kernel_missing(device_type)):
+    of_length = _on_gradients if user_settings.config.compress == "gradients" else notes_on_updates
+    notes = of_length(user_settings, ranks, length, dense)
+    if user_settings.config.kernel == "auto" and (missing := faster_kernel_missing(device_type)):
         notes.append(missing)
     return notes
 
@@ -375,9 +380,11 @@ def notes_on_link(
     ]
 
 
-def _on_gradients(given: Given, ranks: int, length: RunLength, dense: str) -> list[str]:
+def _on_gradients(
+    user_settings: UserSettings, ranks: int, length: RunLength, dense: str
+) -> list[str]:
     """Whether a run is long enough for its density."""
-    density = given.config.density
+    density = user_settings.config.density
     steps = length.steps
     if density == 1.0 or DELAYS_OF_GRADIENTS / density <= steps:
         return []
@@ -394,14 +401,16 @@ def _on_gradients(given: Given, ranks: int, length: RunLength, dense: str) -> li
     ]
 
 
-def notes_on_updates(given: Given, ranks: int, length: RunLength, dense: str) -> list[str]:
+def notes_on_updates(
+    user_settings: UserSettings, ranks: int, length: RunLength, dense: str
+) -> list[str]:
     """Says which settings were chosen, and whether the run is long enough for them."""
     steps, unknown, _ = length
-    run = RunSettings(given, ranks, steps, unknown)
-    config = run.at(0)
+    run = RunSettings(user_settings, ranks, steps, unknown)
+    config = run.config_after(0)
     notes = []
     settings = _settings(config)
-    if given.left_out and (unknown or math.isinf(steps)):
+    if user_settings.left_out and (unknown or math.isinf(steps)):
         why = f" ({unknown})" if unknown else ""
         grows = ", and fewer bytes as it goes on" if run.grows else ""
         assumed = ""
@@ -418,10 +427,10 @@ def notes_on_updates(given: Given, ranks: int, length: RunLength, dense: str) ->
     loss = expected_loss(config, ranks, steps)
     needed = steps_needed(config, ranks)
     fits = steps >= needed
-    if given.left_out and not unknown:
+    if user_settings.left_out and not unknown:
         longer = [
             more
-            for one in given.rungs(ranks)
+            for one in user_settings.candidates(ranks)
             if (more := steps_needed(one, ranks)) > max(steps, needed)
         ]
         notes.append(
@@ -435,7 +444,7 @@ def notes_on_updates(given: Given, ranks: int, length: RunLength, dense: str) ->
             + (f" A run of {min(longer):,} steps would send less." if longer and fits else "")
         )
     if not fits:
-        fitting = Given(config, BY_LENGTH).for_run(ranks, steps)
+        fitting = UserSettings(config, BY_LENGTH).for_run(ranks, steps)
         remedy = f"use {dense}: all other settings lose more"
         if steps_needed(fitting, ranks) <= steps:
             remedy = f"leave out `local_steps` and `density`: {_settings(fitting)} would fit"
@@ -444,7 +453,7 @@ def notes_on_updates(given: Given, ranks: int, length: RunLength, dense: str) ->
         if math.isinf(needed):
             short = "No run is long enough"
             train = ";"
-        may = f"{percent(CAUTION * loss)} above that of plain DDP"
+        may = f"{percent(SAFETY_FACTOR * loss)} above that of plain DDP"
         notes.append(f"{short} for {settings}: the loss may be {may}{train} {remedy}.")
     return notes
 

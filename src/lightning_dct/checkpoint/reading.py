@@ -79,7 +79,7 @@ def compared(path: str) -> Iterator[list[str | None]]:
         )
     if not all(found):
         # Only some are files of `torch.save`: reading them would fail on some ranks.
-        check_alike({rank: {"checksum": theirs} for rank, theirs in enumerate(found)}, path)
+        check_same_fields({rank: {"checksum": theirs} for rank, theirs in enumerate(found)}, path)
     try:
         yield found
     except Exception as error:
@@ -139,8 +139,10 @@ def agreed_manifests(
             for field in saved.MANIFEST_FIELDS
         }
 
-    check_alike(dict(enumerate(read_on_all_ranks(read, path))), path)
-    check_alike({rank: {"checksum": theirs} for rank, theirs in enumerate(fingerprints)}, path)
+    check_same_fields(dict(enumerate(read_on_all_ranks(read, path))), path)
+    check_same_fields(
+        {rank: {"checksum": theirs} for rank, theirs in enumerate(fingerprints)}, path
+    )
     return manifests
 
 
@@ -157,10 +159,10 @@ def digest_of(synchronizer: Synchronizer) -> dict[str, Any]:
 def check_replicas(digests: Sequence[Mapping[str, Any]], path: str) -> None:
     """Refuse digests that differ among ranks that exchange with each other (CheckpointError)."""
     for ranks in {tuple(digest["ranks"]) for digest in digests if digest}:
-        check_alike({rank: digests[rank] for rank in ranks}, path)
+        check_same_fields({rank: digests[rank] for rank in ranks}, path)
 
 
-def check_alike(everyone: Mapping[int, Mapping[str, Any]], path: str) -> None:
+def check_same_fields(everyone: Mapping[int, Mapping[str, Any]], path: str) -> None:
     """Refuse fields that ranks have read otherwise from a checkpoint, with each rank's value
     (CheckpointError).
     """

@@ -269,7 +269,7 @@ class DCTElasticStrategy(DCTStrategy):
         joining.take_situation(self._module, situation)
 
     def _settings(self) -> dict[str, str]:
-        return joining.settings_of(self._module, self.given.config, self.fits)
+        return joining.settings_of(self._module, self.user_settings.config, self.fits)
 
     def _ranks_that_exchange(self, updates: UpdateSynchronizer) -> int:
         return self.world_size  # as many as were asked for, whoever is present

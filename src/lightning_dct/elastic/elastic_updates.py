@@ -437,7 +437,7 @@ class ElasticUpdates(UpdateSynchronizer):
     def _choose_settings(self, step: int) -> None:
         """Take the settings in which ranks at this step have made it."""
         if self.run_settings is not None:
-            self._change(self.run_settings.at(step - 1))
+            self._change(self.run_settings.config_after(step - 1))
 
     def _plans(self, rounds: Rounds, step: int) -> list[tuple[list[str], BucketPlan]]:
         length = self.config.length_at(step)

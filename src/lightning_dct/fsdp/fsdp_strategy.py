@@ -31,7 +31,7 @@ from lightning_dct.fsdp.mesh_strategy import (
     sharded,
     sharded_modules,
 )
-from lightning_dct.law import Given
+from lightning_dct.law import UserSettings
 from lightning_dct.sync.setup import check_settings, make_update_synchronizer
 from lightning_dct.sync.shared_weights import SharedWeights
 from lightning_dct.sync.synchronizer import Synchronizer
@@ -103,7 +103,7 @@ class DCTFSDPStrategy(DCTStrategyBase, MeshStrategy):
         ):
             check_integer("unit", unit, minimum=1)
         check_keywords(type(self), settings, DCTConfig)
-        given = Given.of(settings)
+        given = UserSettings.of(settings)
         if given.config.compress != "updates":
             raise ValueError(
                 "`DCTFSDPStrategy` exchanges updates of weights; got compress='gradients'. Leave"

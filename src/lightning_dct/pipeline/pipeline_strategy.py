@@ -21,7 +21,7 @@ from lightning_dct.base_strategy import check_torch
 from lightning_dct.clipping import install_clipping
 from lightning_dct.config import check_choice, check_integer
 from lightning_dct.failures.collective_order import EXCHANGE
-from lightning_dct.law import Given
+from lightning_dct.law import UserSettings
 from lightning_dct.pipeline.mesh import PipelineMesh, synchronise_metrics
 from lightning_dct.pipeline.placement import (
     Placement,
@@ -166,8 +166,8 @@ class DCTPipelineStrategy(DCTStrategy):
             self.mesh = PipelineMesh(self.stages, self.root_device.type, self._timeout)
             if self.stages == self.world_size:
                 # There is no other pipeline to exchange updates with.
-                self.given = Given(
-                    replace(self.given.config, density=1.0, density_per_parameter={})
+                self.user_settings = UserSettings(
+                    replace(self.user_settings.config, density=1.0, density_per_parameter={})
                 )
 
     def setup(self, trainer: pl.Trainer) -> None:

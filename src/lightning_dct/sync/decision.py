@@ -54,7 +54,7 @@ def decide(
     step: int,
     config: DCTConfig,
     *,
-    chooses_length: bool,
+    is_scale_invariant: bool,
     clips_by_norm: bool = False,
     is_ending: bool = False,
     are_opposed: bool = False,
@@ -64,8 +64,8 @@ def decide(
     Args:
         step: Of one optimizer.
         config: The settings that hold by now.
-        chooses_length: Whether the optimizer's steps do not grow with their gradients, as those of
-            Adam.
+        is_scale_invariant: Whether the optimizer's steps do not grow with their gradients, as those
+            of Adam.
         clips_by_norm: Whether gradients are clipped by the norm of their mean, for which coherence
             is measured.
         is_ending: Whether this is the last part of a long run.
@@ -74,7 +74,7 @@ def decide(
     length = config.length_at(step)
     # Longer means go further in as many steps. At the end of a long run their noise costs more than
     # that gains.
-    if not chooses_length or is_ending:
+    if not is_scale_invariant or is_ending:
         mean = Length.PLAIN
     elif config.exchanges_every_step:
         mean = Length.MEASURED
@@ -90,7 +90,7 @@ def decide(
         measures=is_used and length == 1 and is_measured(step),
         agrees_on_decay=is_measured(step) if length == 1 else step % (SELDOM * length) == 0,
         holds_back=holds_back,
-        kept=config.kept_of_residuals(chooses_length) if loses_residuals else 1.0,
+        kept=config.kept_of_residuals(is_scale_invariant) if loses_residuals else 1.0,
         mean=mean,
         # Training does not use the running statistics of a BatchNorm, so warm-up does not send them
         # more often.

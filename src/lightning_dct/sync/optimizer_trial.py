@@ -65,7 +65,7 @@ class Trial(NamedTuple):
     """What a trial has shown.
 
     Attributes:
-        chooses_length: Whether steps do not grow with their gradients.
+        is_scale_invariant: Whether steps do not grow with their gradients.
         decays: For each group, whether its weights decay by ``1 - lr * weight_decay``.
         sets_zeros: Whether a step sets small weights to exactly zero.
         squares: For each group, the keys of an optimizer's state whose values grow with the square
@@ -73,7 +73,7 @@ class Trial(NamedTuple):
             as ``beta2``.
     """
 
-    chooses_length: bool = False
+    is_scale_invariant: bool = False
     decays: tuple[bool, ...] = ()
     sets_zeros: bool = False
     squares: tuple[dict[str, float], ...] = ()
@@ -202,12 +202,12 @@ def _tried(miniature: Callable[..., "_Miniature"]) -> Trial:
             " weights."
         )
     grows = any(larger[index].norm() > GROWS * moves[index].norm() for index in moved)
-    chooses_length = bool(moved) and not grows
-    squares = _squares(small, small_of_larger, miniature()) if chooses_length else ()
+    is_scale_invariant = bool(moved) and not grows
+    squares = _squares(small, small_of_larger, miniature()) if is_scale_invariant else ()
     if any(squares) and not _may_be_replaced(miniature(), squares):
         squares = ({},) * len(squares)
     return Trial(
-        chooses_length,
+        is_scale_invariant,
         _decays(miniature(weight_decay=WEIGHT_DECAY)),
         _sets_zeros(miniature()),
         squares,

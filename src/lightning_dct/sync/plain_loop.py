@@ -33,7 +33,7 @@ from lightning_dct.clipping import clip_by_norm_of_mean
 from lightning_dct.compress.awaited import clock_of, recorded
 from lightning_dct.config import DCTConfig, check_integer
 from lightning_dct.failures.lifeline import lifeline_of_process
-from lightning_dct.law import Given, RunSettings
+from lightning_dct.law import RunSettings, UserSettings
 from lightning_dct.step_hooks import before_steps_while_alive
 from lightning_dct.sync.optimizer_trial import refuse, warn_of_late_gradients
 from lightning_dct.sync.setup import (
@@ -129,7 +129,7 @@ class Updates(_Loop):
         project: Callable[[Module], None] | None = None,
         **settings: Any,
     ) -> None:
-        given = Given.of(settings)
+        given = UserSettings.of(settings)
         if given.config.compress != "updates":
             raise ValueError(
                 "`Updates` exchanges updates of weights; got `compress='gradients'`. Use"
@@ -154,7 +154,7 @@ class Updates(_Loop):
             check_integer("steps", steps, minimum=1)
         self.project = project
         run_settings = RunSettings(given, group.size(), math.inf if steps is None else steps)
-        super().__init__(run_settings.at(0), model, group)
+        super().__init__(run_settings.config_after(0), model, group)
         as_under_ddp = {"process_group": group, "broadcast_buffers": average_buffers}
         check_settings(given.config, model, as_under_ddp, {"steps": steps})
         # Those that the user has dropped are None: a successor takes the number of one.
@@ -287,7 +287,7 @@ class Updates(_Loop):
         self.synchronizer.come_to("an evaluation", "an evaluation")
         self.synchronizer.views.open(view, self.synchronizer.exchange_buffers)
         if self.lifeline is not None:  # all ranks are here
-            self.synchronizer.check_alike()
+            self.synchronizer.check_parameters_alike()
 
     def close(self) -> None:
         """Leave the shared weights in the model, and exchange no more; a collective call."""

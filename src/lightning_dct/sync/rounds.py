@@ -122,7 +122,7 @@ class Rounds:
     @property
     def decays(self) -> bool:
         """Whether its shared weights decay by themselves."""
-        return self.trial.chooses_length and any(self.trial.decays)
+        return self.trial.is_scale_invariant and any(self.trial.decays)
 
     def due(self, length: int, takes_turns: bool) -> list[list[str]]:
         """The buckets that are sent after this step, ``length`` steps after the last time.

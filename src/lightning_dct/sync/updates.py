@@ -82,7 +82,7 @@ class UpdateSynchronizer(UpdateState):
         the first time.
         """
         if self.run_settings is not None:
-            self._change(self.run_settings.at(self.fewest_steps))
+            self._change(self.run_settings.config_after(self.fewest_steps))
         # A checkpoint that was made and not saved has left a view open.
         self.views.continue_training()
         rounds = self.register(optimizer)
@@ -189,10 +189,10 @@ class UpdateSynchronizer(UpdateState):
         """Take the settings of a run of some length, and follow them as it goes on."""
         self.run_settings = settings
         if self._counted:  # before it was resumed
-            settings.count(self._counted)
-        self.plans.change(self._with_density(settings.at(self.fewest_steps)))
+            settings.expect(self._counted)
+        self.plans.change(self._with_density(settings.config_after(self.fewest_steps)))
 
-    def count(self, share: float) -> None:
+    def extrapolate_length(self, share: float) -> None:
         """Choose settings again if the steps in a share of the run are more or fewer than expected.
 
         All ranks call this after the same batch.
@@ -205,8 +205,8 @@ class UpdateSynchronizer(UpdateState):
             and chosen.is_off(counted := round(steps / share))
         ):
             self._counted = counted
-            chosen.count(counted)
-            self._change(chosen.at(steps))
+            chosen.expect(counted)
+            self._change(chosen.config_after(steps))
 
     @property
     def fewest_steps(self) -> int:
@@ -412,7 +412,7 @@ class UpdateSynchronizer(UpdateState):
         return decide(
             step,
             self.config,
-            chooses_length=rounds.trial.chooses_length,
+            is_scale_invariant=rounds.trial.is_scale_invariant,
             clips_by_norm=self.clips_by_norm,
             is_ending=self.run_settings is not None and self.run_settings.is_ending(step),
             are_opposed=rounds.coherence.are_opposed,
@@ -422,7 +422,7 @@ class UpdateSynchronizer(UpdateState):
         """Own weights of the parameters whose steps are compared, because no squares of their
         gradients are kept.
         """
-        if not rounds.trial.chooses_length:
+        if not rounds.trial.is_scale_invariant:
             return {}
         squares = rounds.trial.squares_by_parameter(optimizer)
         parameters = self.weights.parameters
@@ -520,7 +520,7 @@ class UpdateSynchronizer(UpdateState):
         said = f"an exchange of buffers after {self.synchronisations} optimizer steps"
         self.buffers.exchange(lambda _: self.come_to("buffers", said))
 
-    def check_alike(self) -> None:
+    def check_parameters_alike(self) -> None:
         """Compare the parameters of all ranks; a collective call.
 
         See :func:`~lightning_dct.agreement.check_alike`.
