@@ -201,7 +201,7 @@ class DCTStrategyBase(CheckpointedStrategy):
             )
         if tables:
             for name, table in tables.items():
-                table.exchange_group.come_to = partial(self._come_to_rows, name)
+                table.exchange_group.check_order = partial(self._check_order_of_rows, name)
             rows = {id(module.weight) for module in tables.values()}
             install_clipping(
                 self.precision_plugin,
@@ -313,7 +313,7 @@ class DCTStrategyBase(CheckpointedStrategy):
                 "`set_density` changes a fit: call it from `on_train_start` on, before the fit"
                 f" ends. Earlier, give `density={density!r}` to the strategy."
             )
-        self.come_to("a change of the density")
+        self.check_order("a change of the density")
         check_agreement({"set_density(density)": float(density)}, Module(), None)
         self.synchronizer.set_density(float(density))
 
@@ -351,7 +351,7 @@ class DCTStrategyBase(CheckpointedStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's step, and count it if activations are compressed."""
         if self._takes_all_ranks():
-            self.come_to(IN_FORWARD)
+            self.check_order(IN_FORWARD)
         self._in_step = True
         try:
             output = super().training_step(*args, **kwargs)
@@ -378,14 +378,14 @@ class DCTStrategyBase(CheckpointedStrategy):
             model.will_sync_module_buffers() or not getattr(model, "_has_rebuilt_buckets", True)
         )
 
-    def come_to(
+    def check_order(
         self,
-        what: str,
+        name: str,
         patience_s: float | None = None,
         group: dist.ProcessGroup | None = None,
         detail: object = "",
     ) -> None:
-        """Come to a place that all ranks of a group come to, with the same ``detail``; see
+        """Check that all ranks of a group do the same here, with the same ``detail``; see
         ``collective_order.py``.
 
         Raises:
@@ -394,28 +394,28 @@ class DCTStrategyBase(CheckpointedStrategy):
         if self.lifeline is None or self.lightning_module is None:
             return
         trainer = self._module.trainer
-        said = f"{what} in `{trainer.state.fn and trainer.state.fn.value}`"
+        description = f"{name} in `{trainer.state.fn and trainer.state.fn.value}`"
         if self.synchronizer is not None and self.is_fitting:
             stops = ", because its `trainer.should_stop` is set" if trainer.should_stop else ""
-            said = f"{what} after {self.synchronizer.synchronisations} steps{stops}"
+            description = f"{name} after {self.synchronizer.synchronisations} steps{stops}"
         peers = range(self.world_size) if group is None else dist.get_process_group_ranks(group)
-        self.lifeline.come_to(f"{what} {detail}".strip(), said, peers, patience_s)
+        self.lifeline.check_order(f"{name} {detail}".strip(), description, peers, patience_s)
 
-    def _come_to_rows(self, name: str, what: str) -> None:
-        """Come to an exchange of rows in fit, outside evaluations, in which ranks may have more
-        batches.
+    def _check_order_of_rows(self, name: str, what: str) -> None:
+        """Check the order of exchanges of rows in fit, outside evaluations, in which ranks may have
+        more batches.
         """
         if self._module.trainer.training:
-            self.come_to(f"{EXCHANGE} of {what} of {name!r}")
+            self.check_order(f"{EXCHANGE} of {what} of {name!r}")
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""
-        self.come_to("a barrier")
+        self.check_order("a barrier")
         super().barrier(name)  # type: ignore[safe-super]
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Send an object from one rank to all."""
-        self.come_to("a broadcast")
+        self.check_order("a broadcast")
         return super().broadcast(obj, src)  # type: ignore[safe-super]
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
@@ -423,14 +423,14 @@ class DCTStrategyBase(CheckpointedStrategy):
         # Do not cross-check inside a step: the round trip would slow it down.
         rare = "a reduction, of logged values or for a checkpoint,"
         often = f"{EXCHANGE} of logged values"
-        self.come_to(often if self._in_step else rare, group=group)
+        self.check_order(often if self._in_step else rare, group=group)
         return super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]
 
     def all_gather(
         self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
     ) -> Tensor:
         """Gather a tensor of all ranks, as ``LightningModule.all_gather`` does."""
-        self.come_to(f"{EXCHANGE} of gathered values", group=group)
+        self.check_order(f"{EXCHANGE} of gathered values", group=group)
         return super().all_gather(tensor, group, sync_grads)
 
     def optimizer_step(
@@ -473,7 +473,7 @@ class DCTStrategyBase(CheckpointedStrategy):
             self.updates.exchange_buffers()
         if self.synchronizer is not None:
             self.synchronizer.flush()
-        self.come_to("the end of fit")
+        self.check_order("the end of fit")
         if self.updates is not None:
             self.updates.warn_if_unsent()
             self._warn_if_shorter(self.updates)
@@ -509,10 +509,10 @@ class DCTStrategyBase(CheckpointedStrategy):
             and not self._tables
             and (trainer.state.fn, trainer.state.status) in OUTSIDE_FIT
         ):
-            self.come_to("the end")
+            self.check_order("the end")
         self._unseen_steps.stop()
         for table in self._tables:
-            table.exchange_group.come_to = None
+            table.exchange_group.check_order = None
         if self.synchronizer is not None:
             self.synchronizer.exchange.close()
         if self.updates is not None:

@@ -172,7 +172,7 @@ class DCTStrategy(DDPStrategy):
         ``fabric.save`` keeps it.
         """
         check_density("set_density(density)", density)
-        self._come_to("a change of the density")
+        self._check_order("a change of the density")
         check_agreement({"set_density(density)": float(density)}, Module(), None)
         for its in self._synchronized.values():
             its.synchronizer.set_density(float(density))
@@ -214,7 +214,7 @@ class DCTStrategy(DDPStrategy):
             self._stepped.add(optimizer)
             for _, synchronizer, optimizers in self._synchronized.values():
                 if len(optimizers) > 1 and synchronizer in updates:
-                    self._come_to("the first step of an optimizer")
+                    self._check_order("the first step of an optimizer")
                     take_number_of_dropped(synchronizer, optimizers, optimizer)
         for synchronizer in updates:
             synchronizer.begin_step(optimizer)
@@ -256,32 +256,32 @@ class DCTStrategy(DDPStrategy):
             )
         return norm
 
-    def _come_to(self, what: str, group: Any = None) -> None:
-        """Come to a place that all ranks of a group come to (RuntimeError); see
+    def _check_order(self, name: str, group: Any = None) -> None:
+        """Check that all ranks of a group do the same here (RuntimeError); see
         ``collective_order.py``.
         """
         if self.lifeline is not None:
             peers = range(self.world_size) if group is None else dist.get_process_group_ranks(group)
-            self.lifeline.come_to(what, what, peers)
+            self.lifeline.check_order(name, name, peers)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all ranks."""
-        self._come_to("a barrier")
+        self._check_order("a barrier")
         super().barrier(*args, **kwargs)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Send an object from one rank to all."""
-        self._come_to("a broadcast")
+        self._check_order("a broadcast")
         return super().broadcast(obj, src)
 
     def all_reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Combine a tensor of all ranks."""
-        self._come_to(f"{EXCHANGE} of reduced values", group)
+        self._check_order(f"{EXCHANGE} of reduced values", group)
         return super().all_reduce(tensor, group, reduce_op)
 
     def all_gather(self, tensor: Any, group: Any | None = None, sync_grads: bool = False) -> Any:
         """Gather a tensor of all ranks."""
-        self._come_to(f"{EXCHANGE} of gathered values", group)
+        self._check_order(f"{EXCHANGE} of gathered values", group)
         return super().all_gather(tensor, group, sync_grads)
 
     @contextmanager
@@ -298,7 +298,7 @@ class DCTStrategy(DDPStrategy):
             yield
             return
         # Keeps the modules alive meanwhile.
-        self._come_to("an evaluation")
+        self._check_order("an evaluation")
         own = {its.number: (module, its.synchronizer) for module, its in self._synchronized.items()}
         # Ranks delete a module that the user has dropped at different times, and its buffers need
         # all ranks.

@@ -62,7 +62,7 @@ class CheckpointedStrategy(ParallelStrategy):
     # The advice to a user with sharded tables; empty if the strategy can hold them.
     without_tables: ClassVar[str] = ""
     num_nodes: int
-    come_to: Callable[..., None]
+    check_order: Callable[..., None]
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -283,7 +283,7 @@ class CheckpointedStrategy(ParallelStrategy):
                 groups,
             )
 
-        self.come_to("a checkpoint to save")
+        self.check_order("a checkpoint to save")
         path, save, groups = files.write_on_all_ranks(begin, str(filepath))[0]
         path = self.own_place(path)
         if self.updates is not None and self.is_fitting:
@@ -382,7 +382,7 @@ class CheckpointedStrategy(ParallelStrategy):
             ValueError: It is a folder of shards.
         """
         # Also after an error on one rank in a search for a learning rate.
-        self.come_to("a checkpoint to load")
+        self.check_order("a checkpoint to load")
         path = saved.resolve_symlink(str(checkpoint_path))
         if not self.holds_shards and os.path.isdir(path):
             raise ValueError(

@@ -147,7 +147,9 @@ class DCTStrategy(DCTStrategyBase, DDPStrategy):
             names = sorted(name for p, name in self._parameter_names().items() if p.requires_grad)
             what = f"{EXCHANGE} of {zlib.crc32(repr(names).encode()):x}"
             assert self.synchronizer is not None
-            self.synchronizer.come_to(what, f"{len(names)} trainable parameters, more than before")
+            self.synchronizer.check_order(
+                what, f"{len(names)} trainable parameters, more than before"
+            )
             rank_zero_info(
                 "Parameters have become trainable: DCTStrategy wraps the model again to synchronise"
                 " them."

@@ -107,8 +107,10 @@ class TrainerStrategy(CheckpointedRank, Protocol):
     def set_density(self, density: float) -> None:
         """Send this share of each tensor's entries from the next exchange on."""
 
-    def come_to(self, what: str, patience_s: float | None = None, *, detail: object = "") -> None:
-        """Come to a place that all ranks come to."""
+    def check_order(
+        self, name: str, patience_s: float | None = None, *, detail: object = ""
+    ) -> None:
+        """Check that all ranks do the same here."""
 
 
 def strategy_of(trainer: pl.Trainer) -> TrainerStrategy:

@@ -225,7 +225,7 @@ def messages_of_wrong_batches(kind: type, settings: dict[str, Any]) -> tuple[lis
         for culprit, wrong in ((0, "negative"), (1, "negative"), (1, "another number of tables")):
             tables = kind(**settings)
             tables.materialize()
-            tables.exchange_group.come_to = places.append
+            tables.exchange_group.check_order = places.append
             torch.set_grad_enabled(training)
             ids = torch.tensor([[1, 2], [3, 0]])
             if tables.exchange_group.rank == culprit:

@@ -26,7 +26,7 @@ def test_a_rank_that_has_been_asked_asks_too() -> None:
         "counts": [(ALL, 1)],
     }
     assert order.hear({"ask": asked}) == ""
-    assert order.come_to("the end", "the end of training", ALL, patience_s=0.0) == ""
+    assert order.check_order("the end", "the end of training", ALL, patience_s=0.0) == ""
     agrees, asks = sent
     assert agrees == {"agrees": 1, "peers": ALL, "apart": ""}
     assert (asks["place"], asks["what"], asks["rank"]) == (1, "the end", 0)
@@ -38,7 +38,7 @@ def order_of(rank: int, sent: list[dict[str, Any]]) -> CollectiveOrder:
 
 def exchange(order: CollectiveOrder, step: int, batch: int) -> str:
     said = f"an exchange, in optimizer step {step}"
-    return order.come_to(
+    return order.check_order(
         EXCHANGE, said, (0, 1), patience_s=0.0, batch=(batch, f"batch {batch - 1} of epoch 0")
     )
 

@@ -233,7 +233,7 @@ def test_a_rank_that_ends_because_of_another_one_ends_in_time() -> None:
         sockets.write_line(theirs, {"failure": "Rank 2 has died", "blamed": [2]})
         lifeline._decided.wait(20)
         with pytest.raises(RuntimeError, match="Rank 2 has died") as raised:
-            lifeline.come_to("an exchange", "an exchange", [1])
+            lifeline.check_order("an exchange", "an exchange", [1])
         assert lifeline.report(raised.value) == "Rank 2 has died"
         deadline = time.monotonic() + 20
         while not exited.called and time.monotonic() < deadline:

@@ -63,7 +63,7 @@ class FailureNotice(InternalCallback):
         """Begin an epoch after as many steps as the others: a rank that lacks a batch would be
         ahead from now on.
         """
-        strategy_of(trainer).come_to(
+        strategy_of(trainer).check_order(
             f"epoch {trainer.current_epoch}", detail=synchronizer_of(trainer).synchronisations
         )
 
@@ -75,10 +75,10 @@ class FailureNotice(InternalCallback):
         rank does.
         """
         strategy = strategy_of(trainer)
-        strategy.come_to("the end of training", patience_s=0.0)
+        strategy.check_order("the end of training", patience_s=0.0)
         if strategy.updates is not None:
             strategy.updates.apply_all()
-        strategy.come_to("the end of training with nothing in flight", patience_s=PATIENCE_S)
+        strategy.check_order("the end of training with nothing in flight", patience_s=PATIENCE_S)
 
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
@@ -233,7 +233,7 @@ class SharedWeightsView(InternalCallback):
 
 
 def _begin(loop: Any) -> None:
-    strategy_of(loop.trainer).come_to("a validation")
+    strategy_of(loop.trainer).check_order("a validation")
     updates = updates_of(loop.trainer)
     updates.views.open(View.EVALUATION, updates.exchange_buffers)
     type(loop).on_run_start(loop)

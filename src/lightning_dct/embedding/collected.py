@@ -44,7 +44,7 @@ class RowCollectives:
             None  # of a copy: the group ends with its original
         )
         # Called before each look-up, to compare what ranks do; a strategy sets it.
-        self.come_to: Callable[[str], None] | None = None
+        self.check_order: Callable[[str], None] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowCollectives:
         """A copy for the same ranks with its own device: callbacks that average weights copy the
@@ -100,8 +100,8 @@ class RowCollectives:
             if fault is not None:
                 raise fault
             return numbers
-        if self.come_to is not None:
-            self.come_to("exact rows" if least < 0 else "rows")
+        if self.check_order is not None:
+            self.check_order("exact rows" if least < 0 else "rows")
         sent = torch.from_numpy(numbers.astype(np.int32)).to(self.device)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)

@@ -109,10 +109,10 @@ class CollectiveOrder:
         self._due: dict[int, list[int]] = {}
         self._released = False
 
-    def come_to(
+    def check_order(
         self,
-        what: str,
-        said: str,
+        name: str,
+        description: str,
         peers: Sequence[int],
         patience_s: float | None = None,
         batch: Batch | None = None,
@@ -120,11 +120,11 @@ class CollectiveOrder:
         """Come to the next place, and wait for the others if this rank or one of them asks; how
         they differ, if so.
 
-        ``what`` is what this rank and its ``peers``, this one included, do there, ``said`` in
-        words. Exchanges begin with ``EXCHANGE``, and are asked about only if they follow others in
-        a new order. The wait ends after ``patience_s``; None for no limit. ``batch`` is the number
-        of this rank's batch, the same on all ranks, and a name for it; None if batches are not
-        known.
+        ``name`` is what this rank and its ``peers``, this one included, do there, ``description``
+        the same in words. Exchanges begin with ``EXCHANGE``, and are asked about only if they
+        follow others in a new order. The wait ends after ``patience_s``; None for no limit.
+        ``batch`` is the number of this rank's batch, the same on all ranks, and a name for it; None
+        if batches are not known.
         """
         ranks = tuple(peers)
         with self._turn:
@@ -132,18 +132,18 @@ class CollectiveOrder:
             place = self.counts[ranks]
             mine: Place = {
                 "place": place,
-                "what": what,
-                "said": said,
+                "what": name,
+                "said": description,
                 "peers": ranks,
                 "rank": self._rank,
                 "counts": list(self.counts.items()),
                 "batch": batch,
             }
             self._done.append(mine)
-            is_exchange = what.startswith(EXCHANGE)
-            order = (*self._recent, what)
-            self._recent.append(what if is_exchange else "")
-            has_left_out = batch is not None and self._has_left_out(what, batch[0])
+            is_exchange = name.startswith(EXCHANGE)
+            order = (*self._recent, name)
+            self._recent.append(name if is_exchange else "")
+            has_left_out = batch is not None and self._has_left_out(name, batch[0])
             is_usual = order in self._usual and not has_left_out
             self._since = time.monotonic() if is_usual else None
             asked = [theirs for theirs in self._asked if _same_number(theirs, mine)]
@@ -163,11 +163,11 @@ class CollectiveOrder:
             self._usual.add(order)
         return ""
 
-    def _has_left_out(self, what: str, batch: int) -> bool:
+    def _has_left_out(self, name: str, batch: int) -> bool:
         """Whether this rank has had more batches than the time before since it has last come to an
         exchange.
         """
-        of_optimizer = " ".join(what.split()[:3])  # whatever is exchanged
+        of_optimizer = " ".join(name.split()[:3])  # whatever is exchanged
         before, usual = self._batches.get(of_optimizer, (batch, 0))
         passed = batch - before
         # It may come several times in a batch.

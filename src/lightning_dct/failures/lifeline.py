@@ -134,21 +134,21 @@ class Lifeline:
         """Pass a stop point, and return the signals that all ranks act on there, mostly none."""
         return self._order.pass_stop_point()
 
-    def come_to(
+    def check_order(
         self,
-        what: str,
-        said: str,
+        name: str,
+        description: str,
         peers: Sequence[int],
         patience_s: float | None = None,
         batch: Batch | None = None,
     ) -> None:
-        """Come to a place where some ranks do the same, as
+        """Check that some ranks do the same here, as
         :mod:`lightning_dct.failures.collective_order` explains.
 
         A RuntimeError says that they do not, or that a rank has died or failed.
         """
         if not self._over.is_set():
-            difference = self._order.come_to(what, said, peers, patience_s, batch)
+            difference = self._order.check_order(name, description, peers, patience_s, batch)
             if problem := difference or self._ends_with:
                 raise RuntimeError(f"{problem}.")
 

@@ -142,7 +142,9 @@ class DCTFSDPStrategy(DCTStrategyBase, MeshStrategy):
             self.synchronizer = self._make_updates(model)
             # Before FSDP's own hooks, which gather weights.
             self._hooks = [
-                module.register_forward_pre_hook(lambda *_: self.come_to(IN_FORWARD), prepend=True)
+                module.register_forward_pre_hook(
+                    lambda *_: self.check_order(IN_FORWARD), prepend=True
+                )
                 for module in cast("list[nn.Module]", sharded_modules(model))
             ]
             entries = sum(local_of(p).numel() for p in self._parameter_names() if p.requires_grad)
@@ -183,13 +185,13 @@ class DCTFSDPStrategy(DCTStrategyBase, MeshStrategy):
         super().teardown()
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Come to where FSDP gathers weights again, and reduces gradients."""
-        self.come_to(f"{EXCHANGE} in backward")
+        """Check that all ranks come to backward, where FSDP gathers weights and reduces gradients."""
+        self.check_order(f"{EXCHANGE} in backward")
         super().pre_backward(closure_loss)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The model's state, with the weights that all replicas share."""
-        self.come_to("a checkpoint")
+        self.check_order("a checkpoint")
         state = super().lightning_module_state_dict()
         # Copies, because FSDP's tensors change with the weights.
         return state if self.updates is None else apply_to_collection(state, Tensor, Tensor.clone)

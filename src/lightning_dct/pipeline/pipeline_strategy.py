@@ -253,7 +253,7 @@ class DCTPipelineStrategy(DCTStrategy):
         rank.
         """
         self._placement.check_trained()
-        self.come_to(f"{EXCHANGE} of activations in training_step", group=self.mesh.pipeline)
+        self.check_order(f"{EXCHANGE} of activations in training_step", group=self.mesh.pipeline)
         # Each once, and anew in each step, because callbacks unfreeze some.
         modules = (piece.modules for piece in self._placement.own)
         own = list(
@@ -273,7 +273,7 @@ class DCTPipelineStrategy(DCTStrategy):
 
     def _evaluate(self, step: str, context: str, *arguments: Any) -> Any:
         """Run a batch through the stages, and the step on the last."""
-        self.come_to(f"{EXCHANGE} of activations in {step}", group=self.mesh.pipeline)
+        self.check_order(f"{EXCHANGE} of activations in {step}", group=self.mesh.pipeline)
         with getattr(self.precision_plugin, context)():
             return self._runner.evaluate(step, *arguments)
 
@@ -291,13 +291,13 @@ class DCTPipelineStrategy(DCTStrategy):
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks, or any, decided for something."""
-        self.come_to("a common decision")
+        self.check_order("a common decision")
         votes = sum(gather_objects(bool(decision), self.mesh.everyone))
         return votes == self.world_size if all else votes > 0
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole model's state on rank 0, as of a single process; elsewhere this rank's part."""
-        self.come_to("a checkpoint")
+        self.check_order("a checkpoint")
         state = super().lightning_module_state_dict()
         if self._placement is None or not self._placement.spread:
             return state

@@ -113,7 +113,7 @@ class GradientSynchronizer(Synchronizer):
         return future
 
     def _begin(self) -> None:
-        self.come_to(
+        self.check_order(
             EXCHANGE, f"an exchange of gradients for optimizer step {self.synchronisations + 1}"
         )
         self.request_refresh_when_due()

@@ -221,7 +221,7 @@ class Updates(_Loop):
         ) or self._is_inside(optimizer):
             return
         kind = type(optimizer).__name__
-        self.synchronizer.come_to(
+        self.synchronizer.check_order(
             "the first step of an optimizer", f"the first step of a new `{kind}`"
         )
         check_agreement(describe_optimizers([optimizer], known), Module(), self._group)
@@ -284,7 +284,7 @@ class Updates(_Loop):
 
     def _evaluate(self, view: View) -> None:
         """Open a view of shared weights and buffers that are alike on all ranks."""
-        self.synchronizer.come_to("an evaluation", "an evaluation")
+        self.synchronizer.check_order("an evaluation", "an evaluation")
         self.synchronizer.views.open(view, self.synchronizer.exchange_buffers)
         if self.lifeline is not None:  # all ranks are here
             self.synchronizer.check_parameters_alike()
@@ -293,7 +293,7 @@ class Updates(_Loop):
         """Leave the shared weights in the model, and exchange no more; a collective call."""
         while self._handles:
             self._handles.pop().remove()
-        self.synchronizer.come_to("the end", "`close`")
+        self.synchronizer.check_order("the end", "`close`")
         if not self.traffic.totals.steps:
             rank_zero_warn(
                 "`Updates` has exchanged nothing: no optimizer has stepped parameters of the model."

@@ -102,15 +102,15 @@ class Synchronizer:
         self.lifeline = lifeline
         self.peers = dist.get_process_group_ranks(group)
 
-    def come_to(self, what: str, said: str) -> None:
-        """Come to a place where all ranks do the same; see
-        :meth:`lightning_dct.failures.lifeline.Lifeline.come_to`.
+    def check_order(self, name: str, description: str) -> None:
+        """Check that all ranks do the same here; see
+        :meth:`lightning_dct.failures.lifeline.Lifeline.check_order`.
 
         Raises:
             RuntimeError: They do not, which the message explains.
         """
         if self.lifeline is not None:
-            self.lifeline.come_to(what, said, self.peers, batch=self.batch)
+            self.lifeline.check_order(name, description, self.peers, batch=self.batch)
 
     @property
     def config(self) -> DCTConfig:

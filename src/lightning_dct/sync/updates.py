@@ -101,7 +101,7 @@ class UpdateSynchronizer(UpdateState):
         number = self._number_of(optimizer)
         self.before_step(optimizer)
         if new := [*self.weights.parameters][known:]:
-            self.come_to(
+            self.check_order(
                 f"{self._rounds[number].what} begins", f"the first step of {len(new)} parameters"
             )
             # Forward may have written other values on each rank, which count as updates of the
@@ -238,7 +238,7 @@ class UpdateSynchronizer(UpdateState):
         self._decay(rounds, optimizer, was_made)
         if arrived := [item for item in rounds.in_flight if item.due <= rounds.steps]:
             if self.exchange.num_collectives > 1:  # the last of its collectives takes all ranks
-                self.come_to(
+                self.check_order(
                     f"{EXCHANGE} that ends",
                     f"the arrival of updates in optimizer step {self.synchronisations}",
                 )
@@ -257,7 +257,9 @@ class UpdateSynchronizer(UpdateState):
                 what = f"{what} with coherence"
             # It may wait for the others in the first steps.
             with self.traffic.timed("exchange", "seconds_waiting"):
-                self.come_to(what, f"{rounds.said}{own}, in optimizer step {self.synchronisations}")
+                self.check_order(
+                    what, f"{rounds.said}{own}, in optimizer step {self.synchronisations}"
+                )
             self._measure(rounds, optimizer, decision)
             # Measuring has taken the measurement before into account.
             decision = self._decide(rounds, rounds.steps)
@@ -357,7 +359,7 @@ class UpdateSynchronizer(UpdateState):
             or not self.masks.is_due(rounds.steps)
         ):
             return
-        self.come_to(
+        self.check_order(
             f"{EXCHANGE} of checksums",
             f"a comparison of weights in optimizer step {self.synchronisations}",
         )
@@ -389,7 +391,9 @@ class UpdateSynchronizer(UpdateState):
             for other in self._rounds.values():
                 other.since_buffers = 0
             self.buffers.exchange(
-                lambda n: self.come_to(f"{EXCHANGE} of {n} buffers", f"an exchange of {n} buffers")
+                lambda n: self.check_order(
+                    f"{EXCHANGE} of {n} buffers", f"an exchange of {n} buffers"
+                )
             )
 
     def _count_step(self, optimizer: Optimizer) -> Rounds:
@@ -518,7 +522,7 @@ class UpdateSynchronizer(UpdateState):
     def exchange_buffers(self) -> None:
         """Give every rank the same buffers; a collective call."""
         said = f"an exchange of buffers after {self.synchronisations} optimizer steps"
-        self.buffers.exchange(lambda _: self.come_to("buffers", said))
+        self.buffers.exchange(lambda _: self.check_order("buffers", said))
 
     def check_parameters_alike(self) -> None:
         """Compare the parameters of all ranks; a collective call.
