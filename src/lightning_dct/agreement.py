@@ -198,13 +198,13 @@ def check_alike(
                 )
             if names and kind == MASKS:
                 mask = names[0].removeprefix(ZEROS_OF)
-                what = (
+                difference = (
                     f"Other entries of {mask!r} stay zero"
                     if mask != names[0]
                     else f"The mask {mask!r} is another one"
                 )
                 rank_zero_warn(
-                    f"{what} on rank {first} than on rank {rank}, as if each rank had chosen them"
+                    f"{difference} on rank {first} than on rank {rank}, as if each rank had chosen them"
                     " by its own gradients. The shared weights, which you validate and save,"
                     f" follow no rank's mask. {SAME_CHOICE} For bounds of weights, use `project=`."
                 )
@@ -228,13 +228,13 @@ def gather_objects(mine: Any, group: dist.ProcessGroup | None = None) -> list[An
 
 
 def on_all_ranks(
-    work: Callable[[], Result], told: Callable[[Exception], Exception]
+    work: Callable[[], Result], explain: Callable[[Exception], Exception]
 ) -> list[Result]:
     """The results of all ranks by rank, or the error of one rank, raised on every rank; a
     collective call.
 
     Without it the others would wait in their next collective for the rank that has failed. ``work``
-    makes no collective call. ``told`` gives the error that users see, which may be the error
+    makes no collective call. ``explain`` gives the error that users see, which may be the error
     itself.
     """
     result: Any = None
@@ -242,7 +242,7 @@ def on_all_ranks(
     try:
         result = work()
     except Exception as error:
-        failure = told(error)
+        failure = explain(error)
         if failure is not error:
             failure.__cause__ = error
     kind = None if failure is None else _kind_elsewhere(failure)

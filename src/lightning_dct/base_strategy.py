@@ -401,12 +401,12 @@ class DCTStrategyBase(CheckpointedStrategy):
         peers = range(self.world_size) if group is None else dist.get_process_group_ranks(group)
         self.lifeline.check_order(f"{name} {detail}".strip(), description, peers, patience_s)
 
-    def _check_order_of_rows(self, name: str, what: str) -> None:
+    def _check_order_of_rows(self, name: str, rows: str) -> None:
         """Check the order of exchanges of rows in fit, outside evaluations, in which ranks may have
         more batches.
         """
         if self._module.trainer.training:
-            self.check_order(f"{EXCHANGE} of {what} of {name!r}")
+            self.check_order(f"{EXCHANGE} of {rows} of {name!r}")
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""

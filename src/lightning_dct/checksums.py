@@ -29,13 +29,13 @@ def with_checksum(text: bytes) -> bytes:
     return b"%08x\n" % zlib.crc32(text) + text
 
 
-def without_checksum(data: bytes, what: str) -> bytes:
-    """Undo :func:`with_checksum`; ``what`` names the text if it does not match its checksum, in a
+def without_checksum(data: bytes, name: str) -> bytes:
+    """Undo :func:`with_checksum`; ``name`` names the text if it does not match its checksum, in a
     ValueError.
     """
     checksum, _, text = data.partition(b"\n")
     if checksum != b"%08x" % zlib.crc32(text):
-        raise ValueError(f"{what} does not match its checksum")
+        raise ValueError(f"{name} does not match its checksum")
     return text
 
 

@@ -75,13 +75,13 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         " or 1.2GB"
     )
     add("--link", type=parse_rate, required=True, help=link)
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument(
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument(
         "--parameters",
         type=parse_count,
         help="this many, in one large tensor: 25000000, 100M, 1.3B",
     )
-    what.add_argument(
+    model.add_argument(
         "--module",
         metavar="PACKAGE.MODULE:CLASS",
         help="a LightningModule or nn.Module: its tensors",

@@ -145,10 +145,10 @@ class DCTStrategy(DCTStrategyBase, DDPStrategy):
             and not self._trainable() <= self._synchronised
         ):
             names = sorted(name for p, name in self._parameter_names().items() if p.requires_grad)
-            what = f"{EXCHANGE} of {zlib.crc32(repr(names).encode()):x}"
+            exchange = f"{EXCHANGE} of {zlib.crc32(repr(names).encode()):x}"
             assert self.synchronizer is not None
             self.synchronizer.check_order(
-                what, f"{len(names)} trainable parameters, more than before"
+                exchange, f"{len(names)} trainable parameters, more than before"
             )
             rank_zero_info(
                 "Parameters have become trainable: DCTStrategy wraps the model again to synchronise"
@@ -201,9 +201,11 @@ class DCTStrategy(DCTStrategyBase, DDPStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Name this strategy where Lightning's message on unused parameters names DDP's."""
         super().on_exception(exception)
-        if exception.args and "find_unused_parameters" in (said := str(exception.args[0])):
-            said = said.replace("'ddp_find", "'dct_find").replace("DDPStrategy(", "DCTStrategy(")
-            exception.args = (said, *exception.args[1:])
+        if exception.args and "find_unused_parameters" in (message := str(exception.args[0])):
+            message = message.replace("'ddp_find", "'dct_find").replace(
+                "DDPStrategy(", "DCTStrategy("
+            )
+            exception.args = (message, *exception.args[1:])
 
     def _trainable(self) -> set[int]:
         return {id(parameter) for parameter in self._module.parameters() if parameter.requires_grad}

@@ -257,7 +257,7 @@ def test_speed_is_measured_with_small_tensors_whole(density: float, sizes: list[
     )
     assert speed.compress > 0
     assert min(speed.clear, speed.add) >= 0
-    assert f"{sum(sizes):,} entries" in speed.how
+    assert f"{sum(sizes):,} entries" in speed.measurement
 
 
 def test_what_is_sent_whole_takes_no_time_to_compress() -> None:

@@ -277,7 +277,7 @@ class EvaluationJoin(InternalCallback):
         self._is_due = stage != "fit"
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """So does a validation within fit."""
+        """A validation within fit ends in one round of answers, too."""
         self._is_due = True
 
     def on_validation_batch_end(

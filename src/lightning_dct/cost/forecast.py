@@ -245,10 +245,10 @@ def describe(forecast: Forecast, more: Sequence[str]) -> str:
     layout = forecast.layout
     sizes = forecast.workload.sizes_under(config)
     every = "step" if config.local_steps == 1 else f"{config.local_steps:,} steps"
-    what = "gradients" if config.compress == "gradients" else f"updates every {every}"
+    exchanged = "gradients" if config.compress == "gradients" else f"updates every {every}"
     title = (
         f"{_many(sum(sizes), 'parameter')} in {_many(len(sizes), 'tensor')},"
-        f" {100 * config.density:g}% of the entries, {config.value_format} values, {what};"
+        f" {100 * config.density:g}% of the entries, {config.value_format} values, {exchanged};"
         f" {_many(len(layout.places), 'rank')} on {_many(len(layout.nodes), 'node')},"
         f" {rate_text(forecast.link)} from each {'rank' if len(layout.nodes) == 1 else 'node'}"
     )
@@ -311,7 +311,7 @@ def _notes(forecast: Forecast) -> list[str]:
             f" against {1e3 * chosen.seconds:,.1f}): use strategy='ddp'. Compressing pays on links"
             f" below about {rate_text(forecast.break_even, digits=2)}."
         )
-    notes.append(f"Compressing: {forecast.speed.how}.")
+    notes.append(f"Compressing: {forecast.speed.measurement}.")
     if forecast.layout.ranks_per_node > 1:
         notes.append(
             "The ranks of a node share its link. Like `auto`, this assumes that bytes inside a"
@@ -329,5 +329,5 @@ def _notes(forecast: Forecast) -> list[str]:
     return notes + [f"Not counted: {count:,} parameters, because {why}." for why, count in skipped]
 
 
-def _many(count: int, what: str) -> str:
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
+def _many(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

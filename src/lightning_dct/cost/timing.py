@@ -38,7 +38,7 @@ class Speed:
     compress: float  # add, compare, compact, pack
     clear: float  # make room for a sum
     add: float  # unpack and add, for each sender
-    how: str  # the measurement in words
+    measurement: str  # in words
 
     def seconds(self, exchange: str, entries: int, world_size: int, ranks_per_node: int) -> float:
         """The seconds that a rank compresses and decompresses in a step of so many compressed
@@ -109,7 +109,7 @@ def measure_speed(
         if device.type == "cuda"
         else f"{torch.get_num_threads()} CPU thread(s)"
     )
-    how = (
+    measurement = (
         f"{1e3 * packing * size:.1f} ms for {size:,} entries, and {1e3 * reading * size:.1f} ms to"
         f" read a payload of them; measured here, on {where} with the kernel"
         f" {fastest_kernel(device.type)!r}, best of {len(times[0])}"
@@ -117,11 +117,11 @@ def measure_speed(
     load = os.getloadavg()[0]
     cores = os.cpu_count() or 1
     if load > cores:
-        how += (
+        measurement += (
             f", while the machine was busy (load {load:.0f} on {cores} cores): an idle one is"
             " faster"
         )
-    return Speed(packing, max(0.0, reading - add), add, how)
+    return Speed(packing, max(0.0, reading - add), add, measurement)
 
 
 @dataclass(frozen=True)

@@ -243,11 +243,11 @@ class DCTElasticStrategy(DCTStrategy):
                     present.spread(same)
                     tensor.detach().copy_(same)
                 # Ranks may have more data or less than the first one.
-                said = present.spread_text(
+                situation = present.spread_text(
                     json.dumps(joining.situation_of(self._module, run_length(trainer)[:2]))
                 )
                 if present.agree():
-                    self._take_situation(json.loads(said))
+                    self._take_situation(json.loads(situation))
                     break
             elif late and restarted:
                 raise RuntimeError(
@@ -258,9 +258,9 @@ class DCTElasticStrategy(DCTStrategy):
             joining.compare_settings(self._given["settings"], self._settings())
             self._take_situation(self._given["situation"])
             restore_from(trainer, dict(self._given["checkpoint"]))
-        said = "has joined a run" if self._given is not None else "starts"
+        verb = "has joined a run" if self._given is not None else "starts"
         print(
-            f"lightning_dct: rank {self.global_rank} {said}, {present.size()} ranks are present.",
+            f"lightning_dct: rank {self.global_rank} {verb}, {present.size()} ranks are present.",
             flush=True,
         )
 
@@ -328,8 +328,8 @@ class DCTElasticStrategy(DCTStrategy):
             return {**self._last, "loss": self._last["loss"].clone().requires_grad_()}
         output = super().training_step(*args, **kwargs)
         if output is not None:
-            told = output if isinstance(output, Mapping) else {"loss": output}
-            self._last = apply_to_collection(dict(told), Tensor, Tensor.detach)
+            result = output if isinstance(output, Mapping) else {"loss": output}
+            self._last = apply_to_collection(dict(result), Tensor, Tensor.detach)
         return output
 
     def optimizer_step(

@@ -25,7 +25,8 @@ def settings_of(module: Module, config: DCTConfig, fit: int) -> dict[str, str]:
     The trained parameters may change during a fit.
     """
     parameters = {
-        name: said.rpartition(" ")[0] for name, said in describe_parameters(module).items()
+        name: description.rpartition(" ")[0]
+        for name, description in describe_parameters(module).items()
     }
     chosen = {name: repr(value) for name, value in vars(config).items() if name != "kernel"}
     versions = {"lightning_dct": __version__, "torch": torch.__version__}

@@ -131,7 +131,7 @@ def _soundness_of_store(
     dim: int,
     with_residual: bool,
 ) -> Iterator[tuple[str, bool]]:
-    """The same for the state of a store."""
+    """What must hold of the state of a store, by part, and whether it does."""
     cache = rows["cache"]
     thresholds = rows["thresholds"]
     row_at = cache["row_at"]

@@ -218,15 +218,15 @@ def choose(plan_for: Callable[[float], BucketPlan], layout: NodeLayout) -> Excha
         f"{len(layout.places)} ranks on {len(layout.nodes)}"
         f" node{'s' if len(layout.nodes) > 1 else ''}"
     )
-    what = "bytes sent"
+    measure = "bytes sent"
     if layout.obstacle is None:
-        what = f"bytes between nodes (those inside count a {INSIDE_IS_FASTER}th)"
+        measure = f"bytes between nodes (those inside count a {INSIDE_IS_FASTER}th)"
     elif len(layout.nodes) > 1:
         ranks += f", not by node: {layout.obstacle}"
     counted = ", ".join(f"{other} {cost / 1000:,.1f} kB" for other, cost in costs.items())
     if costs[name] > costs["two_phase"]:
         counted += " ('two_phase' must save a third)"
-    return ExchangeChoice(name, f"{ranks}; {what} by a rank in an exchange: {counted}")
+    return ExchangeChoice(name, f"{ranks}; {measure} by a rank in an exchange: {counted}")
 
 
 def costs_of(plan_for: Callable[[float], BucketPlan], layout: NodeLayout) -> dict[str, float]:

@@ -48,13 +48,13 @@ MOST_NAMED = 8  # ranks whose reports a message has: those of all could be too l
 
 
 class Hub:
-    """Serves all lifelines in its ``thread`` until rank 0, which messages call ``who``, has left.
+    """Serves all lifelines in its ``thread`` until rank 0, which messages call ``name``, has left.
 
     ``token`` is the secret of this job's ranks, and ``own`` the connection of rank 0, which needs
     no network. An OSError means that the hub cannot listen on the port.
     """
 
-    def __init__(self, world_size: int, who: str, port: int = 0) -> None:
+    def __init__(self, world_size: int, name: str, port: int = 0) -> None:
         self.token = secrets.token_hex(16)
         self._world_size = world_size
         self._listener = listen(port)
@@ -63,7 +63,7 @@ class Hub:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._nameless: list[_Caller] = []
         self.own, end = pair()
-        self._members = {0: self._connected(end, rank=0, who=who)}
+        self._members = {0: self._connected(end, rank=0, name=name)}
         self._dead: dict[int, str] = {}
         self._failed: dict[int, str] = {}
         self._left: set[int] = set()
@@ -124,7 +124,9 @@ class Hub:
     def _receive(self, caller: _Caller) -> None:
         longest = LONGEST_LINE if caller.rank is None else math.inf
         if not (
-            how := receive(caller.connection, caller.buffer, partial(self._handle, caller), longest)
+            ending := receive(
+                caller.connection, caller.buffer, partial(self._handle, caller), longest
+            )
         ):
             return
         self._drop(caller)
@@ -132,7 +134,7 @@ class Hub:
             # A process that ends after it has reported a failure has left.
             self._left.add(caller.rank)
             if caller.rank not in self._failed:
-                self._dead[caller.rank] = f"{caller.who} {how}"
+                self._dead[caller.rank] = f"{caller.name} {ending}"
                 self._decide_soon()
             self._announce_stop_points()
 
@@ -141,7 +143,7 @@ class Hub:
         if caller.rank is None:
             self._admit(caller, cast("Hello", message))
         elif "failed" in message:
-            self._failed.setdefault(caller.rank, f"{caller.who} has failed: {message['failed']}")
+            self._failed.setdefault(caller.rank, f"{caller.name} has failed: {message['failed']}")
             if self._failure is not None:
                 self._send(caller, self._failure)
             self._decide_soon()
@@ -192,10 +194,10 @@ class Hub:
             or rank in self._members
         ):
             raise ValueError("not a rank of this job")
-        who = str(hello["who"])  # before anything changes: a stranger may not give it
+        name = str(hello["who"])  # before anything changes: a stranger may not give it
         self._nameless.remove(caller)
         caller.rank = rank
-        caller.who = who
+        caller.name = name
         self._members[rank] = caller
         self._send(caller, WELCOME)
         if len(self._members) == self._world_size:
@@ -286,10 +288,10 @@ class Hub:
             self._send_all(self._failure)
 
     def _connected(
-        self, connection: socket.socket, rank: int | None = None, who: str = ""
+        self, connection: socket.socket, rank: int | None = None, name: str = ""
     ) -> _Caller:
         connection.settimeout(PATIENCE_S)
-        caller = _Caller(connection, rank, who)
+        caller = _Caller(connection, rank, name)
         self._selector.register(connection, selectors.EVENT_READ, caller)
         return caller
 
@@ -326,5 +328,5 @@ class _Caller:
 
     connection: socket.socket
     rank: int | None
-    who: str
+    name: str  # in messages
     buffer: bytearray = field(default_factory=bytearray)

@@ -40,12 +40,12 @@ class Lifeline:
     """This rank's connection; made by :meth:`open`."""
 
     def __init__(
-        self, rank: int, connection: socket.socket, hub_who: str, hub: Hub | None = None
+        self, rank: int, connection: socket.socket, hub_name: str, hub: Hub | None = None
     ) -> None:
         self.failure = ""
         self._rank = rank
         self._connection = connection
-        self._hub_who = hub_who
+        self._hub_name = hub_name
         self._hub = hub
         # A signal handler may interrupt its own thread while that sends.
         self._sending = threading.RLock()
@@ -72,7 +72,7 @@ class Lifeline:
         rank = dist.get_rank()
         hub, mine = _start_hub(wanted) if rank == 0 and wanted else (None, wanted)
         answers = gather_objects(mine)
-        lifeline = cls(0, hub.own, _who(0), hub) if hub else None
+        lifeline = cls(0, hub.own, _name_of(0), hub) if hub else None
         problems = [
             f"rank {other} has `lifelines=False`"
             for other, answer in enumerate(answers)
@@ -83,12 +83,12 @@ class Lifeline:
         if not problems:
             problem = ""
             if rank > 0:
-                addresses, port, token, hub_who = answers[0]
-                hello: Hello = {"token": token, "rank": rank, "who": _who(rank)}
+                addresses, port, token, hub_name = answers[0]
+                hello: Hello = {"token": token, "rank": rank, "who": _name_of(rank)}
                 try:
                     # The thread starts after the welcome, so an error before it is not reported as
                     # a death.
-                    lifeline = cls(rank, join_hub(addresses, port, hello, CONNECT_S), hub_who)
+                    lifeline = cls(rank, join_hub(addresses, port, hello, CONNECT_S), hub_name)
                 except OSError as error:
                     problem = (
                         f"rank {rank} cannot connect to rank 0 at {addresses}, port {port}: {error}"
@@ -178,13 +178,13 @@ class Lifeline:
         buffer = bytearray()
         selector = selectors.DefaultSelector()
         selector.register(self._connection, selectors.EVENT_READ)
-        how = ""
-        while not how:
+        ending = ""
+        while not ending:
             if selector.select(self._order.ask_if_late()):
-                how = receive(self._connection, buffer, self._handle)
+                ending = receive(self._connection, buffer, self._handle)
         self._order.release()
         if not self._hub_may_end:
-            self._decide(f"{self._hub_who} {how}", [0])
+            self._decide(f"{self._hub_name} {ending}", [0])
         self._decided.set()
         selector.close()
         self._connection.close()
@@ -195,7 +195,7 @@ class Lifeline:
         elif "over" in message:
             self._hub_may_end = True
             if not (bug := message["over"]):
-                self.failure = self.failure or f"{self._hub_who} has left"
+                self.failure = self.failure or f"{self._hub_name} has left"
             else:
                 self._print(
                     f"the ranks' lifelines have ended ({bug}); a rank that dies may be noticed"
@@ -256,11 +256,11 @@ def _start_hub(wanted: bool | int) -> tuple[Hub | None, Any]:
     try:
         # Another host may know this one by another address.
         addresses = list(dict.fromkeys([address_towards(master), master]))
-        hub = Hub(dist.get_world_size(), _who(0), 0 if wanted is True else wanted)
+        hub = Hub(dist.get_world_size(), _name_of(0), 0 if wanted is True else wanted)
     except OSError as error:
         return None, f"rank 0 cannot listen: {error}"
-    return hub, (addresses, hub.port, hub.token, _who(0))
+    return hub, (addresses, hub.port, hub.token, _name_of(0))
 
 
-def _who(rank: int) -> str:
+def _name_of(rank: int) -> str:
     return f"Rank {rank} (process {os.getpid()} on {socket.gethostname()})"

@@ -188,8 +188,10 @@ def judge(
             scale = tl.load(payloads + row * stride + at, mask=valid, other=0)
             infinite += tl.sum(((scale & 0x7F800000) == 0x7F800000).to(tl.int32), axis=0)
             t += 128
-    told = tl.load(wrong + row * num_parts + p) | harmed.to(tl.int32) | tl.where(infinite > 0, 2, 0)
-    tl.store(wrong + row * num_parts + p, told)
+    faults = (
+        tl.load(wrong + row * num_parts + p) | harmed.to(tl.int32) | tl.where(infinite > 0, 2, 0)
+    )
+    tl.store(wrong + row * num_parts + p, faults)
 
 
 @triton.jit

@@ -103,10 +103,10 @@ class Placement:
             for name, tensor in chain(
                 piece.modules.named_parameters(), piece.modules.named_buffers()
             ):
-                what = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+                kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
                 if owners.setdefault(id(tensor), stage) != stage:
                     raise ValueError(
-                        f"The {what} {name!r} of piece {piece.index} is also used on stage"
+                        f"The {kind} {name!r} of piece {piece.index} is also used on stage"
                         f" {owners[id(tensor)]}: stages on different ranks cannot share it. Make a"
                         " module for each, untie the weights, or put both uses into one piece."
                     )

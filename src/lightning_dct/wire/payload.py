@@ -207,9 +207,9 @@ def read_dense(layout: PayloadLayout, payload: Tensor) -> Tensor:
     return payload[layout.edges[4] :][: layout.dense_bytes]
 
 
-def tag_of(*what: object) -> int:
+def tag_of(*shared: object) -> int:
     """A tag of things that ranks must share: 15 bits, not all zero."""
-    return 1 + zlib.crc32(repr(what).encode()) % 0x7FFF
+    return 1 + zlib.crc32(repr(shared).encode()) % 0x7FFF
 
 
 def write_header(magic: int, format_code: int, count: int, fingerprint: int) -> bytes:
