@@ -12,7 +12,7 @@ from lightning_dct import DCTConfig
 from lightning_dct.commands import main
 from lightning_dct.cost.timing import Speed, measure_speed
 
-SPEED = Speed(compress=1e-9, clear=1e-10, add=1e-11, how="made up")
+SPEED = Speed(compress=1e-9, clear=1e-10, add=1e-11, measurement="made up")
 ASKED = ["--world-size", "4", "--link", "1Gbit", "--parameters", "1M"]
 
 

@@ -215,9 +215,9 @@ def refuse_corrupt_payload() -> str:
             payload[8] ^= 1
         return payload
 
-    packed = wire.pack
+    packed = wire.pack_payload
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wire, "pack", damaged)
+        patch.setattr(wire, "pack_payload", damaged)
         return message_of(fit, DCTStrategy(), Module(), 3)
 
 
