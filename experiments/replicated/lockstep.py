@@ -334,9 +334,9 @@ class Exchanges:
         with mock.patch.object(collectives, "dist", Collectives):
             for names in self._buckets:
                 items = [rank.flow.send(names, rank.rounds, length, context) for rank in self.ranks]
-                while items[0].message.collectives_left:
+                while items[0].transfer.collectives_left:
                     for rank, item in zip(self.ranks, items, strict=True):
-                        item.message.advance(rank.exchange.everyone.traffic, check_finite=False)
+                        item.transfer.advance(rank.exchange.everyone.traffic, check_finite=False)
                 for rank, item in zip(self.ranks, items, strict=True):
                     rank.flow.apply(rank.rounds, [item])
         self._meetings.clear()
