@@ -216,9 +216,9 @@ class EmulatedRanks:
             payload.clone() for payload in self.meetings[self.meetings_before + bucket].everyone()
         ]
         for payload in sent:
-            payload[8:10] ^= torch.tensor([self.synchronizers[0]._context.tag], dtype=torch.int16).view(
-                torch.uint8
-            )
+            payload[8:10] ^= torch.tensor(
+                [self.synchronizers[0]._context.tag], dtype=torch.int16
+            ).view(torch.uint8)
         return sent
 
     def state_dicts(self) -> list[dict[str, Any]]:
