@@ -55,8 +55,8 @@ from lightning_dct.law import (
 )
 from lightning_dct.registration import TRAINER, USE_LIGHTNING, other_trainer_is_there
 from lightning_dct.saving import CheckpointedStrategy
+from lightning_dct.sync.entrance import StepEntrance, calls_step
 from lightning_dct.sync.optimizer_trial import warn_of_late_gradients
-from lightning_dct.sync.unseen_steps import UnseenStepCheck
 from lightning_dct.sync.updates import UpdateSynchronizer
 from lightning_dct.sync.views import View
 from lightning_dct.traffic import Traffic
@@ -93,7 +93,8 @@ class DCTStrategyBase(CheckpointedStrategy):
         # Whether a step has left parameters without a gradient.
         self.has_unused = False
         self._tables: tuple[ShardedEmbeddingBags, ...] = ()
-        self._unseen_steps = UnseenStepCheck()
+        # Where optimizer steps begin and end, if updates are exchanged.
+        self._entrance: StepEntrance | None = None
         self.user_settings = user_settings
         self.length = RunLength(math.inf)
         super().__init__(**kwargs)
@@ -236,7 +237,9 @@ class DCTStrategyBase(CheckpointedStrategy):
                 and self.clips_by_norm_of_mean
             ):
                 install_clipping_of_mean(self.precision_plugin, updates.norm_of_mean)
-            self._unseen_steps.watch(lambda: (updates,))
+            self._stop_watching()  # a search for a learning rate has begun training before
+            self._entrance = StepEntrance(updates)
+            self._entrance.watch()
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the states; in mid-run, after a search for a learning rate, expect the rest of the
@@ -440,10 +443,8 @@ class DCTStrategyBase(CheckpointedStrategy):
         model: pl.LightningModule | Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Step, and exchange updates when they are due."""
+        """Step, which the entrance sees, too, if a loss scaler skips it."""
         updates = self.updates
-        if updates is not None:
-            updates.before_step(optimizer)
 
         def forward_and_backward() -> Any:
             output = closure()
@@ -454,14 +455,10 @@ class DCTStrategyBase(CheckpointedStrategy):
                 self.has_unused = any(one.requires_grad and one.grad is None for one in stepped)
             return output
 
-        with self._unseen_steps.seen(optimizer):
+        with calls_step(optimizer, () if self._entrance is None else (self._entrance,)):
             output = super().optimizer_step(optimizer, forward_and_backward, model, **kwargs)
-        self._stepped.add(optimizer)
-        if updates is not None:
-            updates.after_step(
-                optimizer, was_made=self._scaler is None or self._unseen_steps.was_made
-            )
-        elif self.project is not None:
+            self._stepped.add(optimizer)
+        if updates is None and self.project is not None:
             self.project(self._module)
         return output
 
@@ -478,6 +475,11 @@ class DCTStrategyBase(CheckpointedStrategy):
             self.updates.warn_if_unsent()
             self._warn_if_shorter(self.updates)
             self.updates.check_parameters_alike()
+
+    def _stop_watching(self) -> None:
+        if self._entrance is not None:
+            self._entrance.stop()
+            self._entrance = None
 
     def on_exception(self, exception: BaseException) -> None:
         """Say where the model is, if code that is written for ``ddp`` looks for it inside a
@@ -510,7 +512,7 @@ class DCTStrategyBase(CheckpointedStrategy):
             and (trainer.state.fn, trainer.state.status) in OUTSIDE_FIT
         ):
             self.check_order("the end")
-        self._unseen_steps.stop()
+        self._stop_watching()
         for table in self._tables:
             table.exchange_group.check_order = None
         if self.synchronizer is not None:

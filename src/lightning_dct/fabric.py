@@ -44,10 +44,10 @@ from lightning_dct.law import RunSettings, UserSettings
 from lightning_dct.lightning_private import BackwardSyncControl
 from lightning_dct.registration import ENDINGS
 from lightning_dct.sync import setup
+from lightning_dct.sync.entrance import StepEntrance, calls_step
 from lightning_dct.sync.optimizer_trial import refuse, warn_of_late_gradients
 from lightning_dct.sync.synchronizer import Synchronizer
-from lightning_dct.sync.unseen_steps import UnseenStepCheck
-from lightning_dct.sync.updates import UpdateSynchronizer, take_number_of_dropped
+from lightning_dct.sync.updates import UpdateSynchronizer
 from lightning_dct.sync.views import View
 from lightning_dct.traffic import Traffic
 
@@ -87,7 +87,6 @@ class DCTStrategy(DDPStrategy):
         kwargs.setdefault("gradient_as_bucket_view", True)  # as the Trainer's strategy does
         super().__init__(accelerator=accelerator, **kwargs)
         self.traffic = Traffic(recorded)
-        self._unseen_steps = UnseenStepCheck()
         self._has_told_of_flight = False
         if self.config.compress == "updates":
             self._backward_sync_control = _NoBackwardSync()
@@ -110,7 +109,6 @@ class DCTStrategy(DDPStrategy):
         # parameters.
         self._trained: weakref.WeakKeyDictionary[Optimizer, list[Any]] = weakref.WeakKeyDictionary()
         self._numbers = count()
-        self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def _expect(self, ranks: int) -> None:
         """Take the settings of a run in which so many ranks exchange with each other.
@@ -136,7 +134,7 @@ class DCTStrategy(DDPStrategy):
         ) != self._run_settings.ranks:
             self._expect(ranks)
         synchronizer: Synchronizer
-        optimizers: list[weakref.ref[Optimizer]] = []
+        entrance: StepEntrance | None = None
         if self.config.compress == "gradients":
             module = super().setup_module(module)
             synchronizer = setup.make_gradient_synchronizer(
@@ -148,20 +146,16 @@ class DCTStrategy(DDPStrategy):
             # module.
             proxy: Any = weakref.proxy(module)
             synchronizer = updates = setup.make_update_synchronizer(
-                self,
-                proxy,
-                group,
-                setup.exchanges_buffers(self._ddp_kwargs),
-                lambda: [one() for one in optimizers],
+                self, proxy, group, setup.exchanges_buffers(self._ddp_kwargs)
             )
             updates.run_settings = self._run_settings
             updates.may_skip = getattr(self.precision, "scaler", None) is not None
-            ours = weakref.ref(self)  # the check may outlive a Fabric that is never torn down
-            self._unseen_steps.watch(lambda: () if (one := ours()) is None else one._updates)
+            entrance = StepEntrance(updates)
+            entrance.watch()
         # The synchronizer itself requests refreshes: if a strategy overrides `backward`, Fabric
         # forbids `loss.backward()`.
         synchronizer.refresh_every = self.config.refresh_every
-        self._synchronized[module] = _Synchronized(next(self._numbers), synchronizer, optimizers)
+        self._synchronized[module] = _Synchronized(next(self._numbers), synchronizer, entrance)
         for optimizer in list(self._trained):
             self._trained_by(optimizer)
         return module
@@ -208,23 +202,11 @@ class DCTStrategy(DDPStrategy):
         return super().setup_optimizer(optimizer)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Step, and exchange updates when they are due."""
-        updates = self._trained_by(optimizer)
-        if optimizer not in self._stepped:
-            self._stepped.add(optimizer)
-            for _, synchronizer, optimizers in self._synchronized.values():
-                if len(optimizers) > 1 and synchronizer in updates:
-                    self._check_order("the first step of an optimizer")
-                    take_number_of_dropped(synchronizer, optimizers, optimizer)
-        for synchronizer in updates:
-            synchronizer.begin_step(optimizer)
-        with self._unseen_steps.seen(optimizer):
+        """Step, which the entrances of modules see, too, if a loss scaler skips it."""
+        entrances = self._trained_by(optimizer)
+        with calls_step(optimizer, entrances):
             output = super().optimizer_step(optimizer, **kwargs)
-        for synchronizer in updates:
-            synchronizer.after_step(
-                optimizer, was_made=not synchronizer.may_skip or self._unseen_steps.was_made
-            )
-        if self.project is not None and not updates:
+        if self.project is not None and not entrances:
             for module in self._trained[optimizer]:
                 self.project(module.module)
         return output
@@ -240,14 +222,14 @@ class DCTStrategy(DDPStrategy):
         """Clip by the norm of the ranks' mean gradient: with updates each rank's own gradients are
         longer.
         """
-        updates = self._trained_by(optimizer)
-        if len(updates) != 1 or norm_type != 2.0:
+        entrances = self._trained_by(optimizer)
+        if len(entrances) != 1 or norm_type != 2.0:
             return super().clip_gradients_norm(
                 module, optimizer, max_norm, norm_type, error_if_nonfinite
             )
         self.precision.unscale_gradients(optimizer)
         norm = clip_by_norm_of_mean(
-            self.precision.main_params(optimizer), max_norm, updates[0].norm_of_mean
+            self.precision.main_params(optimizer), max_norm, entrances[0].updates.norm_of_mean
         )
         if error_if_nonfinite and not bool(norm.isfinite()):
             raise RuntimeError(
@@ -443,9 +425,9 @@ class DCTStrategy(DDPStrategy):
             if one is module
         ]
 
-    def _trained_by(self, optimizer: Optimizer) -> list[UpdateSynchronizer]:
-        """The synchronizers that must see an optimizer's steps; it numbers it, and keeps the
-        modules alive.
+    def _trained_by(self, optimizer: Optimizer) -> list[StepEntrance]:
+        """The entrances of the modules that an optimizer steps; it gets a number there, and keeps
+        the modules alive.
         """
         found = [
             (module, its)
@@ -453,13 +435,11 @@ class DCTStrategy(DDPStrategy):
             if its.synchronizer.is_stepped_by(optimizer)
         ]
         self._trained[optimizer] = [module for module, _ in found]
-        updates = []
-        for _, (_, synchronizer, optimizers) in found:
-            if isinstance(synchronizer, UpdateSynchronizer):
-                updates.append(synchronizer)
-                if not any(one() is optimizer for one in optimizers):
-                    optimizers.append(weakref.ref(optimizer))
-        return updates
+        entrances = [its.entrance for _, its in found if its.entrance is not None]
+        for entrance in entrances:
+            if not entrance.updates.known.has(optimizer):
+                entrance.follow(optimizer)
+        return entrances
 
     @property
     def synchronizers(self) -> list[Synchronizer]:
@@ -484,13 +464,11 @@ class DCTStrategy(DDPStrategy):
 
 
 class _Synchronized(NamedTuple):
-    """A module's number, its synchronizer, and the optimizers that step its parameters, in the
-    order of setup.
-    """
+    """A module's number, its synchronizer, and the entrance of steps if updates are exchanged."""
 
     number: int
     synchronizer: Synchronizer
-    optimizers: list[weakref.ref[Optimizer]]
+    entrance: StepEntrance | None
 
 
 class _NoBackwardSync(BackwardSyncControl):

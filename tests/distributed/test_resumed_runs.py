@@ -20,6 +20,7 @@ from lightning_dct import DCTStrategy
 from one_card import DEVICE
 from pipeline import test_checkpoints as pipeline
 from sync import test_buffers as buffers
+from sync import test_entrance as entrance
 from sync import test_plain_loop as plain_loop
 from sync import test_resume_updates as updates
 from sync import test_run_length as run_length
@@ -95,6 +96,8 @@ CASES: dict[str, tuple[Any, ...]] = {
     "a layer that is frozen by then": (2, updates.train_freezing),
     "a run of unknown length": (2, run_length.train_counting),
     "optimizers that are stepped by hand": (2, run_length.two_nets),
+    "bare optimizers": (2, entrance.train_bare),
+    "an optimizer inside another": (2, entrance.train_sharp),
     "Accordion, updates": (2, accordion.train_resumable, "updates"),
     "Accordion, gradients": (2, accordion.train_resumable, "gradients"),
     "error averaging": (2, error_averaging.train_resumable),
@@ -162,7 +165,7 @@ QUICK |= {
     "pruned tables",
     "a pipeline",
 }
-QUICK |= {"updates, 64-true", "buffers of all kinds"}
+QUICK |= {"updates, 64-true", "buffers of all kinds", "an optimizer inside another"}
 QUICK |= {
     f"a loop, {plain_loop.SETTINGS[-1]}",
     "a loop of unknown length",

@@ -20,15 +20,12 @@ from distributed.training import (
     Module,
     Watch,
     fit,
-    launched,
     loader,
-    perceptron,
     rank,
     trainer_for,
     warnings_of,
 )
 from lightning_dct import DCTStrategy
-from lightning_dct.fabric import DCTStrategy as FabricStrategy
 
 SETTINGS = {"density": 0.3, "local_steps": 2, "warmup_steps": 0}
 EVERY_STEP = {"density": 0.3, "local_steps": 1, "warmup_steps": 0}
@@ -69,70 +66,6 @@ def test_data_without_a_length(ranks: Any, settings: dict[str, Any]) -> None:
 
 def stream(settings: dict[str, Any]) -> list[str]:
     return train(Module(), DataLoader(Stream(), batch_size=None), settings=settings, max_epochs=2)
-
-
-class Raw(Manual):
-    """Steps the bare optimizer, as Lightning allows."""
-
-    def stepped(self, batch_idx: int) -> list[Any]:
-        return [self.optimizers(use_pl_optimizer=False)]
-
-
-class OwnOptimizer(Module):
-    """Keeps an optimizer to itself."""
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        if batch_idx == 3:
-            own = torch.optim.SGD([self.model.gain], 0.1)
-            self.model.gain.grad = torch.ones_like(self.model.gain)
-            own.step()
-        return super().training_step(batch, batch_idx)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(
-            [*self.model.first.parameters(), *self.model.second.parameters()], 0.1
-        )
-
-
-class Inner(Module):
-    """Steps what is inside Lightning's wrapper."""
-
-    def optimizer_step(
-        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
-    ) -> None:
-        optimizer_closure()
-        optimizer.optimizer.step()
-
-
-STEPPERS = {"raw": Raw, "own": OwnOptimizer, "inner": Inner}
-
-
-@pytest.mark.parametrize("kind", STEPPERS)
-def test_steps_that_the_strategy_does_not_see_are_refused(ranks: Any, kind: str) -> None:
-    """With gradients they do no harm."""
-    with pytest.raises(
-        RankFailure, match=r"`SGD` has stepped 'model.*Step what `self.optimizers\(\)`"
-    ):
-        ranks(2).run(step, kind, SETTINGS)
-    assert ranks(2).run(step, kind, {"compress": "gradients"}) == [[], []]
-
-
-def step(kind: str, settings: dict[str, Any]) -> list[str]:
-    return train(STEPPERS[kind](), settings=settings)
-
-
-def test_fabric_refuses_them_too(ranks: Any) -> None:
-    with pytest.raises(RankFailure, match="`SGD` has stepped 'gain'"):
-        ranks(2).run(step_in_fabric)
-
-
-def step_in_fabric() -> None:
-    fabric = launched(FabricStrategy(**SETTINGS))
-    bare = perceptron()
-    optimizer = torch.optim.SGD(bare.parameters(), 0.1)
-    model, _ = fabric.setup(bare, optimizer)
-    fabric.backward(model(torch.ones(4, 40, device=fabric.device)).sum())
-    optimizer.step()
 
 
 class Unfreezing(Module):

@@ -25,7 +25,6 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_dct.callbacks.internal import EvaluationJoin, InternalCallback
 from lightning_dct.callbacks.run_advice import RunAdvice, run_length
@@ -101,7 +100,6 @@ class DCTElasticStrategy(DCTStrategy):
         self._marked = self._seconds = (
             0.0  # since the last optimizer step, without what is not training
         )
-        self._trained: bool | None = None  # whether the step of this batch was; None if it has none
         self._last: dict[str, Any] = {"loss": torch.zeros(())}  # what the last step has returned
 
     # Ranks, and what they do together.
@@ -332,22 +330,14 @@ class DCTElasticStrategy(DCTStrategy):
             self._last = apply_to_collection(dict(result), Tensor, Tensor.detach)
         return output
 
-    def optimizer_step(
-        self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any
-    ) -> Any:
-        """Step, and count it."""
-        self._trained = self._elastic.trains
-        return super().optimizer_step(optimizer, closure, model, **kwargs)
-
     def after_batch(self) -> None:
         """Exchange updates if that is due; Lightning has counted the batch."""
         updates = self._elastic
         now = time.monotonic()
         self._seconds += now - self._marked
-        if self._trained is not None:
-            updates.add_step(self._trained, self._seconds)
+        if updates.is_trained is not None:
+            updates.add_step(updates.is_trained, self._seconds)
             self._seconds = 0.0
-            self._trained = None
         if updates.due:
             updates.exchange_updates()
         self._marked = time.monotonic()
@@ -361,7 +351,7 @@ class DCTElasticStrategy(DCTStrategy):
             self._given = None
         self._marked = time.monotonic()
         self._seconds = 0.0
-        self._trained = None
+        self._elastic.is_trained = None
 
     def on_validation_end(self) -> None:
         """Measure steps without the validation."""

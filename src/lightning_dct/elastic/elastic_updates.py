@@ -115,6 +115,7 @@ class ElasticUpdates(UpdateSynchronizer):
         due: Whether the next exchange is due.
         train_until: The step up to which this rank trains in this round.
         resume_at: The step of the others, if this rank is behind; it passes over those before.
+        is_trained: Whether the step of this batch has been trained; None if the batch had none.
         passed_over: Steps that this rank has not trained.
         exchanges: Exchanges that this rank has taken part in.
         seconds_met: Time in meetings, in which this rank has waited for others.
@@ -124,6 +125,7 @@ class ElasticUpdates(UpdateSynchronizer):
     present: PresentRanks
     buffers: PresentBuffers
     may_skip = True  # a rank may pass over steps
+    takes_new_optimizers = False
 
     def __init__(self, *args: Any, rank: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -132,6 +134,7 @@ class ElasticUpdates(UpdateSynchronizer):
         self._alone = False  # others may come
         self.peers = (0,)  # what is compared with all ranks is this rank's alone
         self.due = False
+        self.is_trained: bool | None = None
         self.train_until = self.resume_at = 0
         self.passed_over = self.exchanges = self._trained = 0
         self.seconds_met = 0.0
@@ -160,6 +163,11 @@ class ElasticUpdates(UpdateSynchronizer):
             not self.train_until or self.step < self.train_until
         )
 
+    def begin_step(self, optimizer: Optimizer) -> None:
+        """Begin a step, which may be passed over; no collective call."""
+        self.is_trained = self.trains
+        self.before_step(optimizer)
+
     def after_step(self, optimizer: Optimizer, was_made: bool = True) -> None:
         """Count a step; the exchange comes when the batch ends, where a checkpoint can be made for
         a joiner.
@@ -173,6 +181,7 @@ class ElasticUpdates(UpdateSynchronizer):
 
     def add_step(self, trained: bool, seconds: float) -> None:
         """Count a step that was trained, in so many seconds, or was passed over."""
+        self.is_trained = None
         self._trained += trained
         if trained:
             self._times.append(seconds)
@@ -244,9 +253,9 @@ class ElasticUpdates(UpdateSynchronizer):
         buckets = self._plans(rounds, rounds.steps)
         sampled = torch.empty(0)
         if rounds.coherence.has_begun(rounds.steps):
-            sampled = torch.cat(
-                [one.entries for one in self._samples(rounds, self._optimizers()[0]).values()]
-            )
+            optimizer = self.known.all()[0]
+            assert optimizer is not None  # Lightning holds it
+            sampled = torch.cat([one.entries for one in self._samples(rounds, optimizer).values()])
             rounds.coherence.skip()
         # Those of all buffers, of which ranks then send those that have changed on one of them.
         decayed = rounds.own_decay.of(rounds.names if rounds.decays else ()).view(torch.uint8)

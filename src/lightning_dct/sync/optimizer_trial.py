@@ -57,6 +57,8 @@ PUSH = WEIGHT / 2
 DECAYING_STEPS = 3
 # Times the smallest normal number: what steps leave of it is no zero.
 TINY = 2.0**6
+# What a loss scaler sets for the time of a fused optimizer's step.
+OF_SCALER = {"found_inf", "grad_scale"}
 # Relative error of a ratio of squares.
 SQUARE = 0.02
 
@@ -384,7 +386,7 @@ class _Miniature(TorchDispatchMode):
         besides = {
             name: value
             for name, value in vars(optimizer).items()
-            if name not in ("param_groups", "state")
+            if name not in {"param_groups", "state", *OF_SCALER}
         }
         self._all = any(True for _ in _tensors_in(besides))
         self._optimizer = self._copy(optimizer)
@@ -468,8 +470,9 @@ class _Miniature(TorchDispatchMode):
 
     def _make_optimizer(self, optimizer: Optimizer) -> Optimizer:
         copy = self._copies[id(optimizer)] = object.__new__(type(optimizer))
-        # Schedulers wrap it.
-        parts = {name: value for name, value in vars(optimizer).items() if name != "step"}
+        # Schedulers wrap its step.
+        left_out = {"step", *OF_SCALER}
+        parts = {name: value for name, value in vars(optimizer).items() if name not in left_out}
         for name, value in parts.items():
             is_hooks = name.startswith("_optimizer_") and isinstance(value, dict)
             if name == "param_groups":

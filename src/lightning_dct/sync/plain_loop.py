@@ -11,22 +11,19 @@ updates.close()
 
 import math
 import os
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from lightning_dct.agreement import check_agreement, describe_optimizers
 from lightning_dct.clipping import clip_by_norm_of_mean
@@ -34,15 +31,14 @@ from lightning_dct.compress.awaited import clock_of, recorded
 from lightning_dct.config import DCTConfig, check_integer
 from lightning_dct.failures.lifeline import lifeline_of_process
 from lightning_dct.law import RunSettings, UserSettings
-from lightning_dct.step_hooks import before_steps_while_alive
+from lightning_dct.step_hooks import see_steps
+from lightning_dct.sync.entrance import StepEntrance
 from lightning_dct.sync.optimizer_trial import refuse, warn_of_late_gradients
 from lightning_dct.sync.setup import (
     check_settings,
     make_gradient_synchronizer,
     make_update_synchronizer,
 )
-from lightning_dct.sync.unseen_steps import is_skipped
-from lightning_dct.sync.updates import take_number_of_dropped
 from lightning_dct.sync.views import View
 from lightning_dct.traffic import Traffic
 
@@ -91,8 +87,9 @@ class _Loop:
 class Updates(_Loop):
     """Exchanges the updates of a model's weights after its optimizers' steps.
 
-    Each rank trains its own weights with its own optimizer on its own data. The optimizers' step
-    hooks exchange what weights have moved; :mod:`lightning_dct.sync.updates` has the equations. An
+    Each rank trains its own weights with its own optimizer on its own data. Hooks on optimizers'
+    steps exchange what weights have moved (:mod:`lightning_dct.sync.entrance`);
+    :mod:`lightning_dct.sync.updates` has the equations. An
     optimizer that is made later, as for a second phase of the training, takes part from its first
     step on the model's parameters on. Do not wrap the model in ``DistributedDataParallel``. All
     ranks make this object together, after ``torch.distributed.init_process_group``; they continue
@@ -157,99 +154,21 @@ class Updates(_Loop):
         super().__init__(run_settings.config_after(0), model, group)
         as_under_ddp = {"process_group": group, "broadcast_buffers": average_buffers}
         check_settings(given.config, model, as_under_ddp, {"steps": steps})
-        # Those that the user has dropped are None: a successor takes the number of one.
-        self._optimizers: list[weakref.ref[Optimizer]] = []
-        self._group = group
-        self.synchronizer = make_update_synchronizer(
-            self, model, group, average_buffers, lambda: [one() for one in self._optimizers]
-        )
+        self.synchronizer = make_update_synchronizer(self, model, group, average_buffers)
         self.synchronizer.run_settings = run_settings
         self.synchronizer.refresh_every = self.config.refresh_every
         check_agreement(
             describe_optimizers(given_optimizers, self.synchronizer.parameter_names), model, group
         )
-        self._handles: list[RemovableHandle] = []
-        # Whose steps have begun and not ended.
-        self._begun: list[Optimizer] = []
-        # Whether new optimizers are its own, and not those of a later one for the same model.
-        self._looks = True
+        self._entrance = StepEntrance(self.synchronizer)
         for optimizer in given_optimizers:
-            self._follow(optimizer)
-        self._follow_new_ones()
+            self._entrance.follow(optimizer, is_agreed=True)
+        self._entrance.watch()
 
     @property
     def optimizers(self) -> list[Optimizer]:
         """Those whose steps are exchanged."""
-        return [optimizer for one in self._optimizers if (optimizer := one()) is not None]
-
-    def _follow(self, optimizer: Optimizer) -> None:
-        """Exchange after each of an optimizer's steps."""
-        self._optimizers.append(weakref.ref(optimizer))
-        # Of a compiled `optimizer.step`, torch would compile the exchange, too.
-        self._handles.append(
-            optimizer.register_step_pre_hook(torch.compiler.disable(self._begin_step))
-        )
-        self._handles.append(
-            optimizer.register_step_post_hook(torch.compiler.disable(self._end_step))
-        )
-
-    def _follow_new_ones(self) -> None:
-        """Look at all optimizer steps of this process, for those of optimizers that are made from
-        now on.
-        """
-        own = self.synchronizer.parameter_names.keys()
-        for other in _looking:  # at the same model, and not closed
-            if not own.isdisjoint(other.synchronizer.parameter_names):
-                other._looks = False
-        _looking.add(self)
-        self._handles.append(_look_at_steps(self, self._look_at))
-
-    def _look_at(self, optimizer: Optimizer) -> None:
-        """Exchange also the steps of an optimizer that is new, from this step on, which all ranks
-        begin.
-        """
-        # What is written into shared weights while they are shown is taken over.
-        if (
-            not self._looks
-            or self.synchronizer.views.are_open
-            or any(one is optimizer for one in self.optimizers)
-        ):
-            return
-        known = self.synchronizer.parameter_names
-        if not any(
-            one in known and one.requires_grad for one in _stepped_by(optimizer)
-        ) or self._is_inside(optimizer):
-            return
-        kind = type(optimizer).__name__
-        self.synchronizer.check_order(
-            "the first step of an optimizer", f"the first step of a new `{kind}`"
-        )
-        check_agreement(describe_optimizers([optimizer], known), Module(), self._group)
-        self._follow(optimizer)
-        take_number_of_dropped(self.synchronizer, self._optimizers, optimizer, self._group)
-        rank_zero_info(
-            f"`Updates` exchanges the steps of another optimizer, a new `{kind}`, from now on."
-        )
-
-    def _is_inside(self, optimizer: Optimizer) -> bool:
-        """Whether a step is a part of one that has begun, and changes nothing else."""
-        others = [one for one in self._begun if one is not optimizer and _is_running(one)]
-        return any(set(_stepped_by(one)).issuperset(_stepped_by(optimizer)) for one in others)
-
-    def _begin_step(self, optimizer: Optimizer, *_: Any) -> None:
-        # A step that has failed has begun and never ends.
-        self._begun = [one for one in self._begun if one is not optimizer and _is_running(one)]
-        if not self._is_inside(optimizer):
-            self._begun.append(optimizer)
-            self.synchronizer.begin_step(optimizer)
-
-    def _end_step(self, optimizer: Optimizer, *_: Any) -> None:
-        # A class whose `step` calls that of its base has two of them with hooks.
-        if any(one is optimizer for one in self._begun):
-            self._begun = [one for one in self._begun if one is not optimizer]
-            # A scaler tells fused optimizers to skip a step, and calls no step of others.
-            self.synchronizer.may_skip |= hasattr(optimizer, "found_inf")
-            self.synchronizer.after_step(optimizer, not is_skipped(optimizer))
+        return [one for one in self.synchronizer.known.all() if one is not None]
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip gradients by the norm of the ranks' mean gradient, in place of
@@ -291,8 +210,7 @@ class Updates(_Loop):
 
     def close(self) -> None:
         """Leave the shared weights in the model, and exchange no more; a collective call."""
-        while self._handles:
-            self._handles.pop().remove()
+        self._entrance.stop()
         self.synchronizer.check_order("the end", "`close`")
         if not self.traffic.totals.steps:
             rank_zero_warn(
@@ -314,36 +232,6 @@ def _refuse_wrapper(optimizer: Optimizer) -> None:
             " wraps another optimizer, as that of accelerate's `prepare` does. Give `Updates` the"
             " one that it wraps, before you wrap it or as `optimizer.optimizer`, and step either."
         )
-
-
-_looking: weakref.WeakSet[Updates] = weakref.WeakSet()
-
-
-def _look_at_steps(loop: _Loop, look_at: Callable[[Optimizer], None]) -> RemovableHandle:
-    """Have a method of a loop look at each optimizer that makes a step, as long as there is that
-    loop.
-    """
-    method = weakref.WeakMethod(look_at)
-
-    def look(optimizer: Optimizer, *_: Any) -> None:
-        if (its := method()) is not None:
-            its(optimizer)
-
-    return before_steps_while_alive(loop, torch.compiler.disable(look))
-
-
-def _stepped_by(optimizer: Optimizer) -> Iterator[Tensor]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
-
-
-def _is_running(optimizer: Optimizer) -> bool:
-    """Whether a method of an optimizer is being executed."""
-    frame = sys._getframe()
-    while frame is not None:
-        if frame.f_locals.get("self") is optimizer:
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
 
 
 class Gradients(_Loop):
@@ -384,10 +272,10 @@ class Gradients(_Loop):
         self.synchronizer.refresh_every = self.config.refresh_every
         self._warned_of: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         if self.synchronizer.delays_gradients:
-            _look_at_steps(self, self._look_at)
+            see_steps(self, self._look_at)
         model.register_comm_hook(None, self.synchronizer.hook)
 
-    def _look_at(self, optimizer: Optimizer) -> None:
+    def _look_at(self, optimizer: Optimizer, *_: Any) -> None:
         """Warn of an optimizer that loses quality with gradients that come late, at its first
         step.
         """

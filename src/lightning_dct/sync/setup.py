@@ -111,7 +111,7 @@ def make_update_synchronizer(
     module: Module,
     group: dist.ProcessGroup | None,
     exchanges_buffers: bool,
-    optimizers: Callable[[], Sequence[Any]],
+    optimizers: Callable[[], Sequence[Any]] = tuple,
     weights: SharedWeights | None = None,
     ranks_of_buffers: Link | None = None,
 ) -> UpdateSynchronizer:

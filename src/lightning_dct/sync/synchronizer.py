@@ -68,6 +68,7 @@ class Synchronizer:
             batches are not known.
         lifeline: Compares what the ranks do; None if there is none.
         peers: The ranks of the job that do the same as this one.
+        group: Their process group; None if that is of all ranks, or there is none.
     """
 
     def __init__(
@@ -96,10 +97,12 @@ class Synchronizer:
         self.batch: tuple[int, str] | None = None
         self.lifeline: Lifeline | None = None
         self.peers: Sequence[int] = ()
+        self.group: dist.ProcessGroup | None = None
 
     def compare_places(self, lifeline: Lifeline | None, group: dist.ProcessGroup) -> None:
         """Have a lifeline compare what the ranks of a group do, which hold the same parameters."""
         self.lifeline = lifeline
+        self.group = group
         self.peers = dist.get_process_group_ranks(group)
 
     def check_order(self, name: str, description: str) -> None:

@@ -18,6 +18,7 @@ from lightning_dct.config import DCTConfig
 from lightning_dct.exchange.base import Exchange, Transfer
 from lightning_dct.sync.buffers import Buffers
 from lightning_dct.sync.coherence import Coherence, TensorCoherence
+from lightning_dct.sync.known_optimizers import KnownOptimizers
 from lightning_dct.sync.optimizer_state import Deviation
 from lightning_dct.sync.rounds import InFlight, Rounds, UpdateFlow
 from lightning_dct.sync.shared_weights import SharedWeights, as_real
@@ -33,13 +34,15 @@ class UpdateState(Synchronizer):
 
     Args, beside those of :class:`Synchronizer`:
         buffers: This rank's buffers, which are exchanged uncompressed.
-        optimizers: Gives all optimizers, in the same order on every rank.
+        optimizers: Gives the optimizers that are known from the start, in the same order on every
+            rank.
         parameters: Gives all parameters of the model, including those that do not take part.
         weights: The shared weights.
 
     Attributes:
         flow: Sends a bucket and applies what arrives.
         views: Whose weights and buffers are in the model.
+        known: The optimizers whose steps are exchanged.
         clips_by_norm: Whether gradients are clipped by the norm of their mean, for which coherence
             is measured.
     """
@@ -59,7 +62,7 @@ class UpdateState(Synchronizer):
         self.flow = UpdateFlow(self.plans, self.weights, exchange, self.feedback)
         self.buffers = buffers
         self.views = Views(self.weights, buffers)
-        self._optimizers = optimizers
+        self.known = KnownOptimizers(optimizers)
         self._parameters = parameters
         # Parameters that take part, or are known not to.
         self._settled = self._excluded()

@@ -29,6 +29,7 @@ take turns, and for exchanges that overlap with training.
 
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from typing import ClassVar
 from weakref import ref
 
 import torch
@@ -37,7 +38,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_dct.agreement import check_alike, gather_objects
+from lightning_dct.agreement import check_alike
 from lightning_dct.compress.bucket_plan import ExchangeContext, local_of, real_numel
 from lightning_dct.config import DCTConfig
 from lightning_dct.failures.collective_order import EXCHANGE
@@ -69,12 +70,14 @@ class UpdateSynchronizer(UpdateState):
         may_skip: Whether a rank may skip a step by itself, as under a loss scaler; the same on all
             ranks.
         masks: Finds masks on this rank; None to compare nothing within training.
+        takes_new_optimizers: Whether an optimizer may come that is not known from the start.
     """
 
     run_settings: RunSettings | None = None
     project: Callable[[], None] | None = None
     may_skip: bool = False
     masks: Masks | None = None
+    takes_new_optimizers: ClassVar[bool] = True
     _has_warned: bool = False
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -98,9 +101,10 @@ class UpdateSynchronizer(UpdateState):
         call.
         """
         known = len(self.weights.parameters)
-        number = self._number_of(optimizer)
         self.before_step(optimizer)
-        if new := [*self.weights.parameters][known:]:
+        if len(self.weights.parameters) > known:
+            new = [*self.weights.parameters][known:]
+            number = self._number_of(optimizer)
             self.check_order(
                 f"{self._rounds[number].what} begins", f"the first step of {len(new)} parameters"
             )
@@ -547,28 +551,11 @@ class UpdateSynchronizer(UpdateState):
             self._to_refresh -= names
 
     def _number_of(self, optimizer: Optimizer) -> int:
-        for number, known in enumerate(self._optimizers()):
-            if known is optimizer:
-                return number
-        raise ValueError(
-            f"An optimizer ({type(optimizer).__name__}) has made a step, but `configure_optimizers`"
-            " did not return it. Return it there too, so that all ranks know when it steps."
-        )
-
-
-def take_number_of_dropped(
-    synchronizer: UpdateSynchronizer,
-    optimizers: list[ref[Optimizer]],
-    successor: Optimizer,
-    group: dist.ProcessGroup | None = None,
-) -> None:
-    """Give an optimizer the number of one that the user has dropped on every rank, if any; a
-    collective call.
-    """
-    dropped = [number for number, one in enumerate(optimizers) if one() is None]
-    # Ranks may collect garbage at different times.
-    if everywhere := set.intersection(*map(set, gather_objects(dropped, group))):
-        number = min(everywhere)
-        own = [one() for one in optimizers].index(successor)
-        synchronizer.forget_optimizer(number)
-        optimizers[number], optimizers[own] = optimizers[own], optimizers[number]
+        number = self.known.number_of(optimizer)
+        if number is None:
+            raise ValueError(
+                f"An optimizer ({type(optimizer).__name__}) has made a step, but"
+                " `configure_optimizers` did not return it. Return it there too, so that all ranks"
+                " know when it steps."
+            )
+        return number
