@@ -263,7 +263,7 @@ def test_a_wrong_batch_is_an_error_on_every_rank(
     found = ranks(3).run(messages_of_wrong_batches, kind, {**settings, "embedding_dim": 4})
     for rank, (told, places) in enumerate(found):
         assert len(told) == 6
-        # Or a strategy would say that ranks have come apart.
+        # Or a strategy would say that ranks are out of step.
         assert places == 3 * ["rows"] + 3 * ["exact rows"]
         for message, culprit in zip(told, (0, 1, 1, 0, 1, 1), strict=True):
             assert (f"Rank {culprit} of the process group" in message) == (rank != culprit)

@@ -64,8 +64,8 @@ def test_a_rank_that_leaves_out_a_step_asks_at_its_next_exchange(pace: int) -> N
     (asked,) = sent[1]
     said = orders[0].hear({"ask": asked})
     assert said.startswith(
-        "The ranks have come apart: rank 0 to an exchange, in optimizer step 21, in batch"
-        f" {21 * pace - 1} of epoch 0 and rank 1 to an exchange, in optimizer step 21, in batch"
+        "The ranks are out of step: rank 0 at an exchange, in optimizer step 21, in batch"
+        f" {21 * pace - 1} of epoch 0 and rank 1 at an exchange, in optimizer step 21, in batch"
         f" {22 * pace - 1} of epoch 0. Rank 1 has made fewer"
     )
     assert sent[0] == [{"agrees": 21, "peers": [0, 1], "apart": said}]

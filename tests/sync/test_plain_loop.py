@@ -395,7 +395,7 @@ def unfreeze_on_one_rank() -> str:
 
 def test_a_rank_that_trains_more_parameters_is_told(ranks: Any) -> None:
     for said in ranks(2).run(unfreeze_on_one_rank):
-        assert "rank 1 to the first step of 2 parameters. Change `requires_grad`" in said
+        assert "rank 1 at the first step of 2 parameters. Change `requires_grad`" in said
 
 
 def train_in_phases(given: int) -> tuple[dict[str, Tensor], int, list[str]]:
@@ -524,7 +524,7 @@ def step_a_new_one_on_one_rank() -> str:
 
 def test_a_rank_that_alone_steps_a_new_optimizer_is_told(ranks: Any) -> None:
     for said in ranks(2).run(step_a_new_one_on_one_rank):
-        assert "rank 1 to the first step of a new `Adam`" in said
+        assert "rank 1 at the first step of a new `Adam`" in said
 
 
 def train_others_and_nothing() -> list[str]:

@@ -301,11 +301,12 @@ class RunAdvice(InternalCallback):
         rows = [("time of a step", time)]
         slow = self._slow
         if slow is not None and slow.share_of_step > MUCH:
-            rank = (
-                f"rank {slow.rank}: {100 * slow.share_of_waiting:.0f}% of the others' waiting is"
-                " for it"
+            cell = (
+                f"rank {slow.rank}: the others wait for it during"
+                f" {100 * slow.share_of_step:.0f}% of a step,"
+                f" {100 * slow.share_of_waiting:.0f}% of all their waiting"
             )
-            rows.append(("slowest rank", f"{rank}, {100 * slow.share_of_step:.0f}% of a step"))
+            rows.append(("slowest rank", cell))
         config = synchronizer.config
         device = strategy.root_device
         line = verdict(config, costs, dense, device.type, dense_setting(strategy))

@@ -232,7 +232,7 @@ def restore_state(
         if config.missing_state != "reset" or type(error) not in RESETTABLE:
             raise
         rank_zero_warn(
-            f"{error} This setting is given, so training continues from step"
+            f"{error} The strategy has that setting, so training continues from step"
             f" {manifest['synchronisations']} with an empty residual on every rank. Changes that"
             " were not sent before the save are lost."
         )

@@ -229,9 +229,9 @@ def add_dense(
 def name_broken_sender(sender: str) -> None:
     """Warn once, on rank 0, that a rank has sent infinite or NaN numbers."""
     rank_zero_warn(
-        f"{sender} of the process group are infinite or NaN, and so are the weights of all ranks"
-        " from now on. Look at the loss and the data of that rank. A loss scaler skips such a step"
-        " by itself."
+        f"{sender} of the process group are infinite or NaN: the weights of all ranks are so from"
+        " now on. Stop the run, and look at the loss and the data of that rank. A loss scaler skips"
+        " such a step by itself."
     )
 
 

@@ -463,9 +463,8 @@ def _announce(module: ShardedEmbeddingBags, numbers: Int64Array) -> Int64Array:
     announced = module.exchange_group.announce(numbers, module.traffic)
     if (apart := announced[:, 0] != numbers[0, 0]).any():
         raise RuntimeError(
-            f"Some ranks look up rows of {module.name!r} where others have ended a backward: rank"
-            f" {apart.argmax()} of the process group and this one differ. In each training step all"
-            " ranks must look up the tables equally often. A rank without ids gives an empty"
-            " batch."
+            f"Rank {apart.argmax()} of the process group and this one have called {module.name!r} a"
+            " different number of times in this step. In each training step all ranks must look up"
+            " the tables equally often. A rank without ids gives an empty batch."
         )
     return announced

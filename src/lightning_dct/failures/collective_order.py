@@ -250,7 +250,7 @@ class CollectiveOrder:
         their_batch = theirs.get("batch")
         if (theirs["what"], *theirs["peers"]) != (mine["what"], *mine["peers"]):
             both = sorted((theirs, mine), key=lambda one: one["rank"])
-            places = " and ".join(f"rank {one['rank']} to {one['said']}" for one in both)
+            places = " and ".join(f"rank {one['rank']} at {one['said']}" for one in both)
             alike = all(
                 one["what"].startswith(EXCHANGE) and "values" not in one["what"] for one in both
             )
@@ -260,7 +260,7 @@ class CollectiveOrder:
                 and theirs["what"].split()[:3] != mine["what"].split()[:3]
             ):
                 remedy = SAME_STEPS
-            difference = f"The ranks have come apart: {places}. {remedy}"
+            difference = f"The ranks are out of step: {places}. {remedy}"
         elif their_batch and own_batch and their_batch[0] != own_batch[0]:
             batches = sorted(
                 [
@@ -269,10 +269,10 @@ class CollectiveOrder:
                 ]
             )
             places = " and ".join(
-                f"rank {rank} to {said}, in {name}" for rank, said, (_, name) in batches
+                f"rank {rank} at {said}, in {name}" for rank, said, (_, name) in batches
             )
             behind = max(batches, key=lambda one: one[2][0])[0]
-            difference = f"The ranks have come apart: {places}. Rank {behind} {ALL_STEP}"
+            difference = f"The ranks are out of step: {places}. Rank {behind} {ALL_STEP}"
         self._send({"agrees": theirs["place"], "peers": theirs["peers"], "apart": difference})
         return difference
 

@@ -261,8 +261,8 @@ class Hub:
 
     def _announce_apart(self, question: Place, rank: int, where: str) -> None:
         both = sorted([(question["rank"], question["said"]), (rank, where)])
-        places = " and ".join(f"rank {one} to {said}" for one, said in both)
-        self._announce([], f"The ranks have come apart: {places}. {SAME_BATCHES}")
+        places = " and ".join(f"rank {one} at {said}" for one, said in both)
+        self._announce([], f"The ranks are out of step: {places}. {SAME_BATCHES}")
 
     def _decide_soon(self) -> None:
         if self._decide_at is None and self._failure is None:
