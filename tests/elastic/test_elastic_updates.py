@@ -216,7 +216,7 @@ def test_a_rank_that_is_behind_reads_with_the_settings_of_the_step_in_which_othe
     other = Rank(density=0.1)
     before = rank.updates.config
     rank.updates.run_settings = SimpleNamespace(  # type: ignore[assignment]
-        at=lambda steps: later if steps >= 1000 else before, is_ending=lambda steps: False
+        config_after=lambda steps: later if steps >= 1000 else before, is_ending=lambda steps: False
     )
     other.step(gradient)
     other.updates._the_rounds.steps = 1001

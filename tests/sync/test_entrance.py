@@ -295,26 +295,68 @@ def train_bare(save: Path | None, load: Path | None) -> Any:
     return fit_half(save, load, strategy, RawAdversarial())
 
 
-def step_in_fabric(is_bare: bool) -> dict[str, Tensor]:
+def step_in_fabric(way: str) -> dict[str, Tensor]:
     strategy = FabricStrategy(**SETTINGS)
     fabric = launched(strategy)
     bare = perceptron()
-    optimizer = optim.AdamW(bare.parameters(), lr=0.01)
-    model, wrapped = fabric.setup(bare, optimizer)
+    optimizer = wrapped = optim.AdamW(bare.parameters(), lr=0.01)
+    if way == "never set up":
+        model = fabric.setup(bare)
+    else:
+        model, wrapped = fabric.setup(bare, optimizer)
     for inputs, outputs in loader(STEPS, 40, 8):
         fabric.backward((model(inputs) - outputs).square().mean())
-        (optimizer if is_bare else wrapped).step()
+        (wrapped if way == "wrapped" else optimizer).step()
         optimizer.zero_grad()
     with strategy.shared_weights():
         return weights_of(bare)
 
 
-def test_bare_steps_in_fabric(ranks: Any) -> None:
+@pytest.mark.parametrize("way", ["bare", "never set up"])
+def test_bare_steps_in_fabric(ranks: Any, way: str) -> None:
     """Oracle: those by Fabric's own optimizer."""
-    for bare, wrapped in zip(
-        ranks(2).run(step_in_fabric, True), ranks(2).run(step_in_fabric, False), strict=True
+    for found, expected in zip(
+        ranks(2).run(step_in_fabric, way), ranks(2).run(step_in_fabric, "wrapped"), strict=True
     ):
-        assert_same(bare, wrapped)
+        assert_same(found, expected)
+
+
+class Shrinking(optim.SGD):
+    """Goes on after the step of its base, which has hooks of its own."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for parameter in parameters_of(self):
+            parameter.mul_(0.5)
+        return loss
+
+
+def shrink() -> list[float]:
+    """How far this rank's own weights are from the shared ones after each step."""
+    optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)  # torch gives the base's step its hooks
+    model = perceptron()
+    optimizer = Shrinking(model.parameters(), lr=0.1)
+    updates = Updates(model, optimizer, **WHOLE)
+    found = []
+    for inputs, outputs in loader(3, 40, 8):
+        (model(inputs) - outputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        own = weights_of(model)
+        with updates.shared_weights():
+            found.append(
+                max(float((own[name] - one).abs().max()) for name, one in weights_of(model).items())
+            )
+    updates.close()
+    return [*found, updates.traffic.totals.steps]
+
+
+def test_a_step_ends_with_the_outermost_call(ranks: Any) -> None:
+    """Oracle: all entries are sent, so that nothing is left of what comes after the base's step."""
+    for *left, steps in ranks(2).run(shrink):
+        assert left == pytest.approx([0.0] * 3, abs=1e-6)
+        assert steps == 3
 
 
 RATE = 0.125
