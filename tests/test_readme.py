@@ -20,6 +20,8 @@ from typing import Any
 import pytest
 
 import comparison.runs
+import evidence.command
+import evidence.results
 from compare import main
 from distributed.scripts import TRAIN, run_here
 from lightning_dct import commands as cli
@@ -154,5 +156,16 @@ def test_command(words, tmp_path, ranks, monkeypatch):
                 if line.startswith("| ")
             ]
             assert len(rows) == 2 + rest.count("--strategy")
+        case ["python", "experiments/evidence.py"]:
+            assert evidence.command.main([]) == 0
+        case ["python", "experiments/evidence.py", "run", name]:
+            monkeypatch.setattr(comparison.runs, "run_alone", starts_on(ranks, tmp_path))
+            (figure,) = evidence.command.chosen([name])
+            short = figure._replace(words=(*figure.words, *SHORT, *TWO_RANKS), seeds=(0,))
+            monkeypatch.setattr(evidence.command, "FIGURES", (short,))
+            monkeypatch.setattr(evidence.command, "RESULTS", tmp_path / "results.csv")
+            monkeypatch.setattr(evidence.command, "current_commit", lambda: str(tmp_path))
+            assert evidence.command.main(["run", name]) == 0
+            assert len(evidence.results.load(tmp_path / "results.csv")) == len(figure.strategies)
         case _:
             pytest.fail(f"the README has a command that no test runs: {' '.join(words)}")

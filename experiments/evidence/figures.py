@@ -41,7 +41,9 @@ class Figure(NamedTuple):
         return [*self.words, "--seeds", *map(str, seeds), *strategies]
 
 
-def _of_ranks(ranks: int, *words: str, title: str) -> Figure:
+def _of_ranks(ranks: int, *words: str) -> Figure:
+    page = "docs/evidence/quality.md#one-thousand-steps"
+    title = f"[language model]({page}) of 479,000 parameters, 1,000 steps"
     steps = ("trainer.max_steps=1000", f"trainer.devices={ranks}")
     return Figure(f"lm-{ranks}", title, ranks, compare.main, (*LM, *steps, *words))
 
@@ -61,9 +63,9 @@ FIGURES = (
         ("experiment=dlrm", "data.batches_per_epoch=2000"),
         metric="auc",
     ),
-    _of_ranks(2, title="language model of 479,000 parameters, 1,000 steps"),
-    _of_ranks(4, title="the same"),
-    _of_ranks(8, "model.learning_rate=0.01", title="the same"),
+    _of_ranks(2),
+    _of_ranks(4),
+    _of_ranks(8, "model.learning_rate=0.01"),
     Figure(
         "lm-long",
         "[language model](docs/evidence/quality.md#twelve-thousand-steps) of 137,000 parameters,"
