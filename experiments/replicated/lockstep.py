@@ -27,7 +27,7 @@ from lightning_dct.exchange.factory import NodeLayout, choose_for_model, share_m
 from lightning_dct.law import RunSettings, UserSettings
 from lightning_dct.sync.coherence import measure_all
 from lightning_dct.sync.decision import Decision, decide
-from lightning_dct.sync.optimizer_state import Squares, bytes_of_average, is_averaged
+from lightning_dct.sync.optimizer_state import Squares, may_be_averaged
 from lightning_dct.sync.optimizer_trial import Trial
 from lightning_dct.sync.rounds import Rounds, UpdateFlow, buckets_of
 from lightning_dct.sync.shared_weights import SharedWeights
@@ -306,14 +306,10 @@ class Exchanges:
     def _average_squares(self, length: int) -> None:
         first = self.ranks[0]
         having = [name for name in self._models[0] if self._keys.get(name)]
-        if not having:
+        if not having or not may_be_averaged(self._step, length):
             return
         states = [first.weights.parameters[name] for name in having for _ in self._keys[name]]
-        num_bytes = bytes_of_average(states, len(self.ranks))
-        sent = sum(first.flow.plan(names, length).num_bytes for names in self._buckets)
-        if is_averaged(
-            self._step, length, num_bytes, sent * first.exchange.link_traversals / length
-        ):
+        if first.flow.averages_squares(self._step, length, states, self._buckets):
             squares = self._squares(having)
             device = self._models[0][having[0]].device
             average = [rank.rounds.squares.average for rank in self.ranks]

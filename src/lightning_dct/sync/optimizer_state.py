@@ -102,6 +102,11 @@ def bytes_of_average(states: Iterable[Tensor], ranks: int) -> int:
     return (ranks - 1) * sum(_NUM_BYTES * _num_sums(*_shape_of(state)) for state in states)
 
 
+def may_be_averaged(step: int, length: int) -> bool:
+    """Whether squares are averaged after a step if that takes few bytes; see :func:`is_averaged`."""
+    return any(_is_early(one) or one % EVERY == 0 for one in _steps_made(step, length))
+
+
 def is_averaged(step: int, length: int, bytes_of_average: float, bytes_of_step: float) -> bool:
     """Whether squares are averaged after an optimizer step (from 1 on), ``length`` steps after the
     last exchange.
@@ -111,8 +116,17 @@ def is_averaged(step: int, length: int, bytes_of_average: float, bytes_of_step: 
     """
     times = max(bytes_of_average / max(SHARE * bytes_of_step, 1.0) / EVERY, 1.0)
     every = EVERY * 2 ** math.ceil(math.log2(times))
-    made = range(step - length + 1, step + 1)
-    return any((one <= FIRST and one.bit_count() == 1) or one % every == 0 for one in made)
+    return any(_is_early(one) or one % every == 0 for one in _steps_made(step, length))
+
+
+def _steps_made(step: int, length: int) -> range:
+    """The steps since the last exchange."""
+    return range(step - length + 1, step + 1)
+
+
+def _is_early(step: int) -> bool:
+    """Whether a step is one of the first 1, 2, 4, ... ones."""
+    return step <= FIRST and step.bit_count() == 1
 
 
 class Deviation(NamedTuple):

@@ -24,7 +24,7 @@ from lightning_dct.compress.codec import apply, counting, decompress, decompress
 from lightning_dct.compress.error_feedback import ErrorFeedback
 from lightning_dct.exchange.base import Exchange, Transfer, finish_transfers
 from lightning_dct.sync.coherence import Coherence
-from lightning_dct.sync.optimizer_state import SharedSquares
+from lightning_dct.sync.optimizer_state import SharedSquares, bytes_of_average, is_averaged
 from lightning_dct.sync.optimizer_trial import Trial
 from lightning_dct.sync.shared_decay import OwnDecay, SharedDecay
 from lightning_dct.sync.shared_weights import SharedWeights
@@ -220,6 +220,21 @@ class UpdateFlow:
         sizes = [self._weights.sizes[name] for name in names]
         dtype = real_dtype(self._weights.parameters[names[0]])
         return self._plans.of(names, sizes, dtype, length / self._plans.config.local_steps)
+
+    def averages_squares(
+        self,
+        step: int,
+        length: int,
+        states: Sequence[Tensor],
+        buckets: Sequence[Sequence[str]],
+    ) -> bool:
+        """Whether states of the optimizer are averaged after an exchange, by their share of its
+        bytes.
+        """
+        sent = sum(self.plan(names, length).num_bytes for names in buckets)
+        sent_a_step = sent * self._exchange.link_traversals / length
+        averaged = bytes_of_average(states, self._exchange.everyone.size)
+        return is_averaged(step, length, averaged, sent_a_step)
 
     def send(
         self, names: Sequence[str], rounds: Rounds, length: int, context: ExchangeContext

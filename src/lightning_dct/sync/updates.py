@@ -46,7 +46,7 @@ from lightning_dct.law import FEWEST_COUNTED, RunSettings
 from lightning_dct.sync.coherence import Sample
 from lightning_dct.sync.decision import Decision, decide
 from lightning_dct.sync.masks import Masks
-from lightning_dct.sync.optimizer_state import DATA, bytes_of_average, is_averaged, squares_of
+from lightning_dct.sync.optimizer_state import DATA, may_be_averaged, squares_of
 from lightning_dct.sync.optimizer_trial import try_out, warn_of_zeros
 from lightning_dct.sync.rounds import MOST_IN_FLIGHT, Rounds, buckets_of
 from lightning_dct.sync.shared_weights import as_real, start_alike
@@ -313,17 +313,15 @@ class UpdateSynchronizer(UpdateState):
 
     def _average_squares(self, rounds: Rounds, optimizer: Optimizer, length: int) -> None:
         """Now and then give all ranks the same mean squares of gradients; a collective call."""
+        if not may_be_averaged(rounds.steps, length):
+            return
         keys = rounds.trial.squares_by_parameter(optimizer)
         parameters = self.weights.parameters
         having = [name for name in rounds.names if keys.get(parameters[name])]
         if not having:
             return
         states = [local_of(parameters[name]) for name in having for _ in keys[parameters[name]]]
-        num_bytes = bytes_of_average(states, self.exchange.everyone.size)
-        sent = sum(self.flow.plan(names, length).num_bytes for names in rounds.buckets)
-        if is_averaged(
-            rounds.steps, length, num_bytes, sent * self.exchange.link_traversals / length
-        ):
+        if self.flow.averages_squares(rounds.steps, length, states, rounds.buckets):
             squares = squares_of(optimizer, {name: parameters[name] for name in having}, keys)
             with self.traffic.timed("exchange", "seconds_waiting"):
                 rounds.squares.average(
