@@ -150,15 +150,14 @@ class StepEntrance:
         is_made = not is_skipped(optimizer)
         ended = None
         for step in self._steps:
-            if step.optimizer is optimizer or any(one is optimizer for one in step.parts):
+            if step.optimizer is optimizer or optimizer in step.parts:
                 step.is_made |= is_made
             if step.optimizer is optimizer and not step.is_call:
                 ended = step
         if ended is None:
             return
         # A class whose step calls that of its base has two of them with hooks.
-        is_nested = any(one is optimizer for one in ended.parts)
-        if not is_nested or _depth(optimizer) <= 1:
+        if optimizer not in ended.parts or _depth(optimizer) <= 1:
             # A scaler tells fused optimizers to skip a step, and calls no step of others.
             self.updates.may_skip |= hasattr(optimizer, "found_inf")
             self.end(ended)

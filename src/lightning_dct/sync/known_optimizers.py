@@ -19,7 +19,8 @@ class KnownOptimizers:
 
     def all(self) -> list[Optimizer | None]:
         """All of them by number; None for one that the user has dropped."""
-        return [*self._fixed(), *self.others()]
+        fixed: list[Optimizer | None] = list(self._fixed())
+        return fixed + self.others() if self._others else fixed
 
     def others(self) -> list[Optimizer | None]:
         """Those that a Trainer does not know."""
