@@ -420,3 +420,24 @@ def test_a_rank_that_is_behind_takes_weights_that_have_decayed(gradient: torch.T
     torch.testing.assert_close(rank.parameter.data, theirs + moved)
     assert state["own_decay"] == {0: {"w": 0.99}}
     assert "own_decay" not in rank.updates.state_dict()
+
+
+def test_second_moments_are_averaged_over_those_who_send(gradient: torch.Tensor) -> None:
+    """A rank whose gradients are three times as large; one that has not trained keeps its own."""
+    rank = Rank(torch.optim.Adam, value_format="fp32")
+    other = Rank(torch.optim.Adam, value_format="fp32")
+    idle = Rank(torch.optim.Adam, value_format="fp32")
+    for one in (rank, other, idle):
+        one.step(gradient if one is not other else 3 * gradient)
+    idle.updates._trained = 0
+    other.updates.exchange_updates()
+    for one in (rank, idle):
+        one.hear(other)
+        one.updates.exchange_updates()
+    own = 0.001 * gradient.square()
+    squares = [one.optimizer.state[one.parameter]["exp_avg_sq"] for one in (rank, idle)]
+    # What ranks send of them has eight bits.
+    torch.testing.assert_close(squares[0], 5 * own, rtol=2**-7, atol=0.0)
+    torch.testing.assert_close(squares[1], own, rtol=1e-6, atol=0.0)
+    # The idle one takes what the other has sent, and nothing else.
+    torch.testing.assert_close(idle.shared, other.shared)

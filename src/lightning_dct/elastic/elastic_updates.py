@@ -47,9 +47,10 @@ from lightning_dct.elastic.present import PresentRanks
 from lightning_dct.sync.buffers import PresentBuffers
 from lightning_dct.sync.coherence import LEAST, coherence_of_all, shape_of
 from lightning_dct.sync.decision import Decision, Length
+from lightning_dct.sync.optimizer_state import sums_as_bytes, sums_of
 from lightning_dct.sync.rounds import Rounds
 from lightning_dct.sync.shared_weights import IN_PLACE, as_real
-from lightning_dct.sync.updates import UpdateSynchronizer
+from lightning_dct.sync.updates import SETTLED, UpdateSynchronizer
 from lightning_dct.traffic import all_gather_bytes
 
 # A rank as fast as this share of the median trains every step. Its time for a step is the median of
@@ -84,6 +85,7 @@ class Header(NamedTuple):
             That of the first rank that is not behind counts.
         history: A checksum of the rounds that its shared weights have taken, and of their quorums.
         buffers: A bit for each buffer that has changed since the last exchange.
+        averaged: Bytes at the end of its payload that are sums of second moments, to be averaged.
     """
 
     rank: int
@@ -95,6 +97,7 @@ class Header(NamedTuple):
     cosine: int = 0
     history: int = 0
     buffers: int = 0
+    averaged: int = 0
 
 
 def gather_headers(
@@ -251,21 +254,27 @@ class ElasticUpdates(UpdateSynchronizer):
         rounds = self._the_rounds
         present = self.present
         buckets = self._plans(rounds, rounds.steps)
+        optimizer = self.known.all()[0]
+        assert optimizer is not None  # Lightning holds it
+        length = self.config.length_at(rounds.steps)
+        squares = self._squares_due(rounds, optimizer, rounds.steps, length)
+        sums = sums_of(squares, torch.device("cpu"))
+        averaged = sums_as_bytes(sums) if sums else torch.empty(0, dtype=torch.uint8)
         sampled = torch.empty(0)
         if rounds.coherence.has_begun(rounds.steps):
-            optimizer = self.known.all()[0]
-            assert optimizer is not None  # Lightning holds it
             sampled = torch.cat([one.entries for one in self._samples(rounds, optimizer).values()])
             rounds.coherence.skip()
         # Those of all buffers, of which ranks then send those that have changed on one of them.
         decayed = rounds.own_decay.of(rounds.names if rounds.decays else ()).view(torch.uint8)
         compressed = sum(plan.layout.num_bytes for _, plan in buckets)
         num_bytes = decayed.numel() + compressed + self.buffers.num_bytes + sampled.nbytes
+        num_bytes += averaged.numel()
         nanoseconds = int(1e9 * median(self._times or (0.0,)))
         shared = {
             "cosine": self._cosine,
             "history": self._history,
             "buffers": self.buffers.changed(),
+            "averaged": averaged.numel(),
         }
         header = Header(self._rank, rounds.steps, self._trained, num_bytes, nanoseconds, **shared)
         with self.traffic.timed("exchange", "seconds_waiting"):
@@ -315,7 +324,8 @@ class ElasticUpdates(UpdateSynchronizer):
             self._forget_thresholds([names for names, _ in buckets])
             with rounds.own_decay.in_shared(rounds.names, self.weights):
                 payloads = [self._compress(names, plan) for names, plan in buckets]
-            sent = torch.cat([decayed, *payloads, uncompressed, sampled.view(torch.uint8)])
+            parts_sent = [decayed, *payloads, uncompressed, sampled.view(torch.uint8), averaged]
+            sent = torch.cat(parts_sent)
         self.traffic.add(bytes_of_buffers=all_gather_bytes(uncompressed.numel(), present.size()))
         self.exchange.everyone.count(all_gather_bytes(size, present.size()))
         this_round = present.round
@@ -333,14 +343,14 @@ class ElasticUpdates(UpdateSynchronizer):
         self._cosine = next(header.cosine for header in headers if header.step == step)
         if senders:
             context = ExchangeContext(gains=self._gains(self._decide(rounds, step), len(senders)))
-            rows_sent = self._decay_as_agreed(rows[senders])
-            self._take(
-                buckets,
-                rows_sent,
-                senders.index(present.rank()) if sends else None,
-                changed,
-                context,
-            )
+            place = senders.index(present.rank()) if sends else None
+            num_averaged = headers[senders[0]].averaged
+            rest, of_squares = rows[senders].split([size - num_averaged, num_averaged], dim=1)
+            self._take(buckets, self._decay_as_agreed(rest), place, changed, context)
+            if place is not None and squares and len(senders) > 1:
+                rounds.squares.take(squares, sums, of_squares.contiguous(), place)
+                if rounds.steps >= SETTLED:
+                    self._warn_if_unlike(rounds)
         if own.step < step:
             self.resume_at = step
         self._note(headers, step)

@@ -28,7 +28,7 @@ persist,
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -95,6 +95,16 @@ def _bias_of(state: Mapping[Any, Any], group: Mapping[str, Any]) -> float:
         return 1.0
     bias = 1.0 - float(betas[1]) ** float(steps)
     return bias if 0.0 < bias < 1.0 else 1.0
+
+
+def sums_of(squares: Mapping[str, Squares], device: torch.device) -> list[Tensor]:
+    """The sums of rows and columns of all squares of this rank: fp64, ``[sums]`` each."""
+    return [_sums(one, _num_sums(*_shape_of(one.values)), device) for one in squares.values()]
+
+
+def sums_as_bytes(sums: Sequence[Tensor]) -> Tensor:
+    """Sums as ranks send them: uint8, two bytes each."""
+    return torch.cat([*sums]).to(torch.bfloat16).view(torch.uint8)
 
 
 def bytes_of_average(states: Iterable[Tensor], ranks: int) -> int:
@@ -175,12 +185,25 @@ class SharedSquares:
         if not any(sizes):
             return
         sums = [_sums(one, size, device) for one, size in zip(squares.values(), sizes, strict=True)]
-        rounded = torch.cat(sums).to(torch.bfloat16)
-        work, gathered = all_gather_payload(rounded.view(torch.uint8), everyone)
+        work, gathered = all_gather_payload(sums_as_bytes(sums), everyone)
         work.wait()
+        self.take(squares, sums, gathered, everyone.rank)
+
+    def take(
+        self, squares: Mapping[str, Squares], sums: Sequence[Tensor], gathered: Tensor, rank: int
+    ) -> None:
+        """Give squares the means over ranks of their rows and columns, in place.
+
+        Args:
+            squares: This rank's.
+            sums: Of each, as :func:`sums_of` gives them.
+            gathered: Those of all ranks, as :func:`sums_as_bytes` rounds them: uint8, ``[ranks,
+                bytes]``.
+            rank: This rank's row.
+        """
+        sizes = [len(one) for one in sums]
         of_all = gathered.view(torch.bfloat16).float().split(sizes, dim=1)
         is_finite = torch.stack([one.isfinite().all() for one in of_all]).tolist()
-        rank = everyone.rank
         given: dict[str, tuple[Squares, Tensor, Tensor]] = {}
         for (name, one), mine, of_ranks, finite in zip(
             squares.items(), sums, of_all, is_finite, strict=True

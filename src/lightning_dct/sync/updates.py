@@ -28,7 +28,7 @@ take turns, and for exchanges that overlap with training.
 """
 
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ClassVar
 from weakref import ref
 
@@ -46,7 +46,7 @@ from lightning_dct.law import FEWEST_COUNTED, RunSettings
 from lightning_dct.sync.coherence import Sample
 from lightning_dct.sync.decision import Decision, decide
 from lightning_dct.sync.masks import Masks
-from lightning_dct.sync.optimizer_state import DATA, may_be_averaged, squares_of
+from lightning_dct.sync.optimizer_state import DATA, Squares, may_be_averaged, squares_of
 from lightning_dct.sync.optimizer_trial import try_out, warn_of_zeros
 from lightning_dct.sync.rounds import MOST_IN_FLIGHT, Rounds, buckets_of
 from lightning_dct.sync.shared_weights import as_real, start_alike
@@ -290,8 +290,7 @@ class UpdateSynchronizer(UpdateState):
                 self.flow.apply(rounds, rounds.in_flight)
             if decision.averages_buffers:
                 self._exchange_buffers_with(rounds)
-            if self.config.share_second_moments:
-                self._average_squares(rounds, optimizer, length)
+            self._average_squares(rounds, optimizer, length)
             if rounds.steps >= SETTLED:
                 self._warn_if_unlike(rounds)
             self._compare(rounds)
@@ -313,20 +312,25 @@ class UpdateSynchronizer(UpdateState):
 
     def _average_squares(self, rounds: Rounds, optimizer: Optimizer, length: int) -> None:
         """Now and then give all ranks the same mean squares of gradients; a collective call."""
-        if not may_be_averaged(rounds.steps, length):
-            return
+        squares = self._squares_due(rounds, optimizer, rounds.steps, length)
+        if squares:
+            device = self.weights.parameters[rounds.names[0]].device
+            with self.traffic.timed("exchange", "seconds_waiting"):
+                rounds.squares.average(squares, self.exchange.everyone, device)
+
+    def _squares_due(
+        self, rounds: Rounds, optimizer: Optimizer, step: int, length: int
+    ) -> Mapping[str, Squares]:
+        """This rank's squares of gradients, if all ranks average theirs after a step; else none."""
+        if not self.config.share_second_moments or not may_be_averaged(step, length):
+            return {}
         keys = rounds.trial.squares_by_parameter(optimizer)
         parameters = self.weights.parameters
-        having = [name for name in rounds.names if keys.get(parameters[name])]
-        if not having:
-            return
-        states = [local_of(parameters[name]) for name in having for _ in keys[parameters[name]]]
-        if self.flow.averages_squares(rounds.steps, length, states, rounds.buckets):
-            squares = squares_of(optimizer, {name: parameters[name] for name in having}, keys)
-            with self.traffic.timed("exchange", "seconds_waiting"):
-                rounds.squares.average(
-                    squares, self.exchange.everyone, parameters[having[0]].device
-                )
+        having = {name: parameters[name] for name in rounds.names if keys.get(parameters[name])}
+        states = [local_of(parameter) for parameter in having.values() for _ in keys[parameter]]
+        if not states or not self.flow.averages_squares(step, length, states, rounds.buckets):
+            return {}
+        return squares_of(optimizer, having, keys)
 
     def _warn_if_unlike(self, rounds: Rounds) -> None:
         """Warn once if the ranks' gradients differ by more than noise: then a mean of their steps
