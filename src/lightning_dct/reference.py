@@ -343,9 +343,8 @@ class Compared:
 
     def __init__(self, shape: Sequence[int], memory: float | None) -> None:
         size = math.prod(shape)
-        self.rows, self.columns = (
-            (shape[0], size // shape[0]) if len(shape) > 1 and size else (1, size)
-        )
+        self.rows = shape[0] if len(shape) > 1 and size else 1
+        self.columns = size // self.rows
         self.memory = memory
         self.latest = (torch.empty(0), torch.empty(0), torch.empty(0), 0.0)
         self.of_rows = torch.zeros(3, self.rows).double()
@@ -380,20 +379,18 @@ class Compared:
         for sample in samples:
             total = total + sample
             squares = squares + sample.square()
-        steps = next(
-            (step - before for before in range(step - 1, 0, -1) if is_measured(before)), step
-        )
-        weight = 0.25
-        if self.memory is not None and self.memory < 1:
+        self.latest = places, total.square(), squares, self.weight_of(step)
+
+    def weight_of(self, step: int) -> float:
+        """The weight of a measurement in the running means."""
+        if self.memory is None:
+            return 1.0 if step == 1 else 0.25
+        earlier = [before for before in range(1, step) if is_measured(before)]
+        steps = step - earlier[-1] if earlier else step
+        weight = steps / step
+        if self.memory < 1:
             weight = (1 - self.memory**steps) / (1 - self.memory**step)
-        elif self.memory is not None:
-            weight = steps / step
-        weight = (
-            (1.0 if step == 1 else 0.25)
-            if self.memory is None
-            else min(weight, max(0.25, steps / step))
-        )
-        self.latest = places, total.square(), squares, weight
+        return min(weight, max(0.25, steps / step))
 
     @staticmethod
     def _with(
@@ -416,19 +413,18 @@ class Compared:
             return ONE
         whole = self.coherence(ranks)
         if self.rows == 1:
-            return torch.full((self.columns,), math.sqrt(ranks / whole), dtype=torch.float64).to(
-                dtype
-            )
-        of_rows, of_columns = (
-            (
-                (torch.where(known[1] > 0, known[0] / known[1], whole) * known[2] + whole)
-                / (known[2] + 1)
-            ).clamp(0.25, ranks)
-            for known in (self.of_rows, self.of_columns)
-        )
-        rows = (ranks / of_rows).sqrt()
-        columns = (whole / of_columns).sqrt().clamp(0.5, 2)
+            same = torch.full((self.columns,), math.sqrt(ranks / whole), dtype=torch.float64)
+            return same.to(dtype)
+        rows = (ranks / shrunk(self.of_rows, whole, ranks)).sqrt()
+        columns = (whole / shrunk(self.of_columns, whole, ranks)).sqrt().clamp(0.5, 2)
         return (rows.to(dtype).unsqueeze(1) * columns.to(dtype)).flatten()
+
+
+def shrunk(known: Tensor, whole: float, ranks: int) -> Tensor:
+    """The coherence of rows or columns: with few samples near that of the whole tensor."""
+    of_sums, sums, samples = known
+    own = torch.where(sums > 0, of_sums / sums, whole)
+    return ((own * samples + whole) / (samples + 1)).clamp(0.25, ranks)
 
 
 class Averaged:
@@ -594,14 +590,13 @@ def train(
         gradients = [local_step(rank, step - 1) for rank in range(ranks)]
         torch._foreach_mul_(shared, kept)  # as each rank's optimizer does with its own
         has_gain = is_scale_invariant and step <= plain_after
-        for number, one in enumerate(
-            compared if has_gain and has_gains and is_measured(step) else ()
-        ):
-            moved = [own[number] - old[number] for own, old in zip(weights, before, strict=True)]
-            one.measure(
-                step,
-                moved if memory is None else [own[number] for own in gradients if own is not None],
-            )
+        if has_gain and has_gains and is_measured(step):
+            for number, one in enumerate(compared):
+                by_rank = [own[number] for own in gradients if own is not None]
+                if memory is None:
+                    pairs = zip(weights, before, strict=True)
+                    by_rank = [own[number] - old[number] for own, old in pairs]
+                one.measure(step, by_rank)
         if step == due:
             arrive()
         # Weights move fastest at first. So ranks exchange after every step, send as much less, and
@@ -635,21 +630,16 @@ def train(
         since_refresh = 1 if refresh else since_refresh
         if not settings.overlap_steps:
             arrive()
-        for own, residuals in zip(weights, apart, strict=True):
-            for w, residual, w_shared in (
-                zip(own, residuals, shared, strict=True) if holds_back else ()
-            ):
-                residual.copy_(w - w_shared)
-                w.copy_(w_shared)
+        if holds_back:
+            for own, residuals in zip(weights, apart, strict=True):
+                for w, residual, w_shared in zip(own, residuals, shared, strict=True):
+                    residual.copy_(w - w_shared)
+                    w.copy_(w_shared)
         made = range(step - length + 1, step + 1)
-        if (
-            squares is not None
-            and memory is not None
-            and not {1, 2, 4, 8, 16, 32, 64}.isdisjoint(made)
-        ):
-            average_squares(
-                [squares(rank) for rank in range(ranks)], shapes, 1 - memory**step, averaged
-            )
+        is_due = any(one in made for one in (1, 2, 4, 8, 16, 32, 64))
+        if is_due and squares is not None and memory is not None:
+            squares_by_rank = [squares(rank) for rank in range(ranks)]
+            average_squares(squares_by_rank, shapes, 1 - memory**step, averaged)
     arrive()
     for own, residuals in zip(weights, apart, strict=True):
         torch._foreach_add_(own, residuals)
