@@ -76,8 +76,8 @@ class Records(pl.Callback):
                 updates.weights.shared(name) for name in sorted(updates.weights.parameters)
             )
         row = Row(
-            time.time(), trainer.global_step, int(updates.passed_over == self.passed_over), present.round,
-            present.size(), updates.exchanges, present.lost, self.digest, float(outputs["loss"]),
+            time.time(), trainer.global_step, int(updates.passed_over == self.passed_over), present.quorum_step,
+            present.size(), updates.exchanges, present.failed_meetings, self.digest, float(outputs["loss"]),
         )  # fmt: skip
         self.passed_over = updates.passed_over
         self.exchanges = updates.exchanges

@@ -28,7 +28,7 @@ from lightning_dct.compress.codec import apply, compress
 from lightning_dct.compress.error_feedback import ErrorFeedback
 from lightning_dct.kernels import available_kernels, cpu_kernel
 from lightning_dct.kernels.plain import Sent
-from lightning_dct.sync.rounds import LARGEST_BUCKET
+from lightning_dct.sync.optimizer_clock import LARGEST_BUCKET
 from lightning_dct.wire.payload import unpack_payload
 from lightning_dct.wire.positions import count_flags
 from lightning_dct.wire.values import encode_values

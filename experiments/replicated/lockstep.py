@@ -27,10 +27,11 @@ from lightning_dct.exchange.factory import NodeLayout, choose_for_model, share_m
 from lightning_dct.law import RunSettings, UserSettings
 from lightning_dct.sync.coherence import measure_all
 from lightning_dct.sync.decision import Decision, decide
+from lightning_dct.sync.optimizer_clock import OptimizerClock, buckets_of
 from lightning_dct.sync.optimizer_state import Squares, may_be_averaged
 from lightning_dct.sync.optimizer_trial import Trial
-from lightning_dct.sync.rounds import Rounds, UpdateFlow, buckets_of
 from lightning_dct.sync.shared_weights import SharedWeights
+from lightning_dct.sync.update_flow import UpdateFlow
 from lightning_dct.traffic import FP32_BYTES, Traffic, all_reduce_bytes
 from lightning_dct.wire.payload import tag_of
 from replicated.threads import Arrive, Threads, Work
@@ -123,7 +124,7 @@ class Rank:
             pieces, config.adapt_threshold, undoable=False, kernel=config.kernel, of_updates=True
         )
         self.weights = SharedWeights()
-        self.rounds = Rounds()
+        self.clock = OptimizerClock()
         for name, parameter in parameters.items():
             self.weights.adopt(name, parameter)
         plans = Plans(config, self.exchange.link_traversals)
@@ -208,7 +209,7 @@ class Exchanges:
         self._wants_refresh = False
         self._buckets = buckets_of(list(models[0].items()), 1)
         self._entries = sum(weights.numel() for weights in models[0].values())
-        self._coherence = self.ranks[0].rounds.coherence
+        self._coherence = self.ranks[0].clock.coherence
         self._awaited = Awaited()
 
     def shared(self, names: Sequence[str]) -> list[Tensor]:
@@ -232,14 +233,12 @@ class Exchanges:
         if self._decide(step).measures:
             by_step = [name for name in self._models[0] if not self._keys.get(name)]
             for rank in self.ranks:
-                rank.rounds.coherence.begin(
-                    step, {name: rank.weights.own(name) for name in by_step}
-                )
+                rank.clock.coherence.begin(step, {name: rank.weights.own(name) for name in by_step})
 
     def let_decay(self, rank: Rank, optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
         """Let a rank's shared weights decay after a step of its optimizer."""
         if self._trial.is_scale_invariant:
-            rank.rounds.decay.after_step(optimizer, self._trial.decays, names, rank.weights)
+            rank.clock.decay.after_step(optimizer, self._trial.decays, names, rank.weights)
 
     def after_step(self) -> None:
         """Exchange after an optimizer step, if that is due."""
@@ -261,7 +260,7 @@ class Exchanges:
         decision = self._decide(self._step)
         tag = tag_of("replicas", self._step, 0)
         for rank in self.ranks:
-            rank.rounds.holds_back = decision.holds_back
+            rank.clock.holds_back = decision.holds_back
         context = ExchangeContext(
             tag, dropped=1.0 - decision.kept, gains=decision.gains(self._coherence)
         )
@@ -281,7 +280,7 @@ class Exchanges:
     def _measure(self) -> None:
         samples = [
             {
-                name: rank.rounds.coherence.sample(
+                name: rank.clock.coherence.sample(
                     name, rank.weights.own(name), parameter.grad, self._memory(name)
                 )
                 for name, parameter in rank.weights.parameters.items()
@@ -312,7 +311,7 @@ class Exchanges:
         if first.flow.averages_squares(self._step, length, states, self._buckets):
             squares = self._squares(having)
             device = self._models[0][having[0]].device
-            average = [rank.rounds.squares.average for rank in self.ranks]
+            average = [rank.clock.squares.average for rank in self.ranks]
             self._side_by_side(
                 lambda rank: average[rank](squares[rank], self._thread_links[rank], device)
             )
@@ -329,12 +328,12 @@ class Exchanges:
                 rank.feedback.thresholds.forget_those_of(self._models[0].keys())
         with mock.patch.object(collectives, "dist", Collectives):
             for names in self._buckets:
-                items = [rank.flow.send(names, rank.rounds, length, context) for rank in self.ranks]
+                items = [rank.flow.send(names, rank.clock, length, context) for rank in self.ranks]
                 while items[0].transfer.collectives_left:
                     for rank, item in zip(self.ranks, items, strict=True):
                         item.transfer.advance(rank.exchange.everyone.traffic, check_finite=False)
                 for rank, item in zip(self.ranks, items, strict=True):
-                    rank.flow.apply(rank.rounds, [item])
+                    rank.flow.apply(rank.clock, [item])
         self._meetings.clear()
         for rank in self.ranks:
             rank.exchange.everyone.group._calls = 0

@@ -166,7 +166,7 @@ class Training:
         assert exchanges is not None
         # Residuals that are held back lie elsewhere after each exchange, so a graph would not find
         # them.
-        holds_back = exchanges.ranks[0].rounds.holds_back
+        holds_back = exchanges.ranks[0].clock.holds_back
         if (graph := self._graphs.get(kind)) is not None and not holds_back:
             if self._latest is not graph:
                 graph.take_over()

@@ -15,7 +15,7 @@ from emulated_ranks import EmulatedRanks, harm, in_threads
 from interpreted import CPU, WAYS, bits, device_of, on, way_of
 from lightning_dct import DCTConfig
 from lightning_dct.compress.on_cpu import name_broken_sender
-from lightning_dct.sync import rounds
+from lightning_dct.sync import optimizer_clock
 from lightning_dct.sync.buffers import Buffers
 from lightning_dct.sync.updates import UpdateSynchronizer
 from lightning_dct.wire.positions import PayloadError
@@ -175,8 +175,8 @@ def test_exchanges_of_updates(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In warm-up and after it, over several buckets."""
-    monkeypatch.setattr(rounds, "LARGEST_BUCKET", 1500)
-    monkeypatch.setattr(rounds, "LARGEST_ON_GPU", 1500)
+    monkeypatch.setattr(optimizer_clock, "LARGEST_BUCKET", 1500)
+    monkeypatch.setattr(optimizer_clock, "LARGEST_ON_GPU", 1500)
     settings = {"value_format": value_format, "density": density, "warmup_steps": 1}
     states = []
     for way in WAYS[1:]:

@@ -93,7 +93,7 @@ class Sleeps(Module):
 
 def wait_for_rank_1() -> tuple[str, list[str]]:
     with (
-        patch.object(run_advice, "TELL_EVERY_S", 0.0),
+        patch.object(run_advice, "REPORT_EVERY_S", 0.0),
         warnings.catch_warnings(record=True) as caught,
         heard() as (printed, _),
     ):

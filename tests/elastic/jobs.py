@@ -91,7 +91,7 @@ class Digests(pl.Callback):
         if updates.exchanges != self.exchanges:
             self.exchanges = updates.exchanges
             row = (
-                updates.present.round,
+                updates.present.quorum_step,
                 digest(updates),
                 trainer.global_step,
                 updates.present.size(),
@@ -159,7 +159,7 @@ def train(
     updates: Any = trainer.strategy.updates
     with (folder / f"end-{rank}.txt").open("a") as file:
         print(trainer.global_step, f"{weights:08x}", float(trainer.callback_metrics["loss"]), updates.passed_over,
-              updates.present.lost, updates.present.trouble, file=file)  # fmt: skip
+              updates.present.failed_meetings, updates.present.trouble, file=file)  # fmt: skip
     os._exit(0)
 
 

@@ -22,7 +22,7 @@ class Pretended:
     """Ranks that send what this one does, times a factor, or fail."""
 
     def __init__(self) -> None:
-        self.round = 0
+        self.quorum_step = 0
         self.quorum = 1
         self.commits = True
         self.sent = []
@@ -35,18 +35,18 @@ class Pretended:
     def rank(self) -> int:
         return 0
 
-    def meet(self) -> bool:
+    def start_quorum(self) -> bool:
         return True
 
-    def gather(self, sent: torch.Tensor, patience_s: float | None = None) -> torch.Tensor:
+    def all_gather(self, sent: torch.Tensor, patience_s: float | None = None) -> torch.Tensor:
         self.sent.append(sent)
         return torch.stack([sent, *(other(sent) for other in self.others)])
 
-    def agree(self) -> bool:
-        self.round += self.commits
+    def should_commit(self) -> bool:
+        self.quorum_step += self.commits
         return self.commits
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         self.forgotten = True
 
 
@@ -219,7 +219,7 @@ def test_a_rank_that_is_behind_reads_with_the_settings_of_the_step_in_which_othe
         config_after=lambda steps: later if steps >= 1000 else before, is_ending=lambda steps: False
     )
     other.step(gradient)
-    other.updates._the_rounds.steps = 1001
+    other.updates._the_clock.steps = 1001
     other.updates.exchange_updates()
     rank.hear(other)
     rank.present.commits = commits
@@ -297,7 +297,7 @@ def test_a_joiner_delays_what_the_others_send(gradient: torch.Tensor) -> None:
     assert len(rank.present.sent) == 1  # the header
     assert torch.equal(rank.parameter.data, -gradient)
     assert torch.equal(rank.shared, torch.zeros(400))
-    assert rank.present.round == 1
+    assert rank.present.quorum_step == 1
 
 
 def test_a_slow_rank_trains_as_many_steps_as_the_others_wait_for(gradient: torch.Tensor) -> None:
@@ -342,9 +342,9 @@ def test_after_every_step_the_mean_is_lengthened_as_by_dct(gradient: torch.Tenso
     other.train_and_meet(1.0 - mine)
     rank.hear(other)
     rank.train_and_meet(mine)
-    rounds = rank.updates._the_rounds
+    clock = rank.updates._the_clock
     # The cosine is half of 1, which is taken at first, and of none.
-    gains = rank.updates._gains(rank.updates._decide(rounds, rounds.steps), 2)
+    gains = rank.updates._gains(rank.updates._decide(clock, clock.steps), 2)
     assert gains is not None
     assert [float(gain.rows[0]) for gain in gains.values()] == [pytest.approx((2 / 1.5) ** 0.5)]
     assert float(rank.shared.min()) == pytest.approx(-0.5)
@@ -397,7 +397,7 @@ def test_ranks_that_have_decayed_differently_decay_by_the_mean(gradient: torch.T
     other.train_and_meet(gradient)
     rank.hear(other)
     rank.step(gradient)
-    rank.updates._the_rounds.steps = 0  # the other has missed a step
+    rank.updates._the_clock.steps = 0  # the other has missed a step
     rank.step(gradient)
     before = rank.parameter.data - 0.99**2 * rank.shared
     rank.updates.exchange_updates()

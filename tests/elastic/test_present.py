@@ -21,7 +21,7 @@ def meeting(error: str) -> tuple[PresentRanks, Any]:
     """A rank whose meetings end with this error, or well if it is empty."""
     present = object.__new__(PresentRanks)
     failed = SimpleNamespace(error=error, allowed=[])
-    present.lost = present._failed_in_a_row = 0
+    present.failed_meetings = present._failed_in_a_row = 0
     present.trouble = ""
     present.transfer_s = TRANSFER_S
     present._manager = SimpleNamespace(
@@ -39,7 +39,7 @@ def test_a_transfer_that_times_out_gets_more_time() -> None:
     )
     with warnings.catch_warnings(record=True):
         for _ in range(10):
-            assert not present.agree()
+            assert not present.should_commit()
     assert failed.allowed[:2] == [
         timedelta(seconds=2 * TRANSFER_S),
         timedelta(seconds=4 * TRANSFER_S),
@@ -51,7 +51,7 @@ def test_a_transfer_that_times_out_gets_more_time() -> None:
 def test_a_rank_that_dies_does_not_make_the_others_wait_longer_for_the_next() -> None:
     present, failed = meeting("Connection closed by peer")
     with pytest.warns(UserWarning, match="Connection closed by peer"):
-        assert not present.agree()
+        assert not present.should_commit()
     assert not failed.allowed
 
 
@@ -60,14 +60,14 @@ def test_the_first_failure_of_a_streak_warns_and_some_later_ones() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(10):
-            present.agree()
+            present.should_commit()
         assert len(caught) == 1
-        present.agree()
+        present.should_commit()
         assert len(caught) == 2
         failed.error = ""
-        assert present.agree()
+        assert present.should_commit()
         failed.error = "Connection closed by peer"
-        present.agree()
+        present.should_commit()
     assert len(caught) == 3
     assert "Connection closed by peer" in str(caught[0].message)
     assert "lower `density`" in str(caught[0].message)

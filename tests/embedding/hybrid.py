@@ -185,7 +185,7 @@ def residuals_then(
     fit(module, 5, save_to=path)
     tables = module.tables
     found = {}
-    held = tables.held
+    held = tables.own_copies
     for owner in held.codes:
         places, slots = held.cache.contents(owner)
         for table, row, slot in zip(*tables.placement.rows_of(owner, places), slots, strict=True):

@@ -320,8 +320,8 @@ def memory_beside_own_rows(rows: int, dim: int, batch: int) -> tuple[float, floa
         numbers = torch.Generator().manual_seed(1000 * step + dist.get_rank())
         tables(torch.randint(0, rows, (batch, 4), generator=numbers)).sum().backward()
         tables.weight.grad = None
-        largest = max(largest, bytes_in([tables.held, tables.mirrors], set()) / share)
-    return largest, room, len(tables.held.cache)
+        largest = max(largest, bytes_in([tables.own_copies, tables.peer_copies], set()) / share)
+    return largest, room, len(tables.own_copies.cache)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -198,7 +198,7 @@ def conserve(exchange):
         with torch.no_grad():
             tables.weight.add_(grad, alpha=-0.05)
     held = {}
-    rows = tables.held
+    rows = tables.own_copies
     evictions = rows.cache.capacity < sum(
         tables.placement.owned_rows[owner] for owner in rows.codes
     )
@@ -212,7 +212,7 @@ def conserve(exchange):
             for peer in end.codes
             for places, slots in [end.cache.contents(peer)]
         }
-        for end in (tables.held, tables.mirrors)
+        for end in (tables.own_copies, tables.peer_copies)
     )
     return computed, received, held, copies, mirrors, evictions
 

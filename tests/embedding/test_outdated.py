@@ -164,7 +164,7 @@ def copies_of_evicted(path: str, max_rows: int, loads: bool) -> list[float]:
     def look() -> None:
         tables = module.tables
         kept = gather_objects(tables.directory.rows.contents()[0])
-        held = tables.held
+        held = tables.own_copies
         for owner in held.codes:
             places, slots = held.cache.contents(owner)
             gone = ~np.isin(places, kept[owner])

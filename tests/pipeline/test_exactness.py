@@ -120,8 +120,8 @@ def test_bytes_between_stages_are_counted(ranks: Any) -> None:
     """
     first, last = ranks(2).run(bytes_per_step)
     layout = SplitPoint(**BF16).layout((2, 24))
-    words, left_over = layout.on_the_wire
-    assert first == (4 * (4 * words + left_over), 4 * 4 * 2 * 24)
+    words, tail = layout.on_the_wire
+    assert first == (4 * (4 * words + tail), 4 * 4 * 2 * 24)
     assert last == (4 * 4 * words, 4 * 4 * 2 * 24)
 
 

@@ -16,7 +16,7 @@ from lightning_dct.compress.bucket_plan import real_dtype
 from lightning_dct.cost.forecast import compressed_step, dense_step, layout_of
 from lightning_dct.cost.workload import workload_of
 from lightning_dct.sync.coherence import is_measured, sample_of
-from lightning_dct.sync.rounds import Rounds, buckets_of, is_due
+from lightning_dct.sync.optimizer_clock import OptimizerClock, buckets_of, is_due
 from lightning_dct.traffic import TrafficTotals, all_gather_bytes, all_reduce_bytes
 
 STEPS = 17
@@ -172,11 +172,11 @@ def test_what_ddp_would_send_follows_the_ranks_and_the_kind_of_gradient() -> Non
         "dense": torch.nn.Parameter(torch.ones(100)),
         "rows": torch.nn.Parameter(torch.ones(500, 2)),
     }
-    rounds = Rounds(names=["dense", "rows"])
+    clock = OptimizerClock(names=["dense", "rows"])
     parameters["dense"].grad = torch.ones(100)
-    assert [rounds.bytes_under_ddp(parameters, ranks) for ranks in (4, 2, 1)] == [6600, 4400, 0]
+    assert [clock.bytes_under_ddp(parameters, ranks) for ranks in (4, 2, 1)] == [6600, 4400, 0]
     # One row: an int64 index and two numbers.
     parameters["rows"].grad = torch.sparse_coo_tensor([[3]], torch.ones(1, 2), (500, 2))
-    assert rounds.bytes_under_ddp(parameters, 2) == 400 + 16
+    assert clock.bytes_under_ddp(parameters, 2) == 400 + 16
     parameters["rows"].grad = None
-    assert rounds.bytes_under_ddp(parameters, 2) == 400
+    assert clock.bytes_under_ddp(parameters, 2) == 400

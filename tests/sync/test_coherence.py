@@ -175,10 +175,10 @@ def rounds_of_a_run(
 ) -> tuple[list[str], bool, list[float]]:
     strategy = DCTStrategy(**{"density": 0.2, "min_tensor_size": 8, **settings})
     fit(strategy, Module(None, getattr(torch.optim, optimizer), lr=0.01), 40)
-    (rounds,) = strategy.updates._rounds.values()
-    gains = strategy.updates._decide(rounds, rounds.steps).gains(rounds.coherence)
+    (clock,) = strategy.updates._clocks.values()
+    gains = strategy.updates._decide(clock, clock.steps).gains(clock.coherence)
     rows = [] if not gains else torch.cat([gain.rows for gain in gains.values()]).tolist()
-    return sorted(rounds.coherence.tensors), gains is None, rows
+    return sorted(clock.coherence.tensors), gains is None, rows
 
 
 def test_steps_apart_are_averaged_without_it(ranks: Any) -> None:

@@ -22,7 +22,7 @@ from distributed.random_runs import (
 )
 from distributed.training import Module, Run, assert_weights_close, fit
 from lightning_dct import DCTStrategy, law
-from lightning_dct.sync import rounds
+from lightning_dct.sync import optimizer_clock
 from lightning_dct.sync.optimizer_state import DATA
 from one_card import DEVICE
 
@@ -69,7 +69,7 @@ APART = [
 
 
 def run_in_a_bucket_each() -> list[Run]:
-    with patch.object(rounds, "LARGEST_BUCKET", 1):
+    with patch.object(optimizer_clock, "LARGEST_BUCKET", 1):
         return [run_case(case) for case in APART]
 
 

@@ -271,8 +271,8 @@ class _Crossing(torch.autograd.Function):
             payload = codec.encode_backward(layout, grad_outputs[0], kept, seed)
             gradient = codec.decode_backward(layout, payload, kept, grad_outputs[0].dtype)
         # Here, because a forward may run twice.
-        words, left_over = layout.on_the_wire
-        split.count(layout, 4 * words + left_over, kept)
+        words, tail = layout.on_the_wire
+        split.count(layout, 4 * words + tail, kept)
         split.count(layout, 4 * words, kept)
         return gradient, None, None
 

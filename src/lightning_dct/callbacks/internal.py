@@ -60,8 +60,8 @@ class FailureNotice(InternalCallback):
     """
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begin an epoch after as many steps as the others: a rank that lacks a batch would be
-        ahead from now on.
+        """Check that all ranks begin an epoch after the same number of steps: a rank that lacks a
+        batch would be ahead from now on.
         """
         strategy_of(trainer).check_order(
             f"epoch {trainer.current_epoch}", detail=synchronizer_of(trainer).synchronisations
@@ -165,7 +165,7 @@ class SignalsAfterStep(InternalCallback):
 
 
 def _steps_of(trainer: pl.Trainer) -> tuple[int, int]:
-    """Lightning's count of steps, and the strategy's: it alone sees those of
+    """Lightning's count of steps and the strategy's, which includes those of
     `optimizers(use_pl_optimizer=False)`.
     """
     return trainer.global_step, synchronizer_of(trainer).synchronisations
@@ -218,7 +218,7 @@ class SharedWeightsView(InternalCallback):
     on_train_epoch_start = on_train_epoch_end = _open
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Have validations begin and end in the view."""
+        """Open the view before a validation, and close it after."""
         loop: Any = trainer.fit_loop.epoch_loop.val_loop
         # The instance's attributes hide the methods of the class. No callback is called as early,
         # or as late.

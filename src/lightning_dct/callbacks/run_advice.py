@@ -36,7 +36,7 @@ DELAYS_OF_GRADIENTS = 10  # so many should a run with gradients last, to make up
 MUCH = 0.1  # smallest share of a step that is worth advice
 # Smallest share of a step spent waiting for one rank that brings a warning during training.
 TOO_SLOW = 1 / 3
-TELL_EVERY_S = 5.0  # between two reports of a rank's times to rank 0
+REPORT_EVERY_S = 5.0  # between two reports of a rank's times to rank 0
 SKIPPED = (
     3  # first steps, which compile, allocate, and let DistributedDataParallel rebuild its buckets
 )
@@ -83,8 +83,8 @@ def _counted(trainer: pl.Trainer) -> int:
 
 
 def share_done(trainer: pl.Trainer, batches: float) -> float:
-    """The share of a fit that is done, after 16, 32, 64 ... batches, where steps are counted; else
-    or if unknown 0.
+    """The share of a fit that is done, after 16, 32, 64 ... batches, where steps are counted; else,
+    or if it is unknown, 0.
 
     Of data without a length it is known when an epoch begins.
     """
@@ -137,7 +137,7 @@ class StepClock:
         self._inside = Traffic()
 
     def after_step(self, traffic: Traffic, inside: Traffic | None = None) -> None:
-        """Note the end of a step; a batch without one, as with accumulation, is none.
+        """Note the end of a step; with accumulation a batch may have none.
 
         ``inside`` counts what the model exchanges itself.
         """
@@ -200,8 +200,8 @@ def slowest_rank(paces: Mapping[int, tuple[float, float]]) -> SlowRank | None:
     """The slowest rank; None if fewer than two ranks have reported or none waits.
 
     ``paces`` has each rank's seconds of a step, and the part of them that it waits. A rank waits
-    for the network and for slower ranks, so the slowest waits least. Without it, all would save
-    what the next one waits longer.
+    for the network and for slower ranks, so the slowest waits least. Without it, the others would
+    wait only for the second slowest.
     """
     by_waiting = sorted((waiting, rank) for rank, (_, waiting) in paces.items())
     if len(by_waiting) < 2 or by_waiting[-1][0] <= 0.0:
@@ -240,7 +240,7 @@ class RunAdvice(InternalCallback):
             strategy.user_settings, everyone.size, run_length(trainer), device.type, alone, dense
         )
         self._clock = StepClock()
-        self._tell_at = 0.0
+        self._report_at = 0.0
         self._has_warned = False
         self._slow = None
         self._link = None if everyone.size == 1 else measure_link(everyone.group, device)
@@ -254,24 +254,24 @@ class RunAdvice(InternalCallback):
             rank_zero_info(note)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Note the time, and sometimes tell it to rank 0, which warns once of a rank that costs
-        much of it.
+        """Note the time, and report it to rank 0 now and then, which warns once of a rank that
+        slows down the others.
         """
         strategy = strategy_of(trainer)
         self._clock.after_step(strategy.traffic, strategy.split_traffic)
-        if perf_counter() >= self._tell_at:
-            self._tell(strategy)
+        if perf_counter() >= self._report_at:
+            self._report(strategy)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Tell the time of all steps."""
-        self._tell(strategy_of(trainer))
+        """Report the mean time over all steps."""
+        self._report(strategy_of(trainer))
 
-    def _tell(self, strategy: TrainerStrategy) -> None:
+    def _report(self, strategy: TrainerStrategy) -> None:
         lifeline = strategy.lifeline
         if lifeline is None or (costs := self._clock.costs) is None:
             return
-        self._tell_at = perf_counter() + TELL_EVERY_S
-        slow = slowest_rank(lifeline.tell_pace(costs.total, costs.waiting))
+        self._report_at = perf_counter() + REPORT_EVERY_S
+        slow = slowest_rank(lifeline.report_pace(costs.total, costs.waiting))
         if slow is not None and slow.share_of_step > TOO_SLOW and not self._has_warned:
             self._has_warned = True
             rank_zero_warn(

@@ -1,5 +1,5 @@
-"""Callbacks that change a run in its middle: thresholds, the density by learning regimes, and rows
-of tables.
+"""Callbacks that change a run while it goes on: its thresholds, its density, or the rows of its
+tables.
 """
 
 import math

@@ -149,8 +149,8 @@ def cleans_own_disk(strategy: RankedStrategy, path: str) -> bool:
 
 
 def leave_sign(path: str) -> None:
-    """Leave a file where rank 0, on another host, has saved a checkpoint that Lightning looks for
-    on every host.
+    """Leave a placeholder on this host for a checkpoint that rank 0 has saved on another one:
+    Lightning looks for it on every host.
 
     Rank 0 replaces it if the disk is shared after all, and hands its checkpoint over to a rank that
     resumes from it.

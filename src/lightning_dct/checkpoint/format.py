@@ -37,8 +37,8 @@ COARSEST_TIME = (
 )
 _ZIP = b"PK\x03\x04"  # how a file of `torch.save` begins
 
-# What a value must be, in words of `_TESTS`; or the rules of a dict's keys and entries; or a rule
-# for each field.
+# The name of a test in `_TESTS`; or two rules, for a dict's keys and its entries; or a rule for
+# each field.
 Rule = str | tuple["Rule", "Rule"] | dict[str, "Rule"]
 
 
@@ -150,7 +150,7 @@ _OPTIONAL: dict[str, Rule] = {
 
 
 def _fault(value: Any, rule: Rule) -> str:
-    """The fault of a value, as a sentence without its subject; empty for a valid value."""
+    """What is wrong with a value, as a sentence without its subject; empty if it is valid."""
     if isinstance(rule, str):
         return "" if _TESTS[rule](value) else f" is not {rule}"
     if isinstance(rule, dict):
@@ -462,8 +462,8 @@ def remove_outdated(checkpoint_io: CheckpointIO, path: str, outdated: Sequence[s
 
 
 def keep_older(path: str, checkpoint_path: str) -> None:
-    """Have the folder of ``path`` look older than a checkpoint: scripts take what has changed last
-    for the newest one.
+    """Make the folder of ``path`` look older than a checkpoint: scripts take what has changed last
+    for the newest checkpoint.
 
     Writing and removing files changes the folder's time. A save that is not complete yet looks
     older than all others. On local disks only: storage services have no folders.

@@ -48,12 +48,12 @@ def spans_hosts(strategy: RankedStrategy) -> bool:
 
 @contextmanager
 def received(strategy: CheckpointedRank, path: str) -> Iterator[str]:
-    """Lightning's file of a checkpoint as the first rank has it that has one; the path of a copy on
-    other hosts.
+    """Lightning's file of a checkpoint: the first rank's that has one, or on other hosts a copy of
+    it.
 
-    A collective call. A copy is removed in the end, so that nobody mistakes it for a checkpoint
-    that was saved there. Folders, and files that ``torch.save`` has not written, stay as they are,
-    and so do those of sharded models, which Lightning reads at one path on all ranks.
+    A collective call. A copy is removed in the end, because it would pass for a checkpoint that was
+    saved there. Folders, and files that ``torch.save`` has not written, stay as they are, and so do
+    those of sharded models, which Lightning reads at one path on all ranks.
     """
     if strategy.holds_shards or not spans_hosts(strategy):
         yield path
@@ -98,7 +98,7 @@ def hand_over(strategy: RankedStrategy, folder: str, wanted: Iterable[File]) -> 
     """Bring files that ranks want into the folder of a checkpoint on their host, from whichever
     host has them.
 
-    A collective call. What no host has stays missing: whoever reads it names it.
+    A collective call. What no host has stays missing: reading it gives an error that names it.
     """
     if not spans_hosts(strategy):
         return

@@ -92,9 +92,7 @@ def compared(path: str) -> Iterator[list[str | None]]:
 
 
 def _other_names(paths: Sequence[str]) -> str:
-    """What to tell ranks that have chosen checkpoints of different names; empty if they have
-    not.
-    """
+    """Advice for ranks that have chosen checkpoints of different names; empty if they have not."""
     first = next(
         (
             rank
@@ -163,8 +161,8 @@ def check_replicas(digests: Sequence[Mapping[str, Any]], path: str) -> None:
 
 
 def check_same_fields(everyone: Mapping[int, Mapping[str, Any]], path: str) -> None:
-    """Refuse fields that ranks have read otherwise from a checkpoint, with each rank's value
-    (CheckpointError).
+    """Refuse fields of a checkpoint that ranks have read with different values (CheckpointError,
+    with each value).
     """
     for field in dict.fromkeys(field for theirs in everyone.values() for field in theirs):
         values = {rank: theirs.get(field) for rank, theirs in everyone.items()}

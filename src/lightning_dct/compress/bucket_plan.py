@@ -142,9 +142,7 @@ class BucketPlan:
 
     @cached_property
     def first(self) -> tuple[int, ...]:
-        """The number of the first flag of each compressed tensor, if those of one payload follow
-        another's.
-        """
+        """The number of each compressed tensor's first flag, counted through all payloads."""
         begins = accumulate(self.flag_bytes, initial=0)
         parts = zip(self.parts or (self,), begins, strict=False)
         return tuple(
@@ -155,9 +153,7 @@ class BucketPlan:
 
     @cached_property
     def beyond(self) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
-        """The words of flags that are in part beyond the end of their tensor, and which of their
-        flags are.
-        """
+        """The words of flags that a tensor does not fill, and the unused flags in each."""
         sizes = np.array([self.sizes[index] for index in self.compressed], np.int64)
         words = (np.array(self.first, np.int64) + sizes) // WORD
         over = sizes % WORD
@@ -281,7 +277,9 @@ class Bucket:
         return self._parts[key]
 
     def entries(self, bounds: tuple[int, int], indices: Tensor | None) -> Tensor:
-        """``a`` within bounds, or some of its entries."""
+        """The values that are compared with a threshold: all within bounds, or those at some
+        indices.
+        """
         (new,), (base,) = self.parts([bounds])
         if indices is not None:
             indices = to_device(indices, base.device)

@@ -7,8 +7,8 @@ A rank keeps two kinds of residuals, both in the units of its own unscaled gradi
     residuals   what it has not sent of its own gradients, by parameter
     owned       what it has not sent of the *sums* it owns, by piece (exchanges that divide the model among ranks)
 
-Both enter the mean over ``W`` ranks with a weight of ``1 / W``. So when the owner of a piece
-changes, with other settings or another exchange, the old owner's residual of the sum becomes a
+Both enter the mean over ``W`` ranks with a weight of ``1 / W``. So if a piece gets another owner,
+because of other settings or another exchange, the old owner's residual of the sum becomes a
 residual of its own gradients.
 """
 

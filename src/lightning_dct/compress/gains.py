@@ -15,8 +15,8 @@ from lightning_dct.kernels.plain import Gains
 def gains_of(
     plan: BucketPlan, gains: Mapping[str, Gain] | None, device: torch.device
 ) -> Gains | None:
-    """The gains of a plan's compressed tensors, with factors on a device; None if all are 1 or go
-    by senders.
+    """The gains of a plan's compressed tensors, with factors on a device; None if all are 1, or
+    depend on the number of senders.
 
     The plan keeps the latest, because they change rarely.
     """

@@ -198,7 +198,7 @@ class Table:
         return self._addresses[kind][1]
 
     def numbers(self, used: tuple[int, ...]) -> Tensor:
-        """Those among the compressed tensors of some, by index: int64."""
+        """The numbers of some tensors, given by index, among the compressed ones: int64."""
         return _copied(
             [self.plan.compressed.index(index) for index in used], torch.int64, self.device
         )
@@ -210,8 +210,8 @@ class Table:
     def ends(self, counts: Tensor, rows: int = 0) -> Tensor:
         """Running sums of counts (shape ``[n]``, int64), after a zero: shape ``[n + 1]``, int64.
 
-        They are in memory that the table keeps, until the next call for so many rows: minus so
-        many, of codes.
+        The result lies in memory that the table keeps, until the next call with the same ``rows``.
+        Codes pass minus their number of rows.
         """
         if (rows, len(counts)) not in self._ends:
             self._ends[rows, len(counts)] = torch.zeros(
@@ -265,7 +265,7 @@ def compress_bucket(
 
 
 class _Compression:
-    """One bucket while it is packed: what all kernels take."""
+    """The compression of one bucket, and what its kernels share."""
 
     def __init__(self, table: Table, bucket: Bucket) -> None:
         self.table = table
@@ -468,7 +468,7 @@ class _Arrived:
             self.codes = *codes, table.ends(counts, -self.rows), self.words, self.stride
 
     def find(self, first: int, end: int) -> None:
-        """Find the flags of some blocks, after those of all before, and check them."""
+        """Find the flags of some blocks, and check them; all blocks before have been found."""
         table = self.table
         flags = self.words
         origin = 0
@@ -498,7 +498,7 @@ class _Arrived:
         self.ends = table.ends(self.counts, self.rows)
 
     def open(self, first: int, chunk: int, opened: Tensor) -> None:
-        """Flags and signs of some blocks, in the places of their entries."""
+        """Write flags and signs of some blocks at the places of their entries."""
         grid = (-(-chunk // GROUP), self.rows)
         rest = (self.ends, first, chunk, opened)
         _launch(triton_add.open_words, grid, *self.given, *rest, FORMAT=self.plan.value_format)

@@ -135,8 +135,8 @@ class Thresholds:
     def __init__(self) -> None:
         self.targets: dict[str, int] = {}
         self._values: dict[str, float | Tensor] = {}
-        # Those on a GPU by the names of a bucket's tensors, with their targets. They hold instead
-        # of others.
+        # Thresholds on a GPU, by the names of a bucket's tensors, with their targets. They take
+        # precedence over `_values`.
         self.by_bucket: dict[tuple[str, ...], tuple[tuple[int, ...], Tensor]] = {}
 
     def missing(self, names: tuple[str, ...], targets: tuple[int, ...]) -> list[int]:

@@ -222,13 +222,13 @@ class DCTElasticStrategy(DCTStrategy):
         restarted = os.environ.get(RESTARTED) == "1"
         while True:
             late = time.monotonic() - began > START_S
-            if not present.meet():
+            if not present.start_quorum():
                 time.sleep(1.0)
                 continue
             header = Header(self.global_rank, -1, 0, settings, 0, ready=int(late and not restarted))
             headers = gather_headers(present, header)
             if not headers or any(one.step >= 0 for one in headers):
-                if present.agree() and self._given is not None:
+                if present.should_commit() and self._given is not None:
                     break
             elif len({one.num_bytes for one in headers}) > 1:
                 raise ValueError(
@@ -244,7 +244,7 @@ class DCTElasticStrategy(DCTStrategy):
                 situation = present.spread_text(
                     json.dumps(joining.situation_of(self._module, run_length(trainer)[:2]))
                 )
-                if present.agree():
+                if present.should_commit():
                     self._take_situation(json.loads(situation))
                     break
             elif late and restarted:
@@ -302,7 +302,7 @@ class DCTElasticStrategy(DCTStrategy):
 
     def _take(self, given: Mapping[str, Any]) -> None:
         if not given:
-            self.present.forget()
+            self.present.invalidate()
         elif self._elastic.step:
             self._elastic.catch_up(given)
         else:
@@ -369,7 +369,7 @@ class DCTElasticStrategy(DCTStrategy):
         ]
         rank_zero_info(
             f"Ranks that this rank has met in {updates.exchanges} exchanges"
-            f" ({updates.seconds_met:.1f} s); {updates.present.lost} more exchanges have failed:\n"
+            f" ({updates.seconds_met:.1f} s); {updates.present.failed_meetings} more exchanges have failed:\n"
             + plain_table(rows)
         )
         self.present.close()

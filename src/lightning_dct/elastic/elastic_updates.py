@@ -47,10 +47,10 @@ from lightning_dct.elastic.present import PresentRanks
 from lightning_dct.sync.buffers import PresentBuffers
 from lightning_dct.sync.coherence import LEAST, coherence_of_all, shape_of
 from lightning_dct.sync.decision import Decision, Length
+from lightning_dct.sync.optimizer_clock import OptimizerClock
 from lightning_dct.sync.optimizer_state import sums_as_bytes, sums_of
-from lightning_dct.sync.rounds import Rounds
 from lightning_dct.sync.shared_weights import IN_PLACE, as_real
-from lightning_dct.sync.updates import SETTLED, UpdateSynchronizer
+from lightning_dct.sync.updates import FEWEST_JUDGED, UpdateSynchronizer
 from lightning_dct.traffic import all_gather_bytes
 
 # A rank as fast as this share of the median trains every step. Its time for a step is the median of
@@ -105,9 +105,9 @@ def gather_headers(
 ) -> list[Header]:
     """The headers of all ranks of a meeting; empty if that has failed.
 
-    The wait is that of ``PresentRanks.gather``.
+    The wait is that of ``PresentRanks.all_gather``.
     """
-    gathered = present.gather(torch.tensor(own, dtype=torch.int64), patience_s)
+    gathered = present.all_gather(torch.tensor(own, dtype=torch.int64), patience_s)
     return [] if gathered is None else [Header(*row) for row in gathered.tolist()]
 
 
@@ -157,7 +157,7 @@ class ElasticUpdates(UpdateSynchronizer):
     @property
     def step(self) -> int:
         """Optimizer steps of the run, those passed over included."""
-        return self._the_rounds.steps
+        return self._the_clock.steps
 
     @property
     def trains(self) -> bool:
@@ -175,12 +175,12 @@ class ElasticUpdates(UpdateSynchronizer):
         """Count a step; the exchange comes when the batch ends, where a checkpoint can be made for
         a joiner.
         """
-        rounds = self._count_step(optimizer)
-        self._decay(rounds, optimizer, was_made)
+        clock = self._count_step(optimizer)
+        self._decay(clock, optimizer, was_made)
         if self.project is not None:
             self.project()  # this rank's own; the shared ones do not change here
-        is_due = bool(rounds.due(self.config.length_at(rounds.steps), takes_turns=False))
-        self.due = rounds.steps > self.resume_at and is_due
+        is_due = bool(clock.due_buckets(self.config.length_at(clock.steps), takes_turns=False))
+        self.due = clock.steps > self.resume_at and is_due
 
     def add_step(self, trained: bool, seconds: float) -> None:
         """Count a step that was trained, in so many seconds, or was passed over."""
@@ -195,11 +195,11 @@ class ElasticUpdates(UpdateSynchronizer):
         self.due = False
         began = time.monotonic()
         self.train_until = 0
-        self._round = self.present.round
+        self._round = self.present.quorum_step
         self.views.continue_training()
         with self.traffic.timed("exchange", "seconds_waiting"):
             # A rank that is behind has the others' shared weights afterwards.
-            met = self.present.meet()
+            met = self.present.start_quorum()
         if met:
             self._exchange()
         self.seconds_met += time.monotonic() - began
@@ -212,10 +212,10 @@ class ElasticUpdates(UpdateSynchronizer):
         goes on without it.
         """
         self.views.continue_training()
-        self._round = self.present.round
+        self._round = self.present.quorum_step
         header = Header(self._rank, self.step, 0, 0, 0, ready=ready, history=self._history)
         for _ in range(FAREWELLS):
-            headers = gather_headers(self.present, header) if self.present.meet() else []
+            headers = gather_headers(self.present, header) if self.present.start_quorum() else []
             if headers and self._say_farewell(headers, ready):
                 return
 
@@ -235,12 +235,12 @@ class ElasticUpdates(UpdateSynchronizer):
         )
         rows = None
         if takes:
-            names = self._the_rounds.names
+            names = self._the_clock.names
             nothing = torch.zeros(sum(self.weights.sizes[name] for name in names))
             left = self.weights.movement(names, torch.float32) if ready == HANDS_OVER else nothing
-            rows = present.gather(left)
+            rows = present.all_gather(left)
             self.exchange.everyone.count(all_gather_bytes(4 * left.numel(), present.size()))
-        if not present.agree():
+        if not present.should_commit():
             return False
         if rows is not None:
             for row in rows[givers]:
@@ -251,21 +251,21 @@ class ElasticUpdates(UpdateSynchronizer):
         return rows is not None or ready < 2
 
     def _exchange(self) -> None:
-        rounds = self._the_rounds
+        clock = self._the_clock
         present = self.present
-        buckets = self._plans(rounds, rounds.steps)
+        buckets = self._plans(clock, clock.steps)
         optimizer = self.known.all()[0]
         assert optimizer is not None  # Lightning holds it
-        length = self.config.length_at(rounds.steps)
-        squares = self._squares_due(rounds, optimizer, rounds.steps, length)
+        length = self.config.length_at(clock.steps)
+        squares = self._squares_due(clock, optimizer, clock.steps, length)
         sums = sums_of(squares, torch.device("cpu"))
         averaged = sums_as_bytes(sums) if sums else torch.empty(0, dtype=torch.uint8)
         sampled = torch.empty(0)
-        if rounds.coherence.has_begun(rounds.steps):
-            sampled = torch.cat([one.entries for one in self._samples(rounds, optimizer).values()])
-            rounds.coherence.skip()
+        if clock.coherence.has_begun(clock.steps):
+            sampled = torch.cat([one.entries for one in self._samples(clock, optimizer).values()])
+            clock.coherence.skip()
         # Those of all buffers, of which ranks then send those that have changed on one of them.
-        decayed = rounds.own_decay.of(rounds.names if rounds.decays else ()).view(torch.uint8)
+        decayed = clock.own_decay.of(clock.names if clock.decays else ()).view(torch.uint8)
         compressed = sum(plan.layout.num_bytes for _, plan in buckets)
         num_bytes = decayed.numel() + compressed + self.buffers.num_bytes + sampled.nbytes
         num_bytes += averaged.numel()
@@ -276,11 +276,11 @@ class ElasticUpdates(UpdateSynchronizer):
             "buffers": self.buffers.changed(),
             "averaged": averaged.numel(),
         }
-        header = Header(self._rank, rounds.steps, self._trained, num_bytes, nanoseconds, **shared)
+        header = Header(self._rank, clock.steps, self._trained, num_bytes, nanoseconds, **shared)
         with self.traffic.timed("exchange", "seconds_waiting"):
             headers = gather_headers(present, header)
         if not headers:
-            present.agree()  # that the meeting has failed
+            present.should_commit()  # that the meeting has failed
             return
         histories = [header.history for header in headers if header.step >= 0 and not header.ready]
         if len(histories) < len(headers) or len(set(histories)) > 1:
@@ -291,7 +291,7 @@ class ElasticUpdates(UpdateSynchronizer):
             if self._say_farewell(headers, ready=0):
                 self.commit()
                 if apart:
-                    present.forget()
+                    present.invalidate()
             return
         step = max(header.step for header in headers)
         own = headers[present.rank()]
@@ -308,7 +308,7 @@ class ElasticUpdates(UpdateSynchronizer):
             # now
         ):
             self._choose_settings(step)
-            buckets = self._plans(rounds, step)
+            buckets = self._plans(clock, step)
         senders = [
             place
             for place, header in enumerate(headers)
@@ -322,17 +322,17 @@ class ElasticUpdates(UpdateSynchronizer):
         self.feedback.begin()
         if sends := present.rank() in senders:
             self._forget_thresholds([names for names, _ in buckets])
-            with rounds.own_decay.in_shared(rounds.names, self.weights):
+            with clock.own_decay.in_shared(clock.names, self.weights):
                 payloads = [self._compress(names, plan) for names, plan in buckets]
             parts_sent = [decayed, *payloads, uncompressed, sampled.view(torch.uint8), averaged]
             sent = torch.cat(parts_sent)
         self.traffic.add(bytes_of_buffers=all_gather_bytes(uncompressed.numel(), present.size()))
         self.exchange.everyone.count(all_gather_bytes(size, present.size()))
-        this_round = present.round
+        this_round = present.quorum_step
         quorum = present.quorum
         with self.traffic.timed("exchange", "seconds_waiting"):
-            rows = present.gather(sent)
-            agreed = present.agree()
+            rows = present.all_gather(sent)
+            agreed = present.should_commit()
         if not agreed or rows is None:
             parts = [(*bucket, payload) for bucket, payload in zip(buckets, payloads, strict=sends)]
             self._unsure = (this_round, quorum, parts) if sends else None
@@ -342,15 +342,15 @@ class ElasticUpdates(UpdateSynchronizer):
         self.commit()
         self._cosine = next(header.cosine for header in headers if header.step == step)
         if senders:
-            context = ExchangeContext(gains=self._gains(self._decide(rounds, step), len(senders)))
+            context = ExchangeContext(gains=self._gains(self._decide(clock, step), len(senders)))
             place = senders.index(present.rank()) if sends else None
             num_averaged = headers[senders[0]].averaged
             rest, of_squares = rows[senders].split([size - num_averaged, num_averaged], dim=1)
             self._take(buckets, self._decay_as_agreed(rest), place, changed, context)
             if place is not None and squares and len(senders) > 1:
-                rounds.squares.take(squares, sums, of_squares.contiguous(), place)
-                if rounds.steps >= SETTLED:
-                    self._warn_if_unlike(rounds)
+                clock.squares.take(squares, sums, of_squares.contiguous(), place)
+                if clock.steps >= FEWEST_JUDGED:
+                    self._warn_if_unlike(clock)
         if own.step < step:
             self.resume_at = step
         self._note(headers, step)
@@ -360,14 +360,14 @@ class ElasticUpdates(UpdateSynchronizer):
         """Decay the shared weights by the mean of what the senders' rows begin with; return the
         rest of the rows.
         """
-        rounds = self._the_rounds
-        if not rounds.decays:
+        clock = self._the_clock
+        if not clock.decays:
             return rows
-        size = rounds.own_decay.of(rounds.names).nbytes
+        size = clock.own_decay.of(clock.names).nbytes
         factors = rows[:, :size].contiguous().view(torch.float64)
         same = (factors == factors[0]).all(0)  # a mean of equal numbers may be another one
-        rounds.own_decay.take(
-            rounds.names, torch.where(same, factors[0], factors.mean(0)).tolist(), self.weights
+        clock.own_decay.take(
+            clock.names, torch.where(same, factors[0], factors.mean(0)).tolist(), self.weights
         )
         return rows[:, size:]
 
@@ -382,9 +382,9 @@ class ElasticUpdates(UpdateSynchronizer):
         """Add what the senders have sent, ``[senders, bytes]``; ``own`` is this rank's row,
         ``changed`` the buffers.
         """
-        rounds = self._the_rounds
+        clock = self._the_clock
         start = 0
-        decay = self._decide(rounds, rounds.steps).kept
+        decay = self._decide(clock, clock.steps).kept
         with self.traffic.timed("apply"):
             for names, plan in buckets:
                 stop = start + plan.layout.num_bytes
@@ -408,14 +408,14 @@ class ElasticUpdates(UpdateSynchronizer):
 
     def _gains(self, decision: Decision, ranks: int) -> Mapping[str, Gain] | None:
         """One gain for all parameters, because the number of ranks changes."""
-        rounds = self._the_rounds
+        clock = self._the_clock
         if decision.mean is not Length.MEASURED:
-            return decision.gains(rounds.coherence)
+            return decision.gains(clock.coherence)
         coherence = max(1.0 + (ranks - 1) * self._cosine / WHOLE, LEAST)
         one = torch.ones(1, dtype=torch.float64)
         gain = math.sqrt(ranks / coherence)
         gains = {}
-        for name in rounds.names:
+        for name in clock.names:
             rows, columns = shape_of(as_real(self.weights.own(name)))
             gains[name] = Gain(torch.full((rows * columns,), gain, dtype=torch.float64), one)
         return gains
@@ -438,7 +438,7 @@ class ElasticUpdates(UpdateSynchronizer):
 
     def commit(self) -> None:
         """Note that this rank has taken the round that has ended."""
-        latest = self.present.round - 1, self.present.quorum
+        latest = self.present.quorum_step - 1, self.present.quorum
         self._commits.append(latest)
         self._history = zlib.crc32(repr(latest).encode(), self._history)
 
@@ -458,9 +458,9 @@ class ElasticUpdates(UpdateSynchronizer):
         if self.run_settings is not None:
             self._change(self.run_settings.config_after(step - 1))
 
-    def _plans(self, rounds: Rounds, step: int) -> list[tuple[list[str], BucketPlan]]:
+    def _plans(self, clock: OptimizerClock, step: int) -> list[tuple[list[str], BucketPlan]]:
         length = self.config.length_at(step)
-        return [(names, self.flow.plan(names, length)) for names in rounds.buckets]
+        return [(names, self.flow.plan(names, length)) for names in clock.buckets]
 
     # A joiner, and a rank that is behind.
 
@@ -489,7 +489,7 @@ class ElasticUpdates(UpdateSynchronizer):
             base = self.weights.shared(name)
             own = self.weights.own(name)
             # As the peers' have decayed.
-            base.mul_(self._the_rounds.own_decay.factors.pop(name, 1.0))
+            base.mul_(self._the_clock.own_decay.factors.pop(name, 1.0))
             own.add_(shared - base) if kept else own.copy_(shared)
             base.copy_(shared)
         self.resume_at = max(self.resume_at, int(given["step"]))
@@ -527,8 +527,8 @@ class ElasticUpdates(UpdateSynchronizer):
             self.train_until = step + max(1, round((length - step % length) * usual / own))
 
     @property
-    def _the_rounds(self) -> Rounds:
-        return self._rounds.setdefault(0, Rounds())
+    def _the_clock(self) -> OptimizerClock:
+        return self._clocks.setdefault(0, OptimizerClock())
 
 
 def refuse_not_in_place(names: Mapping[Tensor, str]) -> None:

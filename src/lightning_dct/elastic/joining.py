@@ -76,7 +76,7 @@ def compare_starts(
         present, Header(digest, int(checkpoint["global_step"]), 0, 0, 0), patience_s
     )
     if not seen:
-        present.agree()  # that the meeting has failed
+        present.should_commit()  # that the meeting has failed
     if len(set(seen)) > 1:
         raise ValueError(
             f"The ranks start with different checkpoints; that of rank {rank} is {path}. Copy the"

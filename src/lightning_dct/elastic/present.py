@@ -103,11 +103,11 @@ class PresentRanks:
         rank: This rank's number among those that were asked for.
         lighthouse: Its address, such as ``http://10.0.0.1:29510``.
         give: Returns the state for a rank that is behind; called in a thread while this rank waits
-            in :meth:`meet`.
-        take: Takes that state from a peer, within :meth:`meet`.
+            in :meth:`start_quorum`.
+        take: Takes that state from a peer, within :meth:`start_quorum`.
 
     Attributes:
-        lost: Meetings of this rank that have brought nothing.
+        failed_meetings: Meetings of this rank that have brought nothing.
         trouble: Why the last of them has not.
         transfer_s: How long a collective or a transfer may wait, in seconds.
     """
@@ -152,7 +152,7 @@ class PresentRanks:
         _tell_quorums_apart(self._manager, self._group)
         self._size = 1
         self._rank = 0
-        self.lost = self._failed_in_a_row = 0
+        self.failed_meetings = self._failed_in_a_row = 0
         self.trouble = ""
         self.transfer_s = TRANSFER_S
 
@@ -165,7 +165,7 @@ class PresentRanks:
         return self._rank
 
     @property
-    def round(self) -> int:
+    def quorum_step(self) -> int:
         """The number of meetings with an agreement, on all ranks that are not behind."""
         return int(self._manager.current_step())
 
@@ -176,7 +176,7 @@ class PresentRanks:
         """
         return int(self._manager._quorum_id)
 
-    def meet(self) -> bool:
+    def start_quorum(self) -> bool:
         """Wait for the other ranks that are alive, and return whether there is a group with
         them.
         """
@@ -192,11 +192,11 @@ class PresentRanks:
                     None  # it would raise the same error at the next meeting
                 )
                 continue
-            return self._manager.errored() is None or self.agree()
-        self.lost += 1
+            return self._manager.errored() is None or self.should_commit()
+        self.failed_meetings += 1
         return False
 
-    def gather(self, sent: Tensor, patience_s: float | None = None) -> Tensor | None:
+    def all_gather(self, sent: Tensor, patience_s: float | None = None) -> Tensor | None:
         """The tensors that all ranks of the meeting have sent: shape ``[ranks, *sent.shape]``; None
         if that has failed.
 
@@ -223,7 +223,7 @@ class PresentRanks:
     def spread_text(self, text: str) -> str:
         """The text of the first rank of the meeting; any text if that fails."""
         own = text.encode()
-        lengths = self.gather(torch.tensor([len(own)]))
+        lengths = self.all_gather(torch.tensor([len(own)]))
         if lengths is None:
             return text
         length = int(lengths[0])
@@ -231,7 +231,7 @@ class PresentRanks:
         self.spread(spread)
         return bytes(spread.tolist()).decode(errors="replace")
 
-    def agree(self) -> bool:
+    def should_commit(self) -> bool:
         """End a meeting, and return whether this rank takes its result; if not, it is behind."""
         failed = self._manager.errored()
         try:
@@ -241,7 +241,7 @@ class PresentRanks:
         except Exception as error:
             failed = error
         self.trouble = _first_line(failed) if failed else "a rank has left"
-        self.lost += 1
+        self.failed_meetings += 1
         # Let transfers take twice as long from the next group on.
         if "timed out" in self.trouble.lower():
             self.transfer_s = min(2 * self.transfer_s, LONGEST_TRANSFER_S)
@@ -260,7 +260,7 @@ class PresentRanks:
         self._failed_in_a_row += 1
         return False
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """Be behind again: a peer had nothing to give."""
         self._manager.load_state_dict({"step": 0, "batches_committed": 0})
 

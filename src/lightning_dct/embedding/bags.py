@@ -32,7 +32,7 @@ class Features(NamedTuple):
 
     @classmethod
     def of(cls, tables: Sequence[EmbeddingTable]) -> "Features":
-        """Those of some tables."""
+        """The features of some tables."""
         listed = [
             (name, number, table) for number, table in enumerate(tables) for name in table.features
         ]
@@ -61,7 +61,7 @@ class Bags:
 
     @property
     def is_one_each(self) -> bool:
-        """Whether the bags are the look-ups' rows as they are."""
+        """Whether each bag is one look-up, so that pooling changes nothing."""
         return self.bags is None and self.divisors is None and self.weights is None
 
     def pool(self, rows: Tensor) -> Tensor:

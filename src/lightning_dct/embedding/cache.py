@@ -97,7 +97,9 @@ class RowCache:
         return self.row_at.size
 
     def contents(self, peer: int | None = None) -> tuple[Int64Array, Int64Array]:
-        """The rows, ascending, and their slots; of one peer, if there are several."""
+        """The rows, ascending, and their slots; if the cache has rows of several peers, those of
+        one.
+        """
         is_used = self.row_at >= 0
         used = np.flatnonzero(is_used if peer is None else is_used & (self.peer_at == peer))
         slots = used[np.argsort(self.row_at[used])]
@@ -123,9 +125,7 @@ class RowCache:
         return slots
 
     def release(self, rows: Int64Array, peers: Int64Array | None = None) -> Int64Array:
-        """Free the slots of rows, ``[k]``, distinct, and give them; a KeyError if a row has
-        none.
-        """
+        """Free the slots of distinct rows, ``[k]``, and return them; a KeyError if a row has none."""
         slots = self.find(rows, peers)
         if (slots < 0).any():
             raise KeyError(f"{int((slots < 0).sum())} rows are not in the cache")

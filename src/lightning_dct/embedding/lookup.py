@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class _Requested(NamedTuple):
-    """The rows of a request, on either of its ends."""
+    """The rows of a request, on the rank that makes it or on the one that answers."""
 
     rows: RowStore  # the copies: of the rank that has asked, or of its owner
     peer: int
@@ -279,20 +279,22 @@ class ChangesLookup:
         # REQUEST in the first place.
         numbers = np.zeros((module.placement.world_size, ANNOUNCED), dtype=np.int64)
         wanted = {peer: self._rows.wanted[peer] for peer in self._peers}
-        ids = {peer: module.held.codes[peer].encode(places) for peer, places in wanted.items()}
-        slots, gone = module.held.admit(wanted)
+        ids = {
+            peer: module.own_copies.codes[peer].encode(places) for peer, places in wanted.items()
+        }
+        slots, gone = module.own_copies.admit(wanted)
         payloads = {}
         residuals = {}
         for peer, (places, residual) in gone.items():
             # Most requests evict nothing, and then say so in no byte.
-            evicted = module.held.codes[peer].encode(places) if places.size else ids[peer][:0]
+            evicted = module.own_copies.codes[peer].encode(places) if places.size else ids[peer][:0]
             payloads[peer] = torch.cat([ids[peer], evicted]).to(module.weight.device)
             residuals[peer] = messages.encode_whole(residual, module.value_format)
             numbers[peer, 1:] = ids[peer].numel(), self._rows.lookups[peer], evicted.numel()
-        module.held.learn()
+        module.own_copies.learn()
         # By owner, the requests of this rank.
         self._sent = {
-            peer: self._requested(module.held, peer, peer, wanted[peer], slots[peer])
+            peer: self._requested(module.own_copies, peer, peer, wanted[peer], slots[peer])
             for peer in wanted
         }
         return payloads, residuals, numbers
@@ -304,20 +306,23 @@ class ChangesLookup:
         # By user, the rows that it has evicted.
         self._evicted: dict[int, Int64Array] = {}
         for peer in self._peers:
-            code, (_, num_bytes, lookups, _) = module.mirrors.codes[peer], announced[peer].tolist()
+            code, (_, num_bytes, lookups, _) = (
+                module.peer_copies.codes[peer],
+                announced[peer].tolist(),
+            )
             with reading(f"Rank {peer} of the process group"):
                 wanted[peer] = code.decode(requests[peer][:num_bytes], lookups)
                 evicted = requests[peer][num_bytes:]
-                held = len(module.mirrors.cache)
+                held = len(module.peer_copies.cache)
                 self._evicted[peer] = (
                     code.decode(evicted, held) if evicted.numel() else wanted[peer][:0]
                 )
-            module.mirrors.release(peer, self._evicted[peer])
-        slots, _ = module.mirrors.admit(wanted)
-        module.mirrors.learn()
+            module.peer_copies.release(peer, self._evicted[peer])
+        slots, _ = module.peer_copies.admit(wanted)
+        module.peer_copies.learn()
         # By user, the requests that this rank has received.
         self._received = {
-            peer: self._requested(module.mirrors, peer, self._rank, places, slots[peer])
+            peer: self._requested(module.peer_copies, peer, self._rank, places, slots[peer])
             for peer, places in wanted.items()
         }
 
@@ -443,9 +448,7 @@ def _end_backward(modules: Sequence[ShardedEmbeddingBags]) -> None:
 
 
 def _refuse_dense_gradient(module: ShardedEmbeddingBags) -> None:
-    """Refuse a gradient of all rows, as of a penalty on them, beside those of look-ups
-    (RuntimeError).
-    """
+    """Refuse a dense gradient of all rows, such as that of a penalty on them (RuntimeError)."""
     gradient = module.weight.grad
     if gradient is not None and gradient.layout == torch.strided:
         raise RuntimeError(
@@ -457,7 +460,7 @@ def _refuse_dense_gradient(module: ShardedEmbeddingBags) -> None:
 
 
 def _announce(module: ShardedEmbeddingBags, numbers: Int64Array) -> Int64Array:
-    """Announce numbers, and refuse ranks that have not come to the same (RuntimeError, on every
+    """Announce numbers, and refuse ranks that are at different collectives (RuntimeError, on every
     rank).
     """
     announced = module.exchange_group.announce(numbers, module.traffic)

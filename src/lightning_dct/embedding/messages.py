@@ -326,8 +326,8 @@ def encode_some(
 
 
 def finite(copies: Tensor) -> Tensor:
-    """Copies to which whole rows are added: from zero where they are not finite, which no sum would
-    mend.
+    """Copies to which whole rows are added; zero where they are infinite or NaN, because no sum
+    would mend that.
     """
     return copies.nan_to_num(0.0, 0.0, 0.0)
 

@@ -105,7 +105,7 @@ class OwnedRows(CompressedModule):
             self.load_tables(self._loaded)
 
     def _made_alone(self) -> Sequence[Tensor] | None:
-        """The rows of all tables, for the ranks that this process becomes one of."""
+        """The rows of all tables, made before the ranks start, of which this process becomes one."""
         return self.own_rows(np.arange(self.capacity())).split(self.table_rows)
 
     def load_tables(self, whole: Sequence[Tensor]) -> None:
@@ -152,7 +152,9 @@ class OwnedRows(CompressedModule):
         if self.kept is None:
             self.weight.detach().copy_(rows)
         else:
-            self.kept.pack(self.weight.detach(), np.arange(self.capacity()), rows.to(self.weight))
+            self.kept.compact(
+                self.weight.detach(), np.arange(self.capacity()), rows.to(self.weight)
+            )
 
     def place(self, world_size: int) -> RowOwners:
         """Decide which rank owns which row."""
@@ -194,7 +196,7 @@ class OwnedRows(CompressedModule):
         raise NotImplementedError
 
     def rows_replaced(self, places: Int64Array | None = None) -> None:
-        """Have the other ranks receive these of this rank's rows whole, or all, because they were
+        """Send these rows, or all of this rank's, whole when they are next requested: they were
         replaced.
         """
         raise NotImplementedError

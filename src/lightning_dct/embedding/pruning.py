@@ -84,7 +84,7 @@ class KeptPieces:
         rows.view(-1, *values.shape[1:])[found] = values[at]
         return rows
 
-    def pack(self, values: Tensor, places: Int64Array, rows: Tensor) -> None:
+    def compact(self, values: Tensor, places: Int64Array, rows: Tensor) -> None:
         """Write the kept pieces of ``rows``, ``[k, ...]``, into ``values``: the opposite of
         :meth:`expand`.
         """
@@ -161,7 +161,7 @@ def _packed(kept: KeptPieces, value: Tensor, width: int) -> Tensor:
         )
     packed = value.new_empty(kept.num_pieces, *by_pieces(value[:0]).shape[2:])
     for places in in_parts(0, len(value)):
-        kept.pack(packed, places, by_pieces(value[places[0] : places[-1] + 1]).flatten(0, 1))
+        kept.compact(packed, places, by_pieces(value[places[0] : places[-1] + 1]).flatten(0, 1))
     return packed
 
 

@@ -71,7 +71,7 @@ class ShardedEmbeddingBags(OwnedRows):
         refresh_every: Optimizer steps between two exact selections of the thresholds. In between, a
             guard moves them a little in every step, to keep the number of entries near its target.
         cache_rows: Most rows of other ranks to remember, of all of them together. When None, as
-            many as copies, residuals, the owners' mirrors of them and their index fit into twice
+            many as copies, residuals, the owners' copies of those and their index fit into twice
             the bytes of a rank's share of all rows, or into 64 MiB if that is more. The residual of
             an evicted row is sent: in fp32 or bf16 if ``value_format`` is that, else in int8 with a scale for
             the row. A remembered row takes ``8 * dim + 98`` bytes here and ``4 * dim + 98`` on its
@@ -206,10 +206,10 @@ class ShardedEmbeddingBags(OwnedRows):
         of_owners = {peer: owned[peer] for peer in peers}
         of_users = dict.fromkeys(peers, owned[rank])
         # This rank's copies of other ranks' rows, and the other ranks' copies of this rank's rows.
-        self.held: RowStore = RowStore(
+        self.own_copies: RowStore = RowStore(
             self.room(), of_owners, num_peers, num_tables, self.initial, empty, True
         )
-        self.mirrors: RowStore = RowStore(
+        self.peer_copies: RowStore = RowStore(
             UNBOUNDED, of_users, num_peers, num_tables, self._own_initial, empty, False
         )
         self.collected: CollectedGradients = CollectedGradients()
@@ -235,8 +235,8 @@ class ShardedEmbeddingBags(OwnedRows):
 
     @property
     def remembered(self) -> tuple[RowStore, ...]:
-        """The copies and mirrors; none before :meth:`materialize`."""
-        return (self.held, self.mirrors) if self.is_materialized else ()
+        """This rank's copies, and those of its peers; none before :meth:`materialize`."""
+        return (self.own_copies, self.peer_copies) if self.is_materialized else ()
 
     def take_answers(self) -> None:
         """Wait for the answers to the latest look-up, if they are under way, and add them to the
@@ -249,14 +249,14 @@ class ShardedEmbeddingBags(OwnedRows):
         """Have the other ranks receive these of this rank's rows whole, or all, because they were
         replaced.
         """
-        self.mirrors.replaced(places)
+        self.peer_copies.replaced(places)
 
     def thresholds_in_use(self) -> list[float]:
         """The thresholds of both directions."""
         return [float(value) for rows in self.remembered for value in rows.thresholds.flat if value]
 
     def residual_norm(self) -> float:
-        """Euclidean norm of the gradients that this rank has not sent yet; mirrors have none."""
+        """Euclidean norm of the gradients that this rank has not sent yet; copies of peers have none."""
         return (
             sum(float(rows.residual.norm(dtype=torch.float64)) ** 2 for rows in self.remembered)
             ** 0.5
@@ -271,8 +271,8 @@ class ShardedEmbeddingBags(OwnedRows):
         self.take_answers()
         return {
             "placement": asdict(self.placement),
-            "held": self.held.state_dict(),
-            "mirrors": self.mirrors.state_dict(),
+            "held": self.own_copies.state_dict(),
+            "mirrors": self.peer_copies.state_dict(),
             "collected": [
                 (places.cpu(), gradient.cpu()) for places, gradient in self.collected.wait()
             ],

@@ -1,13 +1,13 @@
 """One store of rows for all peers: copies of rows, and the gradients of these rows that were not
 sent yet.
 
-A rank has two stores. In ``held`` are its copies of the rows of all owners, with residuals. In
-``mirrors`` are the copies that all users have of its own rows. The copies of both ends are bitwise
-identical, because both start a row from its initial value and add the same messages.
+A rank has two stores. In ``own_copies`` are its copies of the rows of all owners, with residuals.
+In ``peer_copies`` are the copies that all users have of its own rows. The copies of both ends are
+bitwise identical, because both start a row from its initial value and add the same messages.
 
-``held`` has room for a number of rows, whatever the number of owners. It evicts the least recently
-requested rows and says which: with each request goes a list of evicted rows, which the owner's
-``mirrors`` forgets.
+``own_copies`` has room for a number of rows, whatever the number of owners. It evicts the least
+recently requested rows and says which: with each request goes a list of evicted rows, which the
+owner's ``peer_copies`` forgets.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,8 +24,8 @@ from lightning_dct.wire.positions import PayloadError
 
 # Parts with an entry for each slot.
 ROW_STATE = ("copies", "residual", "outdated")
-# Copies, residuals, mirrors and the index of both take less than so many times the bytes of a
-# rank's own rows, or so many bytes if that is more: a small table is remembered whole.
+# Own copies, residuals, peers' copies and the index of both take less than so many times the bytes
+# of a rank's own rows, or so many bytes if that is more: a small table is remembered whole.
 SHARES = 2
 LEAST_BYTES = 64 << 20
 
@@ -119,7 +119,7 @@ class RowStore:
         return slots, evicted
 
     def release(self, peer: int, places: Int64Array) -> None:
-        """Forget rows of a peer, which says that it has evicted them.
+        """Forget rows of a peer that has evicted them.
 
         Raises:
             PayloadError: Some of them are not here.
@@ -182,8 +182,8 @@ class RowStore:
             self.outdated[self._on_device(slots[slots >= 0])] = True
 
     def take_outdated(self, slots: Tensor) -> Tensor:
-        """Whether the copies in slots, ``[k]``, are outdated; the message that is made now ends
-        that.
+        """Whether the copies in slots, ``[k]``, are outdated; they count as current after this
+        call.
         """
         outdated = self.outdated.index_select(0, slots)
         self.outdated.index_fill_(0, slots, False)

@@ -48,8 +48,7 @@ def check_memory(
 
 
 def as_one_store(state: Mapping[str, Any], num_tables: int, dim: int) -> Mapping[str, Any]:
-    """The state of a rank, from one of an earlier version, with a store for each peer, if it is
-    such a one.
+    """The state of a rank; one of an earlier version, with a store for each peer, is converted.
 
     What is damaged stays as it is: :func:`check_memory` refuses it.
     """
@@ -93,7 +92,9 @@ def _joined(by_peer: Mapping[int, Any], num_tables: int, dim: int) -> Mapping[st
 
 
 def _soundness(state: Mapping[str, Any], saved: RowOwners, dim: int) -> Iterator[tuple[str, bool]]:
-    """Each part of a rank's state, and whether it is sound, if those before it are."""
+    """Each part of a rank's state, and whether it is valid; later parts assume that earlier ones
+    are.
+    """
     num_tables = len(saved.table_rows)
     ranks = range(saved.world_size)
     lengths = len(saved.block_rows), len(saved.first_rank)

@@ -294,7 +294,7 @@ def _load_by_table(files: RowFiles, key: str, module: ShardedEmbeddingBags, valu
             continue
         rows = values.new_empty(places.size, PIECES, *values.shape[1:])
         files.read(f"{key}.table_{table}", start, rows)
-        module.kept.pack(values, places, rows)
+        module.kept.compact(values, places, rows)
 
 
 def _load_kept(files: RowFiles, name: str, module: ShardedEmbeddingBags) -> None:

@@ -130,7 +130,8 @@ class Exchange(ABC):
     ) -> Tensor:
         """Compress a bucket into a payload.
 
-        Counts the ``due`` and the sent entries; those of a GPU once it knows.
+        Counts the ``due`` entries, and those that are sent: of a GPU once the host knows their
+        number.
         """
         payload, entries = compress(feedback, bucket, plan, deferred, context)
         dense = sum(plan.sizes[index] for index in plan.dense if index not in deferred)
@@ -257,8 +258,8 @@ def send_dense(
     dtype: torch.dtype,
     context: ExchangeContext,
 ) -> Collectives:
-    """Exchange a bucket without compressed tensors, with all of its residuals, in a dtype; updates
-    with their tag.
+    """Average a bucket without compressed tensors in a dtype, residuals included. Ranks also
+    compare the tags of updates.
     """
     feedback.send_out(buffer, plan, deferred, context.scale, owned=True)
     everyone.traffic.add(entries=buffer.numel(), entries_sent=buffer.numel())

@@ -192,8 +192,8 @@ def _room(shape: Sequence[int], device: torch.device) -> Tensor:
 
 
 def _copy_beside(payload: Tensor, memory: Tensor) -> Callable[[], None]:
-    """Start copying to host memory on a stream beside the current one; what is returned waits for
-    the end.
+    """Start copying to host memory on a stream beside the current one, and return a function that
+    waits for the end.
     """
     device = payload.device
     if device.type != "cuda":

@@ -92,14 +92,14 @@ class CollectiveOrder:
         self._since: float | None = (
             None  # when it has come to its last place, unless it has asked about it
         )
-        # After how many places this rank was found in which collective of the user's own, and since
-        # when.
+        # The collective of the user's own in which this rank was found last, after how many places,
+        # and since when.
         self._found = (0, "")
         self._found_since = 0.0
         # The last things that this rank has done, and all that it has done in such an order.
         self._recent: deque[str] = deque(ORDER * [""], maxlen=ORDER)
-        # Of each exchange, the batch in which this rank has last come to it, and the batches since
-        # the time before.
+        # By exchange, the batch in which this rank made it last, and the batches from the time
+        # before until then.
         self._batches: dict[str, tuple[int, int]] = {}
         self._usual: set[tuple[str, ...]] = set()
         # Stop points that this rank has passed, signals of which it does not know yet where all
@@ -164,9 +164,7 @@ class CollectiveOrder:
         return ""
 
     def _has_left_out(self, name: str, batch: int) -> bool:
-        """Whether this rank has had more batches than the time before since it has last come to an
-        exchange.
-        """
+        """Whether more batches than usual have passed since this rank's last exchange."""
         of_optimizer = " ".join(name.split()[:3])  # whatever is exchanged
         before, usual = self._batches.get(of_optimizer, (batch, 0))
         passed = batch - before
@@ -278,8 +276,8 @@ class CollectiveOrder:
 
 
 def _own_collective() -> str:
-    """The collective of torch.distributed in which the main thread waits for all ranks, and the
-    line that calls it.
+    """The collective of torch.distributed in which the main thread waits, and the line that calls
+    it; empty if there is none.
     """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     called = ""
@@ -294,7 +292,7 @@ def _own_collective() -> str:
 
 
 def _same_number(theirs: Place, mine: Place) -> bool:
-    """Whether two ranks' places have the same number among those that both share."""
+    """Whether two ranks' places have the same number, counted among the places that both share."""
     if mine["rank"] not in theirs["peers"] or theirs["rank"] not in mine["peers"]:
         return False
     return _number(theirs, mine) == _number(mine, theirs)

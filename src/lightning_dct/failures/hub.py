@@ -105,7 +105,7 @@ class Hub:
 
     def _serve_once(self) -> None:
         wait = None if self._decide_at is None else max(self._decide_at - time.monotonic(), 0.0)
-        # First those that have said something, before they are dropped as strangers.
+        # Callers that have sent something come first, before they are dropped as strangers.
         for key, _ in sorted(
             self._selector.select(wait), key=lambda event: event[0].fileobj is self._listener
         ):
@@ -217,11 +217,9 @@ class Hub:
                 passed.clear()
 
     def _ask(self, rank: int, peers: Peers, question: Place) -> None:
-        """Pass a question on to its peers, unless they have it from one with which they share the
-        same groups.
-
-        Another one counts other places with them, and may be apart from them where the first is
-        not.
+        """Pass a question on to its peers, except to those that have it from a rank with the same
+        groups. A rank with other groups numbers places in another way, and may differ from a peer
+        where the first does not.
         """
         place = int(question["place"])
         if place <= self._agreed.get(peers, 0):
@@ -281,7 +279,7 @@ class Hub:
         self._announce(sorted(blamed), "; ".join(reports[:MOST_NAMED] + more))
 
     def _announce(self, blamed: list[int], failure: str) -> None:
-        """Tell all ranks the first failure; what follows from it is no news."""
+        """Tell all ranks of the first failure; later ones are its consequences."""
         self._decide_at = None
         if self._failure is None:
             self._failure = {"blamed": blamed, "failure": failure}

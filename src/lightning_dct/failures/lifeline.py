@@ -152,9 +152,9 @@ class Lifeline:
             if problem := difference or self._ends_with:
                 raise RuntimeError(f"{problem}.")
 
-    def tell_pace(self, step: float, waiting: float) -> dict[int, tuple[float, float]]:
-        """Tell rank 0 the seconds of a step here, and of waiting in it; on rank 0, what all ranks
-        have told last.
+    def report_pace(self, step: float, waiting: float) -> dict[int, tuple[float, float]]:
+        """Report the seconds of a step, and of waiting in it, to rank 0; there, the latest reports
+        of all ranks.
         """
         self._send({"pace": (step, waiting)})
         return {} if self._hub is None else dict(self._hub.paces)

@@ -72,8 +72,8 @@ def join_hub(addresses: list[str], port: int, hello: Hello, timeout_s: float) ->
     """Connect, say hello and wait for the welcome; an OSError if it has not come after
     ``timeout_s``.
 
-    A hub that is called by many hangs up on those that have not said anything yet. So the hello
-    follows the connection at once, and a rank that is hung up on calls again.
+    A hub with many callers hangs up on those that have not sent anything yet. So the hello follows
+    the connection at once, and a rank that is hung up on calls again.
     """
     deadline = time.monotonic() + timeout_s
     while True:

@@ -60,7 +60,7 @@ def listed(causes: list[str]) -> str:
 
 
 def knock(address: str, port: int, timeout_s: float = KNOCK_S) -> str:
-    """Why nobody can connect to a port; empty if somebody listens there."""
+    """Why a connection to a port fails; empty if it succeeds."""
     try:
         socket.create_connection((address, port), timeout=timeout_s).close()
     except socket.gaierror:

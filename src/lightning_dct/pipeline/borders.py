@@ -4,7 +4,7 @@ that compress it.
 A payload is sent as two tensors. *words*, fp32 ``[words]``, are bytes viewed as fp32, because
 torch.distributed.pipelining returns gradients for floating-point tensors only, of the same shape
 and dtype. Many are NaN, and nothing computes with them. There are as many words as the gradient's
-payload needs. *left_over*, uint8, has the bytes that do not fit, and no gradient.
+payload needs. *tail*, uint8, has the bytes that do not fit, and no gradient.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,11 +49,11 @@ class Border(NamedTuple):
     ) -> tuple[Tensor, Tensor]:
         """Uninitialised tensors for words and left-over bytes."""
         words, num_bytes = self.layout.on_the_wire
-        left_over = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        tail = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         # Lightning's contexts of steps change the default dtype.
         return (
             torch.empty(words, dtype=torch.float32, device=device, requires_grad=requires_grad),
-            left_over,
+            tail,
         )
 
 
@@ -129,7 +129,7 @@ class Send(torch.autograd.Function):
         words, num_bytes = layout.on_the_wire
         with split.timed():
             payload, kept = split.encode(layout, activation)
-            left_over = (
+            tail = (
                 payload[4 * words :]
                 if payload.numel() > 4 * words
                 else payload.new_zeros(num_bytes)
@@ -137,9 +137,9 @@ class Send(torch.autograd.Function):
             sent = as_floats(payload[: 4 * words], words)
         ctx.border = border
         ctx.kept = kept
-        ctx.mark_non_differentiable(left_over)
+        ctx.mark_non_differentiable(tail)
         split.count(layout, 4 * words + num_bytes, kept)
-        return sent, left_over
+        return sent, tail
 
     @staticmethod
     @once_differentiable
@@ -155,11 +155,11 @@ class Receive(torch.autograd.Function):
     """Decodes an activation of the previous piece; backward encodes its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, words: Tensor, left_over: Tensor, border: Border) -> Tensor:
+    def forward(ctx: Any, words: Tensor, tail: Tensor, border: Border) -> Tensor:
         """The activation, zero where nothing was sent."""
         layout = border.layout
         with border.split.timed():
-            payload = torch.cat([as_bytes(words.detach()), left_over])[: layout.forward_bytes]
+            payload = torch.cat([as_bytes(words.detach()), tail])[: layout.forward_bytes]
             activation, ctx.kept = decode_forward(
                 layout, payload, border.dtype, border.split.awaited
             )

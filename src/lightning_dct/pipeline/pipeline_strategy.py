@@ -29,7 +29,7 @@ from lightning_dct.pipeline.placement import (
     merge_optimizer_states,
     part_of_optimizer_state,
 )
-from lightning_dct.pipeline.runner import Delivered, Runner, exchanged, set_aside
+from lightning_dct.pipeline.runner import Delivered, Runner, patched_method, set_aside
 from lightning_dct.pipeline.schedule import SCHEDULES, Pipeline, ScheduleName, check_schedule
 from lightning_dct.strategy import DCTStrategy
 from lightning_dct.sync.synchronizer import Synchronizer
@@ -246,7 +246,7 @@ class DCTPipelineStrategy(DCTStrategy):
             super().teardown()
         vars(self._module).pop("_ddp_params_and_buffers_to_ignore", None)
         if not failed:
-            placement.make_whole()
+            placement.gather_stages()
 
     def training_step(self, *arguments: Any) -> Tensor:
         """Run a batch through the pipeline, forward and backward, and return its loss on every
@@ -267,7 +267,7 @@ class DCTPipelineStrategy(DCTStrategy):
             return delivery()
         # As the forward of the wrapped model, so that DistributedDataParallel synchronises its
         # backward.
-        with exchanged(self.model.module, "forward", delivery):
+        with patched_method(self.model.module, "forward", delivery):
             output: Tensor = self.model()
         return output
 

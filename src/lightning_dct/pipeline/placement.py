@@ -146,7 +146,7 @@ class Placement:
             for among, name, child in places:
                 among[name] = child
 
-    def make_whole(self) -> None:
+    def gather_stages(self) -> None:
         """Copy what each stage has trained, on the CPU, to the other ranks of the pipeline."""
         convert(self.foreign, lambda tensor: torch.empty_like(tensor, device="cpu"))
         tensors = dict(chain(self.model.named_parameters(), self.model.named_buffers()))

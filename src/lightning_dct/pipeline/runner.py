@@ -209,13 +209,13 @@ class Runner:
 
     def _run(self, step: str, number: int, arguments: Sequence[Any], forward: Any, log: Any) -> Any:
         """Run a step with another forward of the network and another ``self.log``."""
-        network = exchanged(self.network, "forward", forward)
-        gather = exchanged(self.module, "all_gather", _refuse)
+        network = patched_method(self.network, "forward", forward)
+        gather = patched_method(self.module, "all_gather", _refuse)
         with (
             self._drawing(step, arguments[1:], number),
             network,
             gather,
-            exchanged(self.module, "log", log),
+            patched_method(self.module, "log", log),
         ):
             return getattr(self.module, step)(*arguments)
 
@@ -271,7 +271,9 @@ class _Reached(BaseException):
 
 
 @contextmanager
-def exchanged(module: nn.Module, method: str, replacement: Callable[..., Any]) -> Iterator[None]:
+def patched_method(
+    module: nn.Module, method: str, replacement: Callable[..., Any]
+) -> Iterator[None]:
     """Replace a method of one module, as Lightning does for DDP: the instance's attribute hides the
     class's.
     """

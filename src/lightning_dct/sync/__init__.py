@@ -1,3 +1,3 @@
-"""When ranks exchange: the clock of rounds, the weights that each rank has and those that all
+"""When ranks exchange: the clocks of optimizers, the weights that each rank has and those that all
 share, and gradients.
 """

@@ -19,10 +19,11 @@ from lightning_dct.exchange.base import Exchange, Transfer
 from lightning_dct.sync.buffers import Buffers
 from lightning_dct.sync.coherence import Coherence, TensorCoherence
 from lightning_dct.sync.known_optimizers import KnownOptimizers
+from lightning_dct.sync.optimizer_clock import InFlight, OptimizerClock
 from lightning_dct.sync.optimizer_state import Deviation
-from lightning_dct.sync.rounds import InFlight, Rounds, UpdateFlow
 from lightning_dct.sync.shared_weights import SharedWeights, as_real
 from lightning_dct.sync.synchronizer import Synchronizer
+from lightning_dct.sync.update_flow import UpdateFlow
 from lightning_dct.sync.views import Views
 
 COUNTED_STEPS = "counted steps"
@@ -65,8 +66,8 @@ class UpdateState(Synchronizer):
         self.known = KnownOptimizers(optimizers)
         self._parameters = parameters
         # Parameters that take part, or are known not to.
-        self._settled = self._excluded()
-        self._rounds: dict[int, Rounds] = {}
+        self._classified = self._excluded()
+        self._clocks: dict[int, OptimizerClock] = {}
         self._to_refresh: set[str] = set()
         # A single rank has only its own weights.
         self._alone = exchange.everyone.size == 1
@@ -78,12 +79,12 @@ class UpdateState(Synchronizer):
         """Parameters whose gradients have turned out to be sparse; known from their first step
         on.
         """
-        return {parameter for rounds in self._rounds.values() for parameter in rounds.sparse}
+        return {parameter for clock in self._clocks.values() for parameter in clock.sparse}
 
     @property
     def is_in_flight(self) -> bool:
         """Whether updates have been sent and not applied yet."""
-        return any(rounds.in_flight for rounds in self._rounds.values())
+        return any(clock.in_flight for clock in self._clocks.values())
 
     def norms(self) -> dict[str, float]:
         """Euclidean norm of this rank's residual of each parameter, of its own updates and of
@@ -100,10 +101,10 @@ class UpdateState(Synchronizer):
 
         Waits for updates in flight, but keeps them.
         """
-        for rounds in self._rounds.values():
-            self.flow.finish(rounds.in_flight)
+        for clock in self._clocks.values():
+            self.flow.finish(clock.in_flight)
         state = super().state_dict()
-        clocks, in_flight = self._save_rounds()
+        clocks, in_flight = self._save_clocks()
         # Weight averaging swaps weights in temporarily. Save what is there after it swaps them
         # back.
         settled = {name: self.weights.settled(name) for name in self.weights.parameters}
@@ -191,15 +192,13 @@ class UpdateState(Synchronizer):
                 own.add_(left.view(own.shape).to(own.device))
         clocks = dict(state.get("exchange_clocks", {}))
         self._counted = clocks.pop(COUNTED_STEPS, 0)
-        self._load_rounds(clocks, state.get("in_flight", {}))
+        self._load_clocks(clocks, state.get("in_flight", {}))
         for number, factors in state.get("own_decay", {}).items():
-            self._rounds.setdefault(number, Rounds()).own_decay.factors = dict(factors)
+            self._clocks.setdefault(number, OptimizerClock()).own_decay.factors = dict(factors)
         self._load_coherence(state.get("coherence", {}))
         self._load_deviations(state.get("deviations", {}))
-        self.unclocked = self.synchronisations - sum(
-            rounds.steps for rounds in self._rounds.values()
-        )
-        for item in (item for rounds in self._rounds.values() for item in rounds.in_flight):
+        self.unclocked = self.synchronisations - sum(clock.steps for clock in self._clocks.values())
+        for item in (item for clock in self._clocks.values() for item in clock.in_flight):
             if item.names[0] in edited:  # saved ones have one parameter each
                 # It is subtracted when the mean has arrived.
                 self.weights.add_own(item.names, item.own, 1.0)  # type: ignore[arg-type]
@@ -210,14 +209,14 @@ class UpdateState(Synchronizer):
                 " model's state first. Every rank continues from the model's weights. Unsent"
                 " changes of these parameters are lost."
             )
-        self._settled = self._excluded()
+        self._classified = self._excluded()
         self.views.follow()
 
     def shared_state(self) -> dict[str, Any]:
         """The base class's, with clocks, shared weights, and the means in flight that will change
         them.
         """
-        clocks, in_flight = self._save_rounds()
+        clocks, in_flight = self._save_clocks()
         means = {name: mean for name, mean in in_flight.items() if name.startswith("mean of ")}
         shared = {
             f"shared weights of {name}": self.weights.shared(name)
@@ -237,10 +236,10 @@ class UpdateState(Synchronizer):
         """What this rank's weights have decayed by since the last exchange, by optimizer and
         parameter.
         """
-        found = {number: dict(rounds.own_decay.factors) for number, rounds in self._rounds.items()}
+        found = {number: dict(clock.own_decay.factors) for number, clock in self._clocks.items()}
         return {number: factors for number, factors in found.items() if factors}
 
-    def _save_rounds(self) -> tuple[dict[str, int], dict[str, Tensor]]:
+    def _save_clocks(self) -> tuple[dict[str, int], dict[str, Tensor]]:
         """The clocks as numbers, and the completed updates in flight as CPU tensors by
         parameter.
         """
@@ -248,12 +247,12 @@ class UpdateState(Synchronizer):
         if self.clips_by_norm:
             clocks[CLIPS] = 1
         in_flight: dict[str, Tensor] = {}
-        for number, rounds in self._rounds.items():
-            clocks[f"steps of {number}"] = rounds.steps
-            clocks[f"unaveraged of {number}"] = rounds.since_buffers
-            for name in rounds.decay.left_out | rounds.decay.known:
-                clocks[f"undecayed in {number} {name}"] = int(name in rounds.decay.left_out)
-            for item in rounds.in_flight:
+        for number, clock in self._clocks.items():
+            clocks[f"steps of {number}"] = clock.steps
+            clocks[f"unaveraged of {number}"] = clock.since_buffers
+            for name in clock.decay.left_out | clock.decay.known:
+                clocks[f"undecayed in {number} {name}"] = int(name in clock.decay.left_out)
+            for item in clock.in_flight:
                 sizes = [self.weights.sizes[name] for name in item.names]
                 means, owns = (both.split(sizes) for both in self.flow.read(item))
                 for name, mean, own in zip(item.names, means, owns, strict=True):
@@ -264,10 +263,10 @@ class UpdateState(Synchronizer):
                     }
         return clocks, in_flight
 
-    def _load_rounds(self, clocks: Mapping[str, int], in_flight: Mapping[str, Tensor]) -> None:
-        """Continue with what :meth:`_save_rounds` has saved."""
+    def _load_clocks(self, clocks: Mapping[str, int], in_flight: Mapping[str, Tensor]) -> None:
+        """Continue with what :meth:`_save_clocks` has saved."""
         parameters = self._parameters_by_name()
-        rounds: defaultdict[int, Rounds] = defaultdict(Rounds)
+        loaded: defaultdict[int, OptimizerClock] = defaultdict(OptimizerClock)
         self._to_refresh = set()
         for key, value in clocks.items():
             what, _, of = key.partition(" ")
@@ -278,7 +277,7 @@ class UpdateState(Synchronizer):
                 self.clips_by_norm = True
                 continue
             _, number, *names = of.split(" ", 2)
-            own = rounds[int(number)]
+            own = loaded[int(number)]
             if what == "steps":
                 own.steps = value
             elif what == "unaveraged":
@@ -295,22 +294,22 @@ class UpdateState(Synchronizer):
                 own.in_flight.append(
                     InFlight([name], mean.numel(), value, Transfer.arrived(mean), sent)
                 )
-        self._rounds = dict(rounds)
+        self._clocks = dict(loaded)
 
     def _save_coherence(self) -> dict[str, Tensor]:
         """What is known of how far gradients agree, as flat tensors by number of an optimizer, part
         and parameter.
         """
         saved = {}
-        for number, rounds in self._rounds.items():
-            for name, known in rounds.coherence.tensors.items():
+        for number, clock in self._clocks.items():
+            for name, known in clock.coherence.tensors.items():
                 shape = torch.tensor(
                     [self.exchange.everyone.size, *known.shape], dtype=torch.float64
                 )
                 saved[f"{number} known {name}"] = torch.cat(
                     [shape, *map(torch.flatten, known.parts)]
                 )
-            for name, (step, weight, result) in rounds.coherence.measured.items():
+            for name, (step, weight, result) in clock.coherence.measured.items():
                 found = torch.tensor([step, weight], dtype=torch.float64)
                 saved[f"{number} measured {name}"] = torch.cat([found, result.flatten()])
         return saved
@@ -342,7 +341,7 @@ class UpdateState(Synchronizer):
             coherence.measured = {
                 name: one for name, one in measured[number].items() if name in tensors
             }
-            self._rounds[number].coherence = coherence
+            self._clocks[number].coherence = coherence
 
     def _save_deviations(self) -> dict[str, Tensor]:
         """How this rank's squares of gradients deviate, as flat tensors by number of an optimizer
@@ -350,8 +349,8 @@ class UpdateState(Synchronizer):
         """
         saved = {}
         ranks = self.exchange.everyone.size
-        for number, rounds in self._rounds.items():
-            for name, (left, drift, persistence) in rounds.squares.deviations.items():
+        for number, clock in self._clocks.items():
+            for name, (left, drift, persistence) in clock.squares.deviations.items():
                 numbers = torch.tensor([ranks, persistence], dtype=torch.float64)
                 saved[f"{number} {name}"] = torch.cat(
                     [numbers, left.double().cpu(), drift.double().cpu()]
@@ -363,9 +362,9 @@ class UpdateState(Synchronizer):
         for key, values in saved.items():
             number, name = key.split(" ", 1)
             ranks, persistence = values[:2].tolist()
-            if ranks == self.exchange.everyone.size and int(number) in self._rounds:
+            if ranks == self.exchange.everyone.size and int(number) in self._clocks:
                 left, drift = values[2:].float().chunk(2)
-                self._rounds[int(number)].squares.deviations[name] = Deviation(
+                self._clocks[int(number)].squares.deviations[name] = Deviation(
                     left, drift, persistence
                 )
 

@@ -46,15 +46,15 @@ from lightning_dct.law import FEWEST_COUNTED, RunSettings
 from lightning_dct.sync.coherence import Sample
 from lightning_dct.sync.decision import Decision, decide
 from lightning_dct.sync.masks import Masks
+from lightning_dct.sync.optimizer_clock import MOST_IN_FLIGHT, OptimizerClock, buckets_of
 from lightning_dct.sync.optimizer_state import DATA, Squares, may_be_averaged, squares_of
 from lightning_dct.sync.optimizer_trial import try_out, warn_of_zeros
-from lightning_dct.sync.rounds import MOST_IN_FLIGHT, Rounds, buckets_of
 from lightning_dct.sync.shared_weights import as_real, start_alike
 from lightning_dct.sync.update_state import UpdateState
 from lightning_dct.wire.payload import tag_of
 
 # After so many steps it is known whether ranks differ by more than noise.
-SETTLED = 100
+FEWEST_JUDGED = 100
 
 
 class UpdateSynchronizer(UpdateState):
@@ -88,13 +88,13 @@ class UpdateSynchronizer(UpdateState):
             self._change(self.run_settings.config_after(self.fewest_steps))
         # A checkpoint that was made and not saved has left a view open.
         self.views.continue_training()
-        rounds = self.register(optimizer)
-        step = rounds.steps + 1
-        if self.masks is not None and rounds.names and self._is_first(rounds):
-            has_zeros = self.project is not None or rounds.trial.sets_zeros  # without a mask
-            self.masks.look(rounds.steps, self.weights, () if has_zeros else rounds.names)
-        if rounds.names and not self._alone and self._decide(rounds, step).measures:
-            rounds.coherence.begin(step, self._compared_by_step(rounds, optimizer))
+        clock = self.register(optimizer)
+        step = clock.steps + 1
+        if self.masks is not None and clock.names and self._is_first(clock):
+            has_zeros = self.project is not None or clock.trial.sets_zeros  # without a mask
+            self.masks.look(clock.steps, self.weights, () if has_zeros else clock.names)
+        if clock.names and not self._alone and self._decide(clock, step).measures:
+            clock.coherence.begin(step, self._compared_by_step(clock, optimizer))
 
     def begin_step(self, optimizer: Optimizer) -> None:
         """As :meth:`before_step`, where weights may be loaded until the first step; a collective
@@ -106,78 +106,78 @@ class UpdateSynchronizer(UpdateState):
             new = [*self.weights.parameters][known:]
             number = self._number_of(optimizer)
             self.check_order(
-                f"{self._rounds[number].what} begins", f"the first step of {len(new)} parameters"
+                f"{self._clocks[number].digest} begins", f"the first step of {len(new)} parameters"
             )
             # Forward may have written other values on each rank, which count as updates of the
             # first rank's weights.
             start_alike(map(self.weights.shared, new), self.exchange.everyone.group)
 
-    def register(self, optimizer: Optimizer) -> Rounds:
-        """Have the trainable parameters of an optimizer take part, and return its rounds."""
+    def register(self, optimizer: Optimizer) -> OptimizerClock:
+        """Have the trainable parameters of an optimizer take part, and return its clock."""
         number = self._number_of(optimizer)
-        rounds = self._rounds[number] = self._rounds.get(number) or Rounds()
-        if rounds.tried != (tried := (ref(optimizer), len(optimizer.param_groups))):
-            rounds.tried = tried
-            rounds.trial = try_out(optimizer)
-            if rounds.trial.sets_zeros and not self._alone:
+        clock = self._clocks[number] = self._clocks.get(number) or OptimizerClock()
+        if clock.tried != (tried := (ref(optimizer), len(optimizer.param_groups))):
+            clock.tried = tried
+            clock.trial = try_out(optimizer)
+            if clock.trial.sets_zeros and not self._alone:
                 warn_of_zeros(optimizer)
         listed = [
-            p for group in optimizer.param_groups for p in group["params"] if p not in rounds.known
+            p for group in optimizer.param_groups for p in group["params"] if p not in clock.known
         ]
         # A frozen one is looked at once, because a checkpoint may have its weights.
-        fresh = {p for p in listed if p.requires_grad or not rounds.known}
+        fresh = {p for p in listed if p.requires_grad or not clock.known}
         if not fresh:
-            return rounds
-        if not (self._alone or rounds.known) and fresh.isdisjoint(self._parameters()):
+            return clock
+        if not (self._alone or clock.known) and fresh.isdisjoint(self._parameters()):
             rank_zero_warn(
                 f"`{type(optimizer).__name__}` steps no parameter of the model, so nothing that it"
                 " does is exchanged. If it holds copies of the weights, as in fp32 for weights of"
                 " half precision, use `compress='gradients'`."
             )
-        unknown = fresh - self.parameter_names.keys() - self._settled
+        unknown = fresh - self.parameter_names.keys() - self._classified
         # Parameters outside the model are not synchronised, as under DistributedDataParallel.
         self._refuse([parameter for parameter in self._parameters() if parameter in unknown])
         # One that is frozen now took part before if a checkpoint has its weights.
         known = self.weights.parameters
         candidates = fresh & self.parameter_names.keys()
         new = {p for p in candidates if p.requires_grad or self.parameter_names[p] in known}
-        self._settled |= unknown | new
-        rounds.known |= (fresh - candidates) | new
+        self._classified |= unknown | new
+        clock.known |= (fresh - candidates) | new
         if not new or self._alone:
-            return rounds
-        self._check_overlap(rounds, {self.parameter_names[p] for p in new})
-        before = set(rounds.names)
+            return clock
+        self._check_overlap(clock, {self.parameter_names[p] for p in new})
+        before = set(clock.names)
         parameters = self._parameters_by_name()
         # In the model's order, which is the same on every rank.
-        rounds.names = [
+        clock.names = [
             name for name, parameter in parameters.items() if name in before or parameter in new
         ]
-        for name in rounds.names:
+        for name in clock.names:
             self.weights.adopt(name, parameters[name])
-        rounds.buckets = buckets_of(
-            [(name, parameters[name]) for name in rounds.names],
+        clock.buckets = buckets_of(
+            [(name, parameters[name]) for name in clock.names],
             self.config.local_steps if self.config.overlap_steps else 1,
         )
-        rounds.dense_entries = None
-        rounds.sparse = []
-        rounds.coherence.skip()
+        clock.dense_entries = None
+        clock.sparse = []
+        clock.coherence.skip()
         shapes = [
             [(name, str(parameters[name].dtype), real_numel(parameters[name])) for name in b]
-            for b in rounds.buckets
+            for b in clock.buckets
         ]
-        rounds.what = f"{EXCHANGE} {number} {zlib.crc32(repr(shapes).encode()):x}"
+        clock.digest = f"{EXCHANGE} {number} {zlib.crc32(repr(shapes).encode()):x}"
         added = (
-            ", ".join(repr(name) for name in rounds.names if name not in before) if before else ""
+            ", ".join(repr(name) for name in clock.names if name not in before) if before else ""
         )
-        rounds.said = f"an exchange of {len(rounds.names)} parameters" + (
+        clock.description = f"an exchange of {len(clock.names)} parameters" + (
             f", {added[:200]} added" if added else ""
         )
-        return rounds
+        return clock
 
-    def _check_overlap(self, rounds: Rounds, new: set[str]) -> None:
+    def _check_overlap(self, clock: OptimizerClock, new: set[str]) -> None:
         """Refuse updates of one parameter that two optimizers have in flight at once."""
         others = {
-            name for other in self._rounds.values() if other is not rounds for name in other.names
+            name for other in self._clocks.values() if other is not clock for name in other.names
         }
         if self.config.overlap_steps and (shared := sorted(new & others)):
             raise ValueError(
@@ -187,7 +187,7 @@ class UpdateSynchronizer(UpdateState):
 
     def takes_part(self, parameter: Tensor) -> bool:
         """Whether a parameter is registered or known not to be exchanged."""
-        return parameter in self._settled
+        return parameter in self._classified
 
     def follow(self, settings: RunSettings) -> None:
         """Take the settings of a run of some length, and follow them as it goes on."""
@@ -216,7 +216,7 @@ class UpdateSynchronizer(UpdateState):
     def fewest_steps(self) -> int:
         """The fewest steps that any optimizer has made, of those that have begun."""
         return min(
-            (rounds.steps for rounds in self._rounds.values() if rounds.exchanges and rounds.steps),
+            (clock.steps for clock in self._clocks.values() if clock.exchanges and clock.steps),
             default=0,
         )
 
@@ -237,108 +237,108 @@ class UpdateSynchronizer(UpdateState):
 
         ``was_made`` is False for a step that a loss scaler has skipped.
         """
-        rounds = self._count_step(optimizer)
+        clock = self._count_step(optimizer)
         config = self.config
-        self._decay(rounds, optimizer, was_made)
-        if arrived := [item for item in rounds.in_flight if item.due <= rounds.steps]:
+        self._decay(clock, optimizer, was_made)
+        if arrived := [item for item in clock.in_flight if item.due <= clock.steps]:
             if self.exchange.num_collectives > 1:  # the last of its collectives takes all ranks
                 self.check_order(
                     f"{EXCHANGE} that ends",
                     f"the arrival of updates in optimizer step {self.synchronisations}",
                 )
-            self.flow.apply(rounds, arrived)
-        decision = self._decide(rounds, rounds.steps)
+            self.flow.apply(clock, arrived)
+        decision = self._decide(clock, clock.steps)
         length = decision.length
-        if sending := rounds.due(length, takes_turns=bool(config.overlap_steps)):
+        if sending := clock.due_buckets(length, takes_turns=bool(config.overlap_steps)):
             own = (
-                f", step {rounds.steps} of optimizer {self._number_of(optimizer)}"
-                if len(self._rounds) > 1
+                f", step {clock.steps} of optimizer {self._number_of(optimizer)}"
+                if len(self._clocks) > 1
                 else ""
             )
-            what = rounds.what
+            name = clock.digest
             # A rank that has not clipped as the others have may measure nothing.
-            if rounds.coherence.has_begun(rounds.steps):
-                what = f"{what} with coherence"
+            if clock.coherence.has_begun(clock.steps):
+                name = f"{name} with coherence"
             # It may wait for the others in the first steps.
             with self.traffic.timed("exchange", "seconds_waiting"):
                 self.check_order(
-                    what, f"{rounds.said}{own}, in optimizer step {self.synchronisations}"
+                    name, f"{clock.description}{own}, in optimizer step {self.synchronisations}"
                 )
-            self._measure(rounds, optimizer, decision)
+            self._measure(clock, optimizer, decision)
             # Measuring has taken the measurement before into account.
-            decision = self._decide(rounds, rounds.steps)
-            if self.may_skip and rounds.decays:
-                rounds.own_decay.agree(rounds.names, self.weights, self.exchange.everyone)
+            decision = self._decide(clock, clock.steps)
+            if self.may_skip and clock.decays:
+                clock.own_decay.agree(clock.names, self.weights, self.exchange.everyone)
             self._forget_thresholds(sending)
             self.feedback.begin()
-            tag = tag_of(rounds.what, rounds.steps, self.epoch)
+            tag = tag_of(clock.digest, clock.steps, self.epoch)
             context = ExchangeContext(
-                tag, dropped=1.0 - decision.kept, gains=decision.gains(rounds.coherence)
+                tag, dropped=1.0 - decision.kept, gains=decision.gains(clock.coherence)
             )
-            rounds.holds_back = decision.holds_back
+            clock.holds_back = decision.holds_back
             for bucket in sending:
-                rounds.in_flight.append(self.flow.send(bucket, rounds, length, context))
+                clock.in_flight.append(self.flow.send(bucket, clock, length, context))
                 behind = (
                     0
                     if config.overlap_steps
-                    else sum([item.entries for item in rounds.in_flight[1:]])
+                    else sum([item.entries for item in clock.in_flight[1:]])
                 )
-                if behind >= max(MOST_IN_FLIGHT, rounds.in_flight[-1].entries):
-                    self.flow.apply(rounds, rounds.in_flight[:1])
+                if behind >= max(MOST_IN_FLIGHT, clock.in_flight[-1].entries):
+                    self.flow.apply(clock, clock.in_flight[:1])
             self.traffic.add(refreshes=int(self.feedback.selected))
             if not config.overlap_steps:
-                self.flow.apply(rounds, rounds.in_flight)
+                self.flow.apply(clock, clock.in_flight)
             if decision.averages_buffers:
-                self._exchange_buffers_with(rounds)
-            self._average_squares(rounds, optimizer, length)
-            if rounds.steps >= SETTLED:
-                self._warn_if_unlike(rounds)
-            self._compare(rounds)
+                self._exchange_buffers_with(clock)
+            self._average_squares(clock, optimizer, length)
+            if clock.steps >= FEWEST_JUDGED:
+                self._warn_if_unlike(clock)
+            self._compare(clock)
         self.weights.project(self.project)
         self.feedback.awaited.poll()
 
-    def _decay(self, rounds: Rounds, optimizer: Optimizer, was_made: bool) -> None:
+    def _decay(self, clock: OptimizerClock, optimizer: Optimizer, was_made: bool) -> None:
         """Decay the shared weights as a step has decayed this rank's own, or note that for the next
         exchange.
         """
-        if not rounds.decays or not was_made:
+        if not clock.decays or not was_made:
             return
         if self.may_skip:
-            rounds.own_decay.after_step(optimizer, rounds.trial.decays, self.parameter_names)
+            clock.own_decay.after_step(optimizer, clock.trial.decays, self.parameter_names)
         else:
-            rounds.decay.after_step(
-                optimizer, rounds.trial.decays, self.parameter_names, self.weights
+            clock.decay.after_step(
+                optimizer, clock.trial.decays, self.parameter_names, self.weights
             )
 
-    def _average_squares(self, rounds: Rounds, optimizer: Optimizer, length: int) -> None:
+    def _average_squares(self, clock: OptimizerClock, optimizer: Optimizer, length: int) -> None:
         """Now and then give all ranks the same mean squares of gradients; a collective call."""
-        squares = self._squares_due(rounds, optimizer, rounds.steps, length)
+        squares = self._squares_due(clock, optimizer, clock.steps, length)
         if squares:
-            device = self.weights.parameters[rounds.names[0]].device
+            device = self.weights.parameters[clock.names[0]].device
             with self.traffic.timed("exchange", "seconds_waiting"):
-                rounds.squares.average(squares, self.exchange.everyone, device)
+                clock.squares.average(squares, self.exchange.everyone, device)
 
     def _squares_due(
-        self, rounds: Rounds, optimizer: Optimizer, step: int, length: int
+        self, clock: OptimizerClock, optimizer: Optimizer, step: int, length: int
     ) -> Mapping[str, Squares]:
         """This rank's squares of gradients, if all ranks average theirs after a step; else none."""
         if not self.config.share_second_moments or not may_be_averaged(step, length):
             return {}
-        keys = rounds.trial.squares_by_parameter(optimizer)
+        keys = clock.trial.squares_by_parameter(optimizer)
         parameters = self.weights.parameters
-        having = {name: parameters[name] for name in rounds.names if keys.get(parameters[name])}
+        having = {name: parameters[name] for name in clock.names if keys.get(parameters[name])}
         states = [local_of(parameter) for parameter in having.values() for _ in keys[parameter]]
-        if not states or not self.flow.averages_squares(step, length, states, rounds.buckets):
+        if not states or not self.flow.averages_squares(step, length, states, clock.buckets):
             return {}
         return squares_of(optimizer, having, keys)
 
-    def _warn_if_unlike(self, rounds: Rounds) -> None:
+    def _warn_if_unlike(self, clock: OptimizerClock) -> None:
         """Warn once if the ranks' gradients differ by more than noise: then a mean of their steps
         is not DDP's.
         """
-        coherence = rounds.coherence.mean
-        persistence = rounds.squares.persistence
-        if self._has_warned or not (rounds.coherence.are_opposed or persistence > DATA):
+        coherence = clock.coherence.mean
+        persistence = clock.squares.persistence
+        if self._has_warned or not (clock.coherence.are_opposed or persistence > DATA):
             return
         self._has_warned = True
         said = (
@@ -354,15 +354,15 @@ class UpdateSynchronizer(UpdateState):
             " the ranks if you can, and compare with `strategy='ddp'` if you cannot."
         )
 
-    def _compare(self, rounds: Rounds) -> None:
+    def _compare(self, clock: OptimizerClock) -> None:
         """Now and then compare what must be alike, so that what is not is told soon; a collective
         call.
         """
         if (
             self.masks is None
             or self._alone
-            or not self._is_first(rounds)
-            or not self.masks.is_due(rounds.steps)
+            or not self._is_first(clock)
+            or not self.masks.is_due(clock.steps)
         ):
             return
         self.check_order(
@@ -371,7 +371,7 @@ class UpdateSynchronizer(UpdateState):
         )
         shared, others = self._compared_tensors()
         check_alike(shared, others, self.peers, self.masks.found, self.exchange.everyone.group)
-        self.masks.compared(rounds.steps)
+        self.masks.compared(clock.steps)
 
     def _compared_tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The shared weights, and the parameters that are not shared, by name."""
@@ -380,21 +380,21 @@ class UpdateSynchronizer(UpdateState):
             name: local_of(p) for p, name in self.parameter_names.items() if name not in shared
         }
 
-    def _is_first(self, rounds: Rounds) -> bool:
-        """Whether these are the rounds of the first optimizer that exchanges."""
+    def _is_first(self, clock: OptimizerClock) -> bool:
+        """Whether this is the clock of the first optimizer that exchanges."""
         return (
-            rounds
-            is self._rounds[
-                min([number for number, other in self._rounds.items() if other.exchanges])
+            clock
+            is self._clocks[
+                min([number for number, other in self._clocks.items() if other.exchanges])
             ]
         )
 
-    def _exchange_buffers_with(self, rounds: Rounds) -> None:
+    def _exchange_buffers_with(self, clock: OptimizerClock) -> None:
         """Exchange buffers when the first optimizer exchanges, or another one while the first
         rests.
         """
-        if self._is_first(rounds) or rounds.since_buffers > self.config.local_steps:
-            for other in self._rounds.values():
+        if self._is_first(clock) or clock.since_buffers > self.config.local_steps:
+            for other in self._clocks.values():
                 other.since_buffers = 0
             self.buffers.exchange(
                 lambda n: self.check_order(
@@ -402,68 +402,68 @@ class UpdateSynchronizer(UpdateState):
                 )
             )
 
-    def _count_step(self, optimizer: Optimizer) -> Rounds:
+    def _count_step(self, optimizer: Optimizer) -> OptimizerClock:
         """Count a step of an optimizer, and the bytes that DistributedDataParallel would have sent
         for it.
         """
-        rounds = self._rounds[self._number_of(optimizer)]
+        clock = self._clocks[self._number_of(optimizer)]
         everyone = self.exchange.everyone
         self.request_refresh_when_due()
-        rounds.steps += 1
-        rounds.since_buffers += 1
+        clock.steps += 1
+        clock.since_buffers += 1
         self.synchronisations += 1
         self.steps_since_refresh += 1
-        everyone.count_dense(rounds.bytes_under_ddp(self.weights.parameters, everyone.size))
+        everyone.count_dense(clock.bytes_under_ddp(self.weights.parameters, everyone.size))
         self.traffic.add(steps=1)
-        return rounds
+        return clock
 
-    def _decide(self, rounds: Rounds, step: int) -> Decision:
+    def _decide(self, clock: OptimizerClock, step: int) -> Decision:
         """What follows a step of an optimizer."""
         return decide(
             step,
             self.config,
-            is_scale_invariant=rounds.trial.is_scale_invariant,
+            is_scale_invariant=clock.trial.is_scale_invariant,
             clips_by_norm=self.clips_by_norm,
             is_ending=self.run_settings is not None and self.run_settings.is_ending(step),
-            are_opposed=rounds.coherence.are_opposed,
+            are_opposed=clock.coherence.are_opposed,
         )
 
-    def _compared_by_step(self, rounds: Rounds, optimizer: Optimizer) -> dict[str, Tensor]:
+    def _compared_by_step(self, clock: OptimizerClock, optimizer: Optimizer) -> dict[str, Tensor]:
         """Own weights of the parameters whose steps are compared, because no squares of their
         gradients are kept.
         """
-        if not rounds.trial.is_scale_invariant:
+        if not clock.trial.is_scale_invariant:
             return {}
-        squares = rounds.trial.squares_by_parameter(optimizer)
+        squares = clock.trial.squares_by_parameter(optimizer)
         parameters = self.weights.parameters
-        by_step = [name for name in rounds.names if not squares.get(parameters[name])]
+        by_step = [name for name in clock.names if not squares.get(parameters[name])]
         return {name: as_real(self.weights.own(name)) for name in by_step}
 
-    def _samples(self, rounds: Rounds, optimizer: Optimizer) -> dict[str, Sample]:
+    def _samples(self, clock: OptimizerClock, optimizer: Optimizer) -> dict[str, Sample]:
         """What is compared of each parameter in the step just made: see
         :mod:`lightning_dct.sync.coherence`.
         """
-        squares = rounds.trial.squares_by_parameter(optimizer)
+        squares = clock.trial.squares_by_parameter(optimizer)
         samples = {}
-        for name in rounds.names:
+        for name in clock.names:
             parameter = self.weights.parameters[name]
             own = as_real(self.weights.own(name))
             gradient = None if parameter.grad is None else as_real(local_of(parameter.grad))
             memory = next(iter(squares.get(parameter, {}).values()), None)
-            samples[name] = rounds.coherence.sample(name, own, gradient, memory)
+            samples[name] = clock.coherence.sample(name, own, gradient, memory)
         return samples
 
-    def _measure(self, rounds: Rounds, optimizer: Optimizer, decision: Decision) -> None:
+    def _measure(self, clock: OptimizerClock, optimizer: Optimizer, decision: Decision) -> None:
         """Now and then measure how far gradients agree in the step just made, and agree on decay;
         collective calls.
         """
         everyone = self.exchange.everyone
         awaited = self.feedback.awaited
         with self.traffic.timed("exchange", "seconds_waiting"):
-            if rounds.coherence.has_begun(rounds.steps):
-                rounds.coherence.measure(self._samples(rounds, optimizer), everyone, awaited)
-            if decision.agrees_on_decay and rounds.decays and not self.may_skip:
-                rounds.decay.agree(rounds.names, self.weights.parameters, everyone, awaited)
+            if clock.coherence.has_begun(clock.steps):
+                clock.coherence.measure(self._samples(clock, optimizer), everyone, awaited)
+            if decision.agrees_on_decay and clock.decays and not self.may_skip:
+                clock.decay.agree(clock.names, self.weights.parameters, everyone, awaited)
 
     @torch.no_grad()
     def norm_of_mean(self, parameters: Iterable[Tensor]) -> Tensor:
@@ -493,9 +493,9 @@ class UpdateSynchronizer(UpdateState):
         """
         name = self.parameter_names.get(parameter, "")
         ranks = self.exchange.everyone.size
-        for rounds in self._rounds.values():
-            if name in rounds.coherence.tensors:
-                return rounds.coherence.tensors[name].present(ranks) / ranks
+        for clock in self._clocks.values():
+            if name in clock.coherence.tensors:
+                return clock.coherence.tensors[name].present(ranks) / ranks
         return 1.0
 
     def apply_all(self) -> None:
@@ -503,8 +503,8 @@ class UpdateSynchronizer(UpdateState):
         call.
         """
         self.views.continue_training()
-        for rounds in [one for one in self._rounds.values() if one.in_flight]:
-            self.flow.apply(rounds, rounds.in_flight)
+        for clock in [one for one in self._clocks.values() if one.in_flight]:
+            self.flow.apply(clock, clock.in_flight)
 
     def warn_if_unsent(self) -> None:
         """Warn at the end of a run that has exchanged nothing yet."""
@@ -521,9 +521,9 @@ class UpdateSynchronizer(UpdateState):
         """Apply the updates in flight of an optimizer that steps no more, and forget its clock; a
         collective call.
         """
-        if (rounds := self._rounds.pop(number, None)) is not None:
+        if (clock := self._clocks.pop(number, None)) is not None:
             self.views.continue_training()
-            self.flow.apply(rounds, rounds.in_flight)
+            self.flow.apply(clock, clock.in_flight)
 
     def exchange_buffers(self) -> None:
         """Give every rank the same buffers; a collective call."""
@@ -536,7 +536,7 @@ class UpdateSynchronizer(UpdateState):
         See :func:`~lightning_dct.agreement.check_alike`.
         """
         # A rank without peers takes part, too.
-        if self._rounds and dist.get_world_size() > 1:
+        if self._clocks and dist.get_world_size() > 1:
             check_alike(*self._compared_tensors(), self.peers)
 
     def _forget_thresholds(self, buckets: Iterable[Sequence[str]]) -> None:

@@ -208,7 +208,7 @@ def read_dense(layout: PayloadLayout, payload: Tensor) -> Tensor:
 
 
 def tag_of(*shared: object) -> int:
-    """A tag of things that ranks must share: 15 bits, not all zero."""
+    """A tag of what ranks must have in common: 15 bits, not all zero."""
     return 1 + zlib.crc32(repr(shared).encode()) % 0x7FFF
 
 
