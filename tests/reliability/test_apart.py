@@ -139,7 +139,7 @@ SAYS = {
     ],
     "unfreeze": [
         "rank 0 at 8 trainable parameters",
-        "to an exchange in forward after 5 steps",
+        "and rank 1 at an exchange in forward after 5 steps",
         "`requires_grad`",
     ],
     "stage, stop": [
