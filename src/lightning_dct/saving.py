@@ -424,9 +424,9 @@ class CheckpointedStrategy(ParallelStrategy):
             # Lightning converts the module later, and weights loaded as fp32 would pass for edited
             # ones.
             self.precision_plugin.convert_module(self._module)
-        if self.updates is not None:
-            # They stay in mid-run, after a search for a rate: callbacks that average load theirs
-            # next, and hooks look.
+        if self.updates is not None and self.updates.weights.parameters:
+            # In mid-run, after a search for a rate, the view stays open: callbacks that average load
+            # theirs next, and hooks look. At the start of a run this rank's own weights follow.
             self.updates.views.open(View.LOAD)
         tables = self.sharded_tables()
         with saved_in_shards(tables):

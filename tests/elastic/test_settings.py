@@ -136,15 +136,17 @@ class OneOther:
         self.text = text
         self.waited: list[float | None] = []
 
-    def gather(self, sent: torch.Tensor, patience_s: float | None = None) -> torch.Tensor | None:
+    def all_gather(
+        self, sent: torch.Tensor, patience_s: float | None = None
+    ) -> torch.Tensor | None:
         self.waited.append(patience_s)
         theirs = self.other(sent)
         return None if theirs is None else torch.stack([theirs, sent])
 
-    def meet(self) -> bool:
+    def start_quorum(self) -> bool:
         return True
 
-    def agree(self) -> bool:
+    def should_commit(self) -> bool:
         return True
 
     def size(self) -> int:

@@ -35,6 +35,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from types import FrameType
 
 from lightning_dct.failures.messages import (
     ActOn,
@@ -281,14 +282,21 @@ def _own_collective() -> str:
     """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     called = ""
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("torch."):
+    # The main thread goes on meanwhile. What follows a frame that has ended may be anything.
+    while isinstance(frame, FrameType) and _is_of_torch(frame):
         name = frame.f_code.co_name
         frame = frame.f_back
         called = called if name == "wrapper" else name  # of a decorator
     # A rank may leave others, such as a broadcast, while the rest is still busy with it.
-    if frame is None or not called.startswith(("all_", "barrier", "reduce_scatter")):
+    if not isinstance(frame, FrameType) or not called.startswith(
+        ("all_", "barrier", "reduce_scatter")
+    ):
         return ""
     return f"`{called}`, called in {frame.f_code.co_filename}, line {frame.f_lineno}"
+
+
+def _is_of_torch(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).startswith("torch.")
 
 
 def _same_number(theirs: Place, mine: Place) -> bool:

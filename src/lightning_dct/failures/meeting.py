@@ -30,7 +30,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._C._distributed_c10d import TCPStore
@@ -60,6 +60,7 @@ PREFIX = "lightning_dct"
 POLL_S = 0.01
 SLOW_POLL_S = 0.2  # once the wait is long
 REACH_S = 8.0  # for one host to connect to another
+READ_S = 5.0  # for the others to read why the meeting has failed
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ class Meeting:
             if listener is not None and plan["is_split"]:
                 listener.answer(self.name)
             if plan["problem"]:
-                raise RuntimeError(plan["problem"])
+                self._fail(plan["problem"])
             self._take_interface(plan)
             if plan["is_split"]:
                 self._reach_others(plan, own)
@@ -231,6 +232,20 @@ class Meeting:
                 )
             time.sleep(POLL_S if now < began + 1.0 else SLOW_POLL_S)
 
+    def _fail(self, problem: str) -> NoReturn:
+        """End a meeting by a problem (RuntimeError), which all ranks have read.
+
+        The store ends with rank 0, if that holds it.
+        """
+        if not self._holds_store:
+            self.store.set(self._key(f"read/{self.job.rank}"), "")
+        else:
+            keys = [self._key(f"read/{rank}") for rank in range(1, self.job.world_size)]
+            given_up = time.monotonic() + READ_S
+            while not self.store.check(keys) and time.monotonic() < given_up:
+                time.sleep(POLL_S)
+        raise RuntimeError(problem)
+
     def _take_interface(self, plan: MeetingPlan) -> None:
         """Take the interface by which this host reaches the others, if its name leads back to
         itself.
@@ -274,7 +289,7 @@ class Meeting:
         with self._waits(self._why_no_plan):
             self._until(lambda: self.store.check([self._key("verdict")]), self._why_no_plan)
         if problem := self.store.get(self._key("verdict")).decode():
-            raise RuntimeError(problem)
+            self._fail(problem)
 
     def _reach(self, other: RankNote) -> str:
         """Why this host cannot connect to another one's listener; empty if it can."""
