@@ -1,10 +1,13 @@
 """What one rank tells the hub when it comes to a place."""
 
 import json
+import sys
+import threading
 from typing import Any
 
 import pytest
 
+from lightning_dct.failures import collective_order
 from lightning_dct.failures.collective_order import EXCHANGE, CollectiveOrder
 
 ALL = (0, 1, 2, 3)
@@ -92,3 +95,10 @@ def test_buckets_of_one_batch_are_no_steps_left_out() -> None:
         for _ in range(3):
             exchange(order, step, step)
     assert len(sent) < 12
+
+
+def test_a_frame_that_has_ended_is_no_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The main thread goes on while it is looked at: what is found there may be any object."""
+    main = threading.main_thread().ident
+    monkeypatch.setattr(sys, "_current_frames", lambda: {main: ("a tuple",)})
+    assert collective_order._own_collective() == ""

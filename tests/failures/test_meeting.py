@@ -2,11 +2,13 @@
 
 import socket
 import threading
+import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
 
-from lightning_dct.failures import waiting
+from lightning_dct.failures import meeting, waiting
 from lightning_dct.failures.addresses import data_address, interfaces, is_loopback
 from lightning_dct.failures.hosts import plan_of, unreachable
 
@@ -120,3 +122,49 @@ def test_who_waits_says_so_again_and_again_until_it_is_over(
     said = capsys.readouterr().err
     assert "lightning_dct, rank 3 on " in said
     assert "s for somebody" in said
+
+
+class ReadsLate:
+    """A store whose plan takes a while to be read."""
+
+    def __init__(self, store: Any, events: list[str]) -> None:
+        self._store = store
+        self._events = events
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def get(self, key: str) -> bytes:
+        if key.endswith("/plan"):
+            time.sleep(0.3)
+            self._events.append("rank 1 has read it")
+        return self._store.get(key)
+
+
+def test_rank_0_ends_a_failed_meeting_once_the_others_know_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It holds the store that they read."""
+    plan = {"problem": "no way", "is_split": False, "interfaces": {}, "firsts": {}, "extra": {}}
+    monkeypatch.setattr(meeting, "plan_of", lambda *_: plan)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    events: list[str] = []
+    first, second = (
+        meeting.Meeting(meeting.Job(rank, 2, "127.0.0.1", port), timedelta(seconds=20))
+        for rank in range(2)
+    )
+    second.store = ReadsLate(second.store, events)
+
+    def hold(one: meeting.Meeting) -> None:
+        with pytest.raises(RuntimeError, match="no way"):
+            one.hold()
+        events.append(f"rank {one.job.rank} ends")
+
+    threads = [threading.Thread(target=hold, args=(one,)) for one in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert events[0] == "rank 1 has read it"
+    assert sorted(events[1:]) == ["rank 0 ends", "rank 1 ends"]
