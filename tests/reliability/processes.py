@@ -2,6 +2,7 @@
 ended.
 """
 
+import multiprocessing.util
 import os
 import time
 import traceback
@@ -84,6 +85,8 @@ def _run(
         traceback.print_exc()
         status = 1
     log.flush()
+    # As any process does that ends: lifelines without a Trainer leave, and rank 0's hub with them.
+    multiprocessing.util._run_finalizers(0)
     # Not by the usual way out: gloo's threads may abort a process that ends while a
     # DistributedDataParallel is alive.
     os._exit(status)
