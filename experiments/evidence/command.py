@@ -85,9 +85,14 @@ def keep(results: Iterable[Result]) -> None:
 
 
 def current_commit() -> str:
-    """Of the repository, with a plus if files have changed since."""
-    words = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=8", "--dirty=+"]
-    return subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip()
+    """Of the repository, with a plus if code has changed since; the results change with each run."""
+    changed = _git("status", "--porcelain", "--", "src", "experiments", "conf")
+    return _git("rev-parse", "--short=8", "HEAD") + ("+" if changed else "")
+
+
+def _git(*words: str) -> str:
+    command = ["git", "-C", str(ROOT), *words]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def machine() -> str:

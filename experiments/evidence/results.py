@@ -6,7 +6,7 @@ import csv
 import json
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,40 +53,32 @@ class Result(NamedTuple):
 
 def read(figure: Figure, folder: Path, version: str, commit: str, machine: str) -> list[Result]:
     """The results that a program has written into a folder."""
-    of = (version, commit, machine)
+    return [
+        Result(figure.name, *found, version, commit, machine) for found in _found(figure, folder)
+    ]
+
+
+def _found(
+    figure: Figure, folder: Path
+) -> Iterator[tuple[str, int, float, float | None, float | None]]:
+    """Of each run its strategy, seed, metric and both ratios of bytes."""
     texts = {Strategy.parse(text).label: text for text in figure.strategies}
-    if figure.program.__module__ == "replicas":
-        rows = json.loads((folder / "replicas.json").read_text())["rows"]
-        return [
-            Result(
-                *(figure.name, texts[row["strategy"]], int(name.split()[1])),
-                *(found["loss"], found.get("ratio"), None),
-                *of,
-            )
-            for row in rows
-            for name, found in row["results"].items()
-        ]
+    program = figure.program.__module__
+    if program == "replicas":
+        for row in json.loads((folder / "replicas.json").read_text())["rows"]:
+            for name, found in row["results"].items():
+                seed = int(name.split()[1])
+                yield texts[row["strategy"]], seed, found["loss"], found["ratio"], None
+        return
     with (folder / "table.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    if figure.program.__module__ == "unlike_ranks":
-        return [
-            Result(
-                *(figure.name, row["strategy"], int(row["seed"])),
-                *(float(row["loss"]), _number(row["ratio"]), None),
-                *of,
-            )
-            for row in rows
-        ]
-    return [
-        Result(
-            *(figure.name, texts[row["strategy"]], int(row["seed"])),
-            float(row[f"test/{figure.metric}"]),
-            *(_number(row["compression_ratio"]), _number(row["split_ratio"])),
-            *of,
-        )
-        for row in rows
-        if row["compared"] == "True"
-    ]
+    for row in rows:
+        seed = int(row["seed"])
+        if program == "unlike_ranks":
+            yield row["strategy"], seed, float(row["loss"]), _number(row["ratio"]), None
+        elif row["compared"] == "True":
+            ratios = _number(row["compression_ratio"]), _number(row["split_ratio"])
+            yield texts[row["strategy"]], seed, float(row[f"test/{figure.metric}"]), *ratios
 
 
 def load(file: Path) -> dict[tuple[str, str, int], Result]:

@@ -114,3 +114,19 @@ def test_scores_and_rows_have_their_own_words() -> None:
 def test_a_page_without_marks_is_refused() -> None:
     with pytest.raises(ValueError, match="the page has no lines"):
         put("# A page", "a table")
+
+
+def test_keeping_results_changes_no_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else runs after the first would be of other code, by what the file says."""
+    asked: list[tuple[str, ...]] = []
+
+    def git(*words: str) -> str:
+        asked.append(words)
+        return "abcd1234" if words[0] == "rev-parse" else ""
+
+    monkeypatch.setattr(command, "_git", git)
+    assert command.current_commit() == "abcd1234"
+    folders = asked[0][asked[0].index("--") + 1 :]
+    assert not any(command.RESULTS.is_relative_to(command.ROOT / one) for one in folders)
+    monkeypatch.setattr(command, "_git", lambda *words: "abcd1234")
+    assert command.current_commit() == "abcd1234+"
