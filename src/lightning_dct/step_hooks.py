@@ -29,7 +29,7 @@ def before_steps_while_alive(owner: object, hook: Callable[..., Any]) -> Removab
 
 def see_steps(
     owner: object,
-    before: Callable[..., None] | None = None,
+    before: Callable[..., Any] | None = None,
     after: Callable[..., None] | None = None,
 ) -> list[RemovableHandle]:
     """Call methods of an object before and after each step of any optimizer, as long as it lives.
@@ -39,7 +39,7 @@ def see_steps(
     Args:
         owner: The object.
         before: Its method that is called before a step, with the optimizer and the step's
-            arguments; None for none.
+            arguments; None for none. It may return other arguments, as torch's hooks may.
         after: The same after a step.
     """
     found = ((register_optimizer_step_pre_hook, before), (register_optimizer_step_post_hook, after))
@@ -60,12 +60,12 @@ def _register(
     return handle
 
 
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     """A method that does nothing once its object is gone."""
     weak = weakref.WeakMethod(method)
 
-    def call(*arguments: Any) -> None:
-        if (its := weak()) is not None:
-            its(*arguments)
+    def call(*arguments: Any) -> Any:
+        its = weak()
+        return None if its is None else its(*arguments)
 
     return call

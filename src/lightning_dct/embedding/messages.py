@@ -54,6 +54,7 @@ from lightning_dct.kernels.plain import SMALLEST_THRESHOLD
 from lightning_dct.wire.payload import PayloadLayout, pack_payload, unpack_values
 from lightning_dct.wire.positions import PayloadError, PositionCode
 from lightning_dct.wire.rows import (
+    WHOLE_FORMATS,
     decode_rows,
     encode_rows,
     row_scales_num_bytes,
@@ -68,8 +69,6 @@ GUARD_AIM = 1.05
 REGROUP_EVERY = 64
 # Requests between two halvings of the counts.
 HALVE_EVERY = 1024
-# The formats of whole rows by that of changes.
-WHOLE_FORMATS = {"fp32": "fp32", "bf16": "bf16", "2bit": "int8", "1bit": "int8"}
 # Bytes that a row of a code takes.
 CODE_BYTES = 17
 Float64Array = npt.NDArray[np.float64]

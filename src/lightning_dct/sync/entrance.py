@@ -4,7 +4,7 @@
     a strategy's `optimizer_step`                        sees steps that a loss scaler skips, and
                                                          those of optimizers that have no hooks
     StepEntrance                                         the outermost step counts
-    UpdateSynchronizer                                   begin_step, and after_step
+    UpdateSynchronizer                                   begin_step, average_gradients, after_step
 
 A step that begins within another one is a part of it if it moves no other parameters: that of an
 optimizer inside a wrapper, such as Lookahead or SAM, or of the base of its class. A wrapper and
@@ -13,9 +13,10 @@ what it wraps have one clock, whichever of them is stepped.
 
 import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -46,12 +47,14 @@ class _Step:
         parts: The optimizers that have begun a step within it; itself, if its class or the method
             calls its step.
         is_made: Whether it has changed weights; a loss scaler may skip it.
+        is_seen: Whether a hook has seen it begin.
     """
 
     optimizer: Optimizer
     is_call: bool
     parts: list[Optimizer] = field(default_factory=list)
     is_made: bool = False
+    is_seen: bool = False
 
     def contains(self, optimizer: Optimizer) -> bool:
         """Whether a step of an optimizer within this one moves nothing else."""
@@ -143,8 +146,18 @@ class StepEntrance:
         """Forget a step that has failed."""
         self._steps = [one for one in self._steps if one is not step]
 
-    def _before(self, optimizer: Optimizer, *_: Any) -> None:
+    def _before(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self.begin(optimizer)
+        step = next((one for one in self._steps if one.contains(optimizer)), None)
+        if step is None or step.is_seen:
+            return None
+        step.is_seen = True
+        if not self.updates.averages_gradients(step.optimizer):
+            return None
+        # A closure makes the gradients, within the step.
+        return _with_closure(args, kwargs, partial(self.updates.average_gradients, step.optimizer))
 
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
         is_made = not is_skipped(optimizer)
@@ -226,6 +239,25 @@ def calls_step(optimizer: Optimizer, entrances: Iterable[StepEntrance]) -> Itera
         raise
     for entrance, step in begun:
         entrance.end(step)
+
+
+def _with_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any], then: Callable[[], None]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a step, the optimizer first, with a closure that calls a function at its
+    end; without a closure it is called now.
+    """
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is None:
+        then()
+        return args, kwargs
+
+    def with_means(*given: Any) -> Any:
+        result = closure(*given)
+        then()
+        return result
+
+    return (args[0], *args[2:]), {**kwargs, "closure": with_means}
 
 
 def is_skipped(optimizer: Optimizer) -> bool:

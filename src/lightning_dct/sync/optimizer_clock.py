@@ -14,8 +14,9 @@ from lightning_dct.exchange.base import Transfer
 from lightning_dct.sync.coherence import Coherence
 from lightning_dct.sync.optimizer_state import SharedSquares
 from lightning_dct.sync.optimizer_trial import Trial
+from lightning_dct.sync.row_gradients import bytes_of_gradients
 from lightning_dct.sync.shared_decay import OwnDecay, SharedDecay
-from lightning_dct.traffic import FP32_BYTES, all_gather_bytes, all_reduce_bytes
+from lightning_dct.traffic import FP32_BYTES, all_reduce_bytes
 
 # Entries. One bucket is compressed while others are in flight. Smaller buckets cost more calls.
 # Larger ones take more memory, and leave the link idle while the first is compressed and the last
@@ -60,7 +61,10 @@ class OptimizerClock:
         steps: Its steps so far.
         names: Its parameters that take part.
         known: These, and parameters that are known not to take part.
-        buckets: The names by bucket.
+        by_gradient: Those of which ranks exchange gradients before a step, and no updates; see
+            :mod:`lightning_dct.sync.row_gradients`.
+        has_means: Whether they have done so for the step that has begun.
+        buckets: The names of the others by bucket.
         digest: That of what is exchanged: the parameters, their sizes and buckets.
         description: Of what is exchanged, for messages.
         dense_entries: Entries that the dense fp32 exchange of its gradients would send in a step;
@@ -83,6 +87,8 @@ class OptimizerClock:
     steps: int = 0
     names: list[str] = field(default_factory=list)
     known: set[Tensor] = field(default_factory=set)
+    by_gradient: list[str] = field(default_factory=list)
+    has_means: bool = False
     buckets: list[list[str]] = field(default_factory=list)
     digest: str = ""
     description: str = ""
@@ -107,6 +113,11 @@ class OptimizerClock:
         return bool(self.names) or self.tried is None
 
     @property
+    def by_update(self) -> list[str]:
+        """Its parameters of which ranks exchange updates."""
+        return [name for name in self.names if name not in self.by_gradient]
+
+    @property
     def decays(self) -> bool:
         """Whether its shared weights decay by themselves."""
         return self.trial.is_scale_invariant and any(self.trial.decays)
@@ -128,22 +139,17 @@ class OptimizerClock:
 
     def bytes_under_ddp(self, parameters: Mapping[str, Tensor], ranks: int) -> int:
         """Bytes that DistributedDataParallel would have sent for this step, of all parameters by
-        name.
+        name, but for those that are exchanged by gradient.
         """
         late = self.without_gradient and any(one.grad is not None for one in self.without_gradient)
         if self.dense_entries is None or late:
-            own = [parameters[name] for name in self.names]
+            own = [parameters[name] for name in self.by_update]
             unknown = own if self.dense_entries is None else self.without_gradient
             self.sparse += [one for one in unknown if one.grad is not None and one.grad.is_sparse]
             self.without_gradient = [one for one in unknown if one.grad is None]
             self.dense_entries = sum(map(real_numel, own)) - sum(map(real_numel, self.sparse))
         num_bytes = all_reduce_bytes(FP32_BYTES * self.dense_entries, ranks)
-        for parameter in self.sparse:
-            if (gradient := parameter.grad) is not None:
-                num_bytes += all_gather_bytes(
-                    gradient._indices().nbytes + gradient._values().nbytes, ranks
-                )
-        return num_bytes
+        return num_bytes + bytes_of_gradients(self.sparse, ranks)
 
 
 def is_due(step: int, length: int, place: int = 0, places: int = 1) -> bool:

@@ -26,6 +26,7 @@ from lightning_dct.sync.buffers import Buffers
 from lightning_dct.sync.gradients import GradientSynchronizer
 from lightning_dct.sync.masks import Masks
 from lightning_dct.sync.projection import Projection
+from lightning_dct.sync.row_gradients import weights_of_rows
 from lightning_dct.sync.shared_weights import SharedWeights, start_alike
 from lightning_dct.sync.updates import UpdateSynchronizer
 
@@ -157,6 +158,7 @@ def make_update_synchronizer(
     )
     made.project = None if host.project is None else Projection(host.project, module)
     made.masks = Masks(module)
+    made.rows = weights_of_rows(module)
     made.compare_places(host.lifeline, group)
     return made
 

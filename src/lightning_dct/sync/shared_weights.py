@@ -97,6 +97,10 @@ class SharedWeights:
         """
         return self._own[name] if name in self._own else local_of(self.parameters[name]).data
 
+    def share_own(self, name: str) -> None:
+        """Make this rank's own weights the shared ones, where those of all ranks are alike."""
+        self._shared[name].copy_(self.own(name))
+
     def show(self) -> None:
         """Put the shared weights that are not there into the model."""
         hidden = [name for name in self.parameters if name not in self._own]

@@ -79,7 +79,12 @@ class UpdateState(Synchronizer):
         """Parameters whose gradients have turned out to be sparse; known from their first step
         on.
         """
-        return {parameter for clock in self._clocks.values() for parameter in clock.sparse}
+        parameters = self.weights.parameters
+        by_gradient = {
+            parameters[name] for clock in self._clocks.values() for name in clock.by_gradient
+        }
+        by_update = {parameter for clock in self._clocks.values() for parameter in clock.sparse}
+        return by_gradient | by_update
 
     @property
     def is_in_flight(self) -> bool:
@@ -250,6 +255,8 @@ class UpdateState(Synchronizer):
         for number, clock in self._clocks.items():
             clocks[f"steps of {number}"] = clock.steps
             clocks[f"unaveraged of {number}"] = clock.since_buffers
+            for name in clock.by_gradient:
+                clocks[f"gradient in {number} {name}"] = 1
             for name in clock.decay.left_out | clock.decay.known:
                 clocks[f"undecayed in {number} {name}"] = int(name in clock.decay.left_out)
             for item in clock.in_flight:
@@ -282,6 +289,8 @@ class UpdateState(Synchronizer):
                 own.steps = value
             elif what == "unaveraged":
                 own.since_buffers = value
+            elif what == "gradient":
+                own.by_gradient += names
             elif what in ("agreement", "cosine", "measured"):
                 # of elastic ranks, and of an earlier version, which measured one number for all
                 # tensors

@@ -28,7 +28,7 @@ take turns, and for exchanges that overlap with training.
 """
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import ClassVar
 from weakref import ref
 
@@ -49,6 +49,7 @@ from lightning_dct.sync.masks import Masks
 from lightning_dct.sync.optimizer_clock import MOST_IN_FLIGHT, OptimizerClock, buckets_of
 from lightning_dct.sync.optimizer_state import DATA, Squares, may_be_averaged, squares_of
 from lightning_dct.sync.optimizer_trial import try_out, warn_of_zeros
+from lightning_dct.sync.row_gradients import average_rows, bytes_of_gradients
 from lightning_dct.sync.shared_weights import as_real, start_alike
 from lightning_dct.sync.update_state import UpdateState
 from lightning_dct.wire.payload import tag_of
@@ -70,6 +71,7 @@ class UpdateSynchronizer(UpdateState):
         may_skip: Whether a rank may skip a step by itself, as under a loss scaler; the same on all
             ranks.
         masks: Finds masks on this rank; None to compare nothing within training.
+        rows: Parameters whose gradients may be sparse.
         takes_new_optimizers: Whether an optimizer may come that is not known from the start.
     """
 
@@ -77,6 +79,7 @@ class UpdateSynchronizer(UpdateState):
     project: Callable[[], None] | None = None
     may_skip: bool = False
     masks: Masks | None = None
+    rows: Collection[Tensor] = frozenset()
     takes_new_optimizers: ClassVar[bool] = True
     _has_warned: bool = False
 
@@ -93,7 +96,7 @@ class UpdateSynchronizer(UpdateState):
         if self.masks is not None and clock.names and self._is_first(clock):
             has_zeros = self.project is not None or clock.trial.sets_zeros  # without a mask
             self.masks.look(clock.steps, self.weights, () if has_zeros else clock.names)
-        if clock.names and not self._alone and self._decide(clock, step).measures:
+        if clock.buckets and not self._alone and self._decide(clock, step).measures:
             clock.coherence.begin(step, self._compared_by_step(clock, optimizer))
 
     def begin_step(self, optimizer: Optimizer) -> None:
@@ -152,10 +155,11 @@ class UpdateSynchronizer(UpdateState):
         clock.names = [
             name for name, parameter in parameters.items() if name in before or parameter in new
         ]
+        self._choose_by_gradient(clock, optimizer)
         for name in clock.names:
             self.weights.adopt(name, parameters[name])
         clock.buckets = buckets_of(
-            [(name, parameters[name]) for name in clock.names],
+            [(name, parameters[name]) for name in clock.by_update],
             self.config.local_steps if self.config.overlap_steps else 1,
         )
         clock.dense_entries = None
@@ -173,6 +177,43 @@ class UpdateSynchronizer(UpdateState):
             f", {added[:200]} added" if added else ""
         )
         return clock
+
+    def _choose_by_gradient(self, clock: OptimizerClock, optimizer: Optimizer) -> None:
+        """Choose the parameters of which ranks exchange gradients before a step: those of rows that
+        take part for the first time.
+
+        That needs an exchange at each step, at which all ranks wait. The mean of updates is as good
+        if steps grow with gradients.
+        """
+        others = {name for other in self._clocks.values() for name in other.by_gradient}
+        config = self.config
+        is_seen = getattr(type(optimizer).step, "hooked", False)
+        exchanges = config.exchanges_every_step and not config.overlap_steps
+        if is_seen and exchanges and clock.trial.is_scale_invariant and not self.may_skip:
+            rows = {self.parameter_names[one] for one in self.rows if one in self.parameter_names}
+            others |= rows - self.weights.parameters.keys()
+        chosen = others.intersection(clock.names)
+        # In the model's order, which is the same on every rank.
+        clock.by_gradient = [name for name in clock.names if name in chosen]
+
+    def average_gradients(self, optimizer: Optimizer) -> None:
+        """Average the gradients that ranks exchange before a step; a collective call."""
+        clock = self._clocks[self._number_of(optimizer)]
+        everyone = self.exchange.everyone
+        parameters = {name: self.weights.parameters[name] for name in clock.by_gradient}
+        step = self.synchronisations + 1
+        self.check_order(
+            f"{EXCHANGE} of rows",
+            f"an exchange of gradients of {len(parameters)} embeddings for optimizer step {step}",
+        )
+        everyone.count_dense(bytes_of_gradients(list(parameters.values()), everyone.size))
+        with self.traffic.timed("exchange", "seconds_waiting"):
+            average_rows(parameters, self.config.value_format, everyone)
+        clock.has_means = True
+
+    def averages_gradients(self, optimizer: Optimizer) -> bool:
+        """Whether ranks exchange gradients before a step that has begun."""
+        return bool(self._clocks[self._number_of(optimizer)].by_gradient) and not self._alone
 
     def _check_overlap(self, clock: OptimizerClock, new: set[str]) -> None:
         """Refuse updates of one parameter that two optimizers have in flight at once."""
@@ -240,6 +281,7 @@ class UpdateSynchronizer(UpdateState):
         clock = self._count_step(optimizer)
         config = self.config
         self._decay(clock, optimizer, was_made)
+        self._share_own(clock, optimizer, was_made)
         if arrived := [item for item in clock.in_flight if item.due <= clock.steps]:
             if self.exchange.num_collectives > 1:  # the last of its collectives takes all ranks
                 self.check_order(
@@ -249,7 +291,8 @@ class UpdateSynchronizer(UpdateState):
             self.flow.apply(clock, arrived)
         decision = self._decide(clock, clock.steps)
         length = decision.length
-        if sending := clock.due_buckets(length, takes_turns=bool(config.overlap_steps)):
+        sending = clock.due_buckets(length, takes_turns=bool(config.overlap_steps))
+        if sending or (clock.by_gradient and decision.is_exchanged):
             own = (
                 f", step {clock.steps} of optimizer {self._number_of(optimizer)}"
                 if len(self._clocks) > 1
@@ -310,6 +353,21 @@ class UpdateSynchronizer(UpdateState):
                 optimizer, clock.trial.decays, self.parameter_names, self.weights
             )
 
+    def _share_own(self, clock: OptimizerClock, optimizer: Optimizer, was_made: bool) -> None:
+        """Take this rank's own weights for the shared ones after a step that all ranks have made
+        alike.
+        """
+        if clock.by_gradient and was_made and not clock.has_means:
+            raise RuntimeError(
+                f"A step of `{type(optimizer).__name__}` was made without the mean of the sparse"
+                f" gradients of {clock.by_gradient[0]!r}, because no hook has seen it begin. Call"
+                " the optimizer's own `step()`, uncompiled, and have its closure run in it, or use"
+                " `sparse=False`."
+            )
+        clock.has_means = False
+        for name in clock.by_gradient:
+            self.weights.share_own(name)
+
     def _average_squares(self, clock: OptimizerClock, optimizer: Optimizer, length: int) -> None:
         """Now and then give all ranks the same mean squares of gradients; a collective call."""
         squares = self._squares_due(clock, optimizer, clock.steps, length)
@@ -326,7 +384,7 @@ class UpdateSynchronizer(UpdateState):
             return {}
         keys = clock.trial.squares_by_parameter(optimizer)
         parameters = self.weights.parameters
-        having = {name: parameters[name] for name in clock.names if keys.get(parameters[name])}
+        having = {name: parameters[name] for name in clock.by_update if keys.get(parameters[name])}
         states = [local_of(parameter) for parameter in having.values() for _ in keys[parameter]]
         if not states or not self.flow.averages_squares(step, length, states, clock.buckets):
             return {}
@@ -436,7 +494,7 @@ class UpdateSynchronizer(UpdateState):
             return {}
         squares = clock.trial.squares_by_parameter(optimizer)
         parameters = self.weights.parameters
-        by_step = [name for name in clock.names if not squares.get(parameters[name])]
+        by_step = [name for name in clock.by_update if not squares.get(parameters[name])]
         return {name: as_real(self.weights.own(name)) for name in by_step}
 
     def _samples(self, clock: OptimizerClock, optimizer: Optimizer) -> dict[str, Sample]:
@@ -445,7 +503,7 @@ class UpdateSynchronizer(UpdateState):
         """
         squares = clock.trial.squares_by_parameter(optimizer)
         samples = {}
-        for name in clock.names:
+        for name in clock.by_update:
             parameter = self.weights.parameters[name]
             own = as_real(self.weights.own(name))
             gradient = None if parameter.grad is None else as_real(local_of(parameter.grad))

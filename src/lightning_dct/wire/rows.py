@@ -32,6 +32,8 @@ from lightning_dct.wire.values import decode_values, encode_values
 
 BITS_PER_VALUE: dict[str, int] = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4}
 LEVELS: dict[str, int] = {"int8": 127, "int4": 7}
+# The formats of whole rows by that of single entries.
+WHOLE_FORMATS = {"fp32": "fp32", "bf16": "bf16", "2bit": "int8", "1bit": "int8"}
 LARGEST_SCALE_BYTES = 4
 STEPS_PER_OCTAVE = 8
 LARGEST_CODE = 254
