@@ -260,8 +260,11 @@ def test_a_step_without_the_mean_is_refused(ranks: Any) -> None:
 
 
 def test_only_sparse_embeddings_are_chosen() -> None:
-    model = nn.ModuleList([nn.Embedding(3, 2), nn.Embedding(3, 2, sparse=True), nn.Linear(2, 2)])
-    assert weights_of_rows(model) == {model[1].weight}
+    """One with `max_norm` changes on each rank by what this looks up."""
+    bounded = nn.Embedding(3, 2, sparse=True, max_norm=1.0)
+    plain = nn.Embedding(3, 2, sparse=True)
+    model = nn.ModuleList([nn.Embedding(3, 2), bounded, plain, nn.Linear(2, 2)])
+    assert weights_of_rows(model) == {plain.weight}
 
 
 @given(st.data(), st.sampled_from(["fp32", "bf16", "int8"]))

@@ -149,7 +149,9 @@ class OptimizerClock:
             self.without_gradient = [one for one in unknown if one.grad is None]
             self.dense_entries = sum(map(real_numel, own)) - sum(map(real_numel, self.sparse))
         num_bytes = all_reduce_bytes(FP32_BYTES * self.dense_entries, ranks)
-        return num_bytes + bytes_of_gradients(self.sparse, ranks)
+        if self.sparse:
+            num_bytes += bytes_of_gradients(self.sparse, ranks)
+        return num_bytes
 
 
 def is_due(step: int, length: int, place: int = 0, places: int = 1) -> bool:

@@ -33,11 +33,19 @@ from lightning_dct.wire.rows import (
 
 
 def weights_of_rows(module: nn.Module) -> set[Tensor]:
-    """The weights of all embeddings that have sparse gradients."""
+    """The weights of all embeddings that have sparse gradients.
+
+    Those with ``max_norm`` are left out: each rank shortens the rows that it looks up, so the ranks
+    would not make the same steps.
+    """
     embeddings = (
         one for one in module.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag)
     )
-    return {embedding.weight for embedding in embeddings if embedding.sparse}
+    return {
+        embedding.weight
+        for embedding in embeddings
+        if embedding.sparse and embedding.max_norm is None
+    }
 
 
 @torch.no_grad()
