@@ -8,7 +8,7 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 # Where torch brings none: its interpreter runs the kernels for GPUs in the tests.
 TRITON := 3.6.0
 
-.PHONY: demo test test-all test-torchrec test-libraries gpu lint format docs release-check clean
+.PHONY: demo test test-all test-torchrec test-libraries test-lightning gpu lint format docs release-check clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/compiled
@@ -25,32 +25,36 @@ test: $(VENV)/compiled
 test-all: $(VENV)/compiled
 	$(PYTEST) -n 4 --hypothesis-profile=all
 
-# TorchRec's own classes and models on a CPU, in an environment of its own that sees the packages of the first one. The
-# other tests run a stand-in. TorchRec asks for fbgemm's build for CUDA, so that nothing may bring its dependencies.
-TORCHREC := .venv-torchrec
-test-torchrec: $(TORCHREC)/installed
-	$(TORCHREC)/bin/python -m pytest tests/embedding/test_torchrec.py
-
-$(TORCHREC)/installed: $(VENV)/installed
-	$(PYTHON) -m venv $(TORCHREC)
-	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
-		$$($(TORCHREC)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/first.pth
-	$(TORCHREC)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps \
-		torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0 tensordict pyvers cloudpickle pyre-extensions iopath typing-inspect \
-		mypy-extensions portalocker orjson importlib_metadata zipp
-	touch $@
+# What runs beside the other tests, each in an environment of its own that sees the packages of the first one.
+#
+# TorchRec's own classes and models on a CPU; the other tests run a stand-in. TorchRec asks for fbgemm's build for CUDA,
+# so that nothing may bring its dependencies.
+PACKAGES_torchrec := --no-deps torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0 tensordict pyvers cloudpickle pyre-extensions \
+	iopath typing-inspect mypy-extensions portalocker orjson importlib_metadata zipp
+test-torchrec: .venv-torchrec/installed
+	.venv-torchrec/bin/python -m pytest tests/embedding/test_torchrec.py
 
 # Libraries that bring LightningModules of their own fit, save, load and predict under `ddp` and `dct`, on two ranks.
-LIBRARIES := .venv-libraries
-test-libraries: $(LIBRARIES)/installed
-	PYTHONPATH=$(CURDIR)/src $(LIBRARIES)/bin/python tests/libraries/run_all.py
+PACKAGES_libraries := chemprop==2.3.1 pytorch-forecasting==1.8.0 darts==0.48.1
+test-libraries: .venv-libraries/installed
+	PYTHONPATH=$(CURDIR)/src .venv-libraries/bin/python tests/libraries/run_all.py
 
-$(LIBRARIES)/installed: $(VENV)/installed
-	$(PYTHON) -m venv $(LIBRARIES)
+# Lightning's own tests of DDP, with DCT in its place; `LIGHTNING=folder` names a checkout that is there already.
+PACKAGES_lightning := cloudpickle onnx onnxruntime onnxscript scikit-learn
+LIGHTNING ?= .venv-lightning/pytorch-lightning
+test-lightning: .venv-lightning/installed $(LIGHTNING)/tests
+	.venv-lightning/bin/python tests/reliability/lightning_suite.py $(LIGHTNING)
+
+.venv-lightning/pytorch-lightning/tests: .venv-lightning/installed
+	git clone --quiet --depth 1 https://github.com/Lightning-AI/pytorch-lightning $(@D) \
+		--branch $$($(BIN)/python -c "import lightning; print(lightning.__version__)")
+
+.venv-%/installed: $(VENV)/installed
+	$(PYTHON) -m venv .venv-$*
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
-		$$($(LIBRARIES)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/first.pth
-	$(LIBRARIES)/bin/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt \
-		chemprop==2.3.1 pytorch-forecasting==1.8.0 darts==0.48.1
+		$$(.venv-$*/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/first.pth
+	.venv-$*/bin/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt \
+		$(PACKAGES_$*)
 	touch $@
 
 # On a machine with one NVIDIA GPU or more.
@@ -99,4 +103,4 @@ $(VENV)/compiled: $(VENV)/installed $(wildcard src/lightning_dct/kernels/numba_*
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(TORCHREC) outputs site multirun .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
+	rm -rf $(VENV) .venv-* outputs site multirun .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
