@@ -230,6 +230,40 @@ def test_the_trainer_averages_them_too(ranks: Any, kind: type[Rows]) -> None:
     assert torch.equal(one["bags.weight"], other["bags.weight"])
 
 
+def train_clipped() -> tuple[float, float, float]:
+    """The norms of the mean gradient in the last steps, as clipping estimates them and as they are;
+    and those of this rank's own.
+    """
+    model = Bags()
+    optimizers = optimizers_of(model, SparseAdam)
+    updates = Updates(model, optimizers, steps=STEPS, **EXACT)
+    estimated = 0.0
+    true = 0.0
+    own = 0.0
+    for step in range(STEPS):
+        model.zero_grad()
+        model.loss(3 * step + 1, rank()).backward()
+        mine = torch.cat([one.grad.to_dense().flatten() for one in model.parameters()])  # type: ignore[union-attr]
+        mean = mine / RANKS
+        dist.all_reduce(mean)
+        norm = updates.clip_grad_norm_(1e9)
+        if step >= STEPS // 2:
+            estimated += float(norm)
+            true += float(mean.norm())
+            own += float(mine.norm())
+        for optimizer in optimizers:
+            optimizer.step()
+    updates.close()
+    return estimated, true, own
+
+
+def test_clipping_knows_how_far_they_agree(ranks: Any) -> None:
+    """Oracle: the norms of the mean gradient, from which a rank's own differ more."""
+    found = ranks(RANKS).run(train_clipped)
+    estimated, true, own = (sum(numbers) / RANKS for numbers in zip(*found, strict=True))
+    assert abs(estimated - true) < 0.5 * abs(own - true)
+
+
 class Deaf(SparseAdam):
     """Leaves its closure to others."""
 

@@ -64,6 +64,7 @@ class OptimizerClock:
         by_gradient: Those of which ranks exchange gradients before a step, and no updates; see
             :mod:`lightning_dct.sync.row_gradients`.
         has_means: Whether they have done so for the step that has begun.
+        own_gradients: What this rank's gradients were before, if it is measured how far they agree.
         buckets: The names of the others by bucket.
         digest: That of what is exchanged: the parameters, their sizes and buckets.
         description: Of what is exchanged, for messages.
@@ -89,6 +90,7 @@ class OptimizerClock:
     known: set[Tensor] = field(default_factory=set)
     by_gradient: list[str] = field(default_factory=list)
     has_means: bool = False
+    own_gradients: dict[str, Tensor | None] = field(default_factory=dict)
     buckets: list[list[str]] = field(default_factory=list)
     digest: str = ""
     description: str = ""

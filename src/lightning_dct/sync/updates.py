@@ -96,7 +96,8 @@ class UpdateSynchronizer(UpdateState):
         if self.masks is not None and clock.names and self._is_first(clock):
             has_zeros = self.project is not None or clock.trial.sets_zeros  # without a mask
             self.masks.look(clock.steps, self.weights, () if has_zeros else clock.names)
-        if clock.buckets and not self._alone and self._decide(clock, step).measures:
+        is_compared = clock.names if self.clips_by_norm else clock.buckets
+        if is_compared and not self._alone and self._decide(clock, step).measures:
             clock.coherence.begin(step, self._compared_by_step(clock, optimizer))
 
     def begin_step(self, optimizer: Optimizer) -> None:
@@ -207,6 +208,8 @@ class UpdateSynchronizer(UpdateState):
             f"an exchange of gradients of {len(parameters)} embeddings for optimizer step {step}",
         )
         everyone.count_dense(bytes_of_gradients(list(parameters.values()), everyone.size))
+        if self.clips_by_norm:
+            clock.own_gradients = {name: one.grad for name, one in parameters.items()}
         with self.traffic.timed("exchange", "seconds_waiting"):
             average_rows(parameters, self.config.value_format, everyone)
         clock.has_means = True
@@ -503,12 +506,16 @@ class UpdateSynchronizer(UpdateState):
         """
         squares = clock.trial.squares_by_parameter(optimizer)
         samples = {}
-        for name in clock.by_update:
+        # The clipping of gradients that are averaged needs to know how far they agree, too.
+        for name in clock.names if self.clips_by_norm else clock.by_update:
             parameter = self.weights.parameters[name]
             own = as_real(self.weights.own(name))
-            gradient = None if parameter.grad is None else as_real(local_of(parameter.grad))
+            gradient = clock.own_gradients.get(name, parameter.grad)
+            if gradient is not None:
+                gradient = as_real(local_of(gradient))
             memory = next(iter(squares.get(parameter, {}).values()), None)
             samples[name] = clock.coherence.sample(name, own, gradient, memory)
+        clock.own_gradients = {}
         return samples
 
     def _measure(self, clock: OptimizerClock, optimizer: Optimizer, decision: Decision) -> None:
