@@ -89,7 +89,7 @@ class DenseLookup:
                 for rank, tables in enumerate(self._tables)
             }
         received = exchange.start(
-            asked, dict.fromkeys(world, 8 * len(ids) * mine.size), module.traffic
+            asked, dict.fromkeys(world, 8 * len(ids) * mine.size), module.traffic, "ids"
         )()
         with module.traffic.timed():
             first = torch.from_numpy(module.placement.locate(mine, 0 * mine)[1])
@@ -102,7 +102,7 @@ class DenseLookup:
                 rank: module.num_bytes(len(ids) * len(tables))
                 for rank, tables in enumerate(self._tables)
             }
-        self._wait = exchange.start(answers, sizes, module.traffic)
+        self._wait = exchange.start(answers, sizes, module.traffic, "rows")
 
     def pooled(self) -> Tensor:
         """Wait for the rows: ``[samples, tables, dim]``."""
@@ -129,7 +129,7 @@ class DenseLookup:
             sizes = {
                 rank: module.num_bytes(len(places)) for rank, places in enumerate(self._places)
             }
-        wait = module.exchange_group.start(payloads, sizes, module.traffic)
+        wait = module.exchange_group.start(payloads, sizes, module.traffic, "gradients")
 
         def finish() -> None:
             received = wait()

@@ -29,7 +29,7 @@ ZIPF_EXPONENT = 1.1
 LEARNING_RATE = 0.03
 BOTTOM = (256, 128)
 TOP = (256, 128)
-# A step sends its messages in this order.
+# What a step sends.
 MESSAGES = ("ids", "rows", "evicted", "gradients")
 # Caches fill in these steps: look-ups of rows that no rank has seen would distort the times.
 FILLING_STEPS = 40
@@ -93,23 +93,20 @@ class ClickSteps(LightningModule):
             ]
         if isinstance(tables, ShardedEmbeddingBags):
             exchange = tables.exchange_group
-            turn = 0
-            # Dense tables have no caches.
-            messages = [
-                name
-                for name in MESSAGES
-                if name != "evicted" or not isinstance(tables, DenseTables)
-            ]
             start = exchange.start
 
-            def counted(payloads: dict[int, Tensor], sizes: dict[int, int], traffic: Any) -> Any:
-                nonlocal turn
-                others = [
+            def counted(
+                payloads: dict[int, Tensor], sizes: dict[int, int], traffic: Any, name: str
+            ) -> Any:
+                number = sum(
                     payload.numel() for peer, payload in payloads.items() if peer != exchange.rank
-                ]
-                self._sent[messages[turn % len(messages)]] += sum(others)
-                turn += 1
-                return start(payloads, sizes, traffic)
+                )
+                # The residuals of evicted rows travel with gradients.
+                waiting = tables.evicted if name == "gradients" else []
+                evicted = sum(part.numel() for one in waiting for part in one.sent.values())
+                self._sent["evicted"] += evicted
+                self._sent[name] += number - evicted
+                return start(payloads, sizes, traffic, name)
 
             exchange.start = counted  # type: ignore[method-assign]
 

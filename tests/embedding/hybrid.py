@@ -203,7 +203,7 @@ def collected_after(
     def look(*_: Any) -> None:
         tables = module.tables
         rank = module.tables.exchange_group.rank
-        for places, gradient in tables.collected.wait():
+        for places, gradient in tables.collected.parts:
             # All of them have rows.
             assert tables.resolve(places, gradient)[0].numel() == places.numel()
             for table, row, values in zip(

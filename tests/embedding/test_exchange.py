@@ -146,21 +146,17 @@ def events_of_a_step() -> tuple[list[str], int]:
     events = []
     evicted = 0
     for step in range(3):  # the third request finds caches that are full
-        names = iter(["ids", "rows", "evicted", "gradients"])
         events = []
 
         def watched(
-            payloads: Any, sizes: Any, traffic: Traffic, names: Any = names, events: Any = events
+            payloads: Any, sizes: Any, traffic: Traffic, name: str, events: Any = events
         ) -> Any:
             nonlocal evicted
-            name = next(names)
+            if name == "gradients":
+                evicted = sum(part.numel() for one in tables.evicted for part in one.sent.values())
+                assert evicted < sum(payload.numel() for payload in payloads.values())
             events.append(f"send {name}")
-            evicted = (
-                sum(payload.numel() for payload in payloads.values())
-                if name == "evicted"
-                else evicted
-            )
-            wait = start(payloads, sizes, traffic)
+            wait = start(payloads, sizes, traffic, name)
 
             def watched_wait() -> list[torch.Tensor]:
                 events.append(f"wait for {name}")
@@ -176,8 +172,9 @@ def events_of_a_step() -> tuple[list[str], int]:
 
 
 def test_no_computation_waits_for_what_evicted_rows_have_left(ranks: Any) -> None:
-    before = ["send ids", "wait for ids", "send rows", "send evicted", "wait for rows", "compute"]
-    after = ["send gradients", "wait for gradients", "wait for evicted"]
+    """It travels with the gradients. What is left of ids may follow them."""
+    before = ["send ids", "wait for ids", "send rows", "wait for rows", "compute"]
+    after = ["send gradients", "wait for gradients"]
     for events, evicted in ranks(2).run(events_of_a_step):
-        assert events == before + after
+        assert events in (before + after, before[:2] + before + after)
         assert evicted > 0

@@ -388,7 +388,7 @@ def train_in_eval_mode(frozen):
     fit(module, 20)
     tables = module.tables
     moved = (tables.weight != starts[0]).any(dim=1).sum()
-    waiting = len(tables.collected._expected), len(tables.collected._parts)
+    waiting = len(tables.evicted), len(tables.collected.parts)
     return int(moved), waiting, tables.traffic.totals.bytes_sent
 
 
@@ -408,7 +408,7 @@ def look_up_without_backward():
     tables.materialize()
     for step in range(40):
         tables(torch.arange(40).view(-1, 1) * 10 + step % 10)
-    return len(tables.collected._expected) + len(tables.collected._parts)
+    return len(tables.evicted) + len(tables.collected.parts)
 
 
 def test_nothing_piles_up_without_a_backward(ranks):

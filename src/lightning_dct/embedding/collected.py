@@ -8,9 +8,9 @@ into ``weight.grad``.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import numpy as np
 import torch
@@ -25,8 +25,6 @@ from lightning_dct.wire.positions import PayloadError
 
 # A rank whose batch is wrong announces this instead of each number.
 FAULT = -(2**31)
-# Messages that may be under way at a time.
-MOST_EXPECTED = 16
 
 
 class RowCollectives:
@@ -101,28 +99,43 @@ class RowCollectives:
                 raise fault
             return numbers
         if self.check_order is not None:
-            self.check_order("exact rows" if least < 0 else "rows")
+            self.check_order("exact rows")
         sent = torch.from_numpy(numbers.astype(np.int32)).to(self.device)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
         traffic.add(bytes_sent=(self.world_size - 1) * numbers.shape[1] * sent.element_size())
         announced = received.cpu().numpy().astype(np.int64)
         if (announced == FAULT).any():
-            faults = gather_objects(fault, self.group)
-            if fault is not None:
-                raise fault
-            rank, theirs = next(
-                (rank, each) for rank, each in enumerate(faults) if each is not None
-            )
-            raise type(theirs)(f"Rank {rank} of the process group: {theirs}")
+            self.raise_fault(fault)
         check_announced(announced, least)
         return announced
 
+    def raise_fault(self, fault: Exception | None) -> NoReturn:
+        """Raise the first error of all ranks, of which ``fault`` is this one's; each rank calls
+        it.
+        """
+        faults = gather_objects(fault, self.group)
+        if fault is not None:
+            raise fault
+        rank, theirs = next((rank, each) for rank, each in enumerate(faults) if each is not None)
+        raise type(theirs)(f"Rank {rank} of the process group: {theirs}")
+
+    @property
+    def takes_shorter(self) -> bool:
+        """Whether a part that is shorter than expected arrives too: so ranks that are at different
+        collectives find out.
+        """
+        return self.group is not None and dist.get_backend(self.group) == "gloo"
+
     def start(
-        self, payloads: Mapping[int, Tensor], sizes: Mapping[int, int], traffic: Traffic
+        self,
+        payloads: Mapping[int, Tensor],
+        sizes: Mapping[int, int],
+        traffic: Traffic,
+        name: str = "",
     ) -> Callable[[], list[Tensor]]:
         """Start to send payloads, uint8, and to receive ``sizes`` bytes, both by rank; other ranks
-        exchange nothing.
+        exchange nothing. Whoever counts bytes finds what is sent in ``name``.
 
         The result waits for what arrives, and returns it by rank.
         """
@@ -163,30 +176,13 @@ class CollectedGradients:
     """The gradients of this rank's rows that have arrived since the last backward ended."""
 
     def __init__(self, parts: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
-        self._parts = list(parts)
+        # Places among this rank's rows (int64 ``[k]``) and gradients (``[k, dim]``), in order.
+        self.parts = list(parts)
         self.ended_by = -1  # the backward that will end with them, of autograd's numbers
-        self._expected: list[Iterator[tuple[Tensor, Tensor]]] = []
 
     def add(self, places: Tensor, gradient: Tensor) -> None:
         """Add the gradient of a rank's mean loss at ``places``; a row may occur more than once."""
-        self._parts.append((places, gradient))
-
-    def expect(self, arriving: Iterator[tuple[Tensor, Tensor]]) -> None:
-        """Add what ``arriving`` waits for and yields, places and gradients, before any part is
-        read.
-        """
-        if len(self._expected) == MOST_EXPECTED:  # of look-ups without a backward
-            self.wait()
-        self._expected.append(arriving)
-
-    def wait(self) -> list[tuple[Tensor, Tensor]]:
-        """Wait for all parts: places among this rank's rows (int64 ``[k]``) and gradients (``[k,
-        dim]``), in order.
-        """
-        for arriving in self._expected:
-            self._parts += arriving
-        self._expected = []
-        return self._parts
+        self.parts.append((places, gradient))
 
     def deliver(
         self,
@@ -202,8 +198,8 @@ class CollectedGradients:
         """
         # Some may be of a checkpoint, or of the time before the rows were moved or changed their
         # dtype.
-        places, gradients = zip(*self.wait(), strict=True)
-        self._parts = []
+        places, gradients = zip(*self.parts, strict=True)
+        self.parts = []
         distinct, inverse = torch.unique(
             torch.cat([p.to(weight.device) for p in places]), return_inverse=True
         )

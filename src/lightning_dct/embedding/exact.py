@@ -56,6 +56,7 @@ def exact_round(module: ShardedEmbeddingBags, wanted: list[Int64Array] | None) -
     The result has the rows of all owners, ``[k, dim]``; it is None if all ranks have finished.
     """
     modules = module.evaluated_with or (module,)  # in the same order on every rank
+    modules[0].take_answers()
     exchange = modules[0].exchange_group
     placement = module.placement
     traffic = module.evaluation_traffic

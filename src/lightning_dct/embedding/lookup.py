@@ -11,7 +11,11 @@ A training look-up requests each distinct row once::
       pool R; the rest of the model runs
       G += dL/dR            ---------  G where |G| >= tau  ---->   the sum over all ranks is E's gradient
       G -= sent
-      G of evicted rows     -------  behind the answers  -------   joins that sum
+      G of evicted rows     ------  with that  ------------------->   joins that sum
+
+So a step makes three collectives, one for each direction above. Only the sender knows how long its
+ids are, how many rows it sends whole, and which look-ups its loss has reached; :mod:`.first_parts`
+says how such messages are sent.
 
 What is below the threshold is sent later. The paper instead sends pooled embeddings and sets the
 small ones to zero.
@@ -21,8 +25,9 @@ small ones to zero.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -33,6 +38,13 @@ from lightning_dct.embedding import messages
 from lightning_dct.embedding.bags import Bags, DistinctRows, read_bags
 from lightning_dct.embedding.collected import FAULT, DeliverRows
 from lightning_dct.embedding.exact import ANNOUNCED_EXACT, FINISHED, ExactReader
+from lightning_dct.embedding.first_parts import (
+    HAS_REST,
+    HEAD_BYTES,
+    FirstParts,
+    read_head,
+    write_head,
+)
 from lightning_dct.embedding.owners import Int64Array
 from lightning_dct.embedding.store import RowStore, add_entries
 from lightning_dct.kernels import add_rows
@@ -72,13 +84,35 @@ class _Requested(NamedTuple):
             )
 
 
-# A rank announces to each other: what it has come to; of a request the bytes of ids, look-ups and
-# the bytes of the ids of evicted rows, and of the end of a backward which of the last look-ups it
-# has reached, as bits.
-ANNOUNCED = 4
+# The kinds of heads. That of a request has the bytes of ids, look-ups and the bytes of the ids of
+# evicted rows, that of an answer the number of whole rows, and that of the end of a backward which
+# of the last look-ups it has reached, as bits. A rank whose batch is wrong sends another one.
 REQUEST = 0
-END = 1
+ANSWER = 1
+END = 2
+WRONG_BATCH = 3
 MOST_LOOKUPS = 31
+GRADIENTS = "gradients"
+# Look-ups whose evicted rows wait for a backward.
+MOST_WAITING = 16
+
+
+class EvictedRows(NamedTuple):
+    """Of one look-up, the rows that have left caches, whose residuals wait for a backward."""
+
+    sent: dict[int, Tensor]  # by owner, the residuals of this rank as bytes
+    expected: dict[int, Int64Array]  # by user, the places of the rows that it has evicted
+
+    def on(self, device: torch.device) -> EvictedRows:
+        """The same, with the bytes on a device."""
+        return self._replace(sent={peer: data.to(device) for peer, data in self.sent.items()})
+
+    def sizes(self, dim: int, value_format: str) -> dict[int, int]:
+        """The bytes that each user sends."""
+        return {
+            peer: messages.whole_num_bytes(places.size, dim, value_format)
+            for peer, places in self.expected.items()
+        }
 
 
 def look_up(
@@ -93,10 +127,15 @@ def look_up(
     try:
         bags = read_bags(ids, offsets, module.features, weights, samples)
     except (IndexError, TypeError, ValueError) as fault:
-        # The others wait for an announcement. With this one they all fail.
-        exchange = ((module.evaluated_with or (module,))[0] if is_exact else module).exchange_group
-        numbers = np.full((exchange.world_size, ANNOUNCED_EXACT if is_exact else ANNOUNCED), FAULT)
-        exchange.announce(numbers, module.traffic, FINISHED if is_exact else REQUEST, fault)
+        # The others wait for a message. With this one they all fail.
+        if is_exact:
+            exchange = (module.evaluated_with or (module,))[0].exchange_group
+            numbers = np.full((exchange.world_size, ANNOUNCED_EXACT), FAULT)
+            exchange.announce(numbers, module.traffic, FINISHED, fault)
+        elif module.exchange_group.peers:
+            module.take_answers()
+            heads = dict.fromkeys(module.exchange_group.peers, bytes([WRONG_BATCH]))
+            _check_kinds(module, _start_requests(module, heads, {}).wait(), REQUEST, fault)
         raise
     if is_exact:
         return ExactReader(module, bags)
@@ -120,16 +159,24 @@ class ChangesLookup:
         self._module = module
         self._rank = module.exchange_group.rank
         self._peers = module.exchange_group.peers
+        self.is_new = True  # until a backward ends
         with module.traffic.timed():
             self._rows = DistinctRows(bags, module.placement, module.weight.device)
-            payloads, evicted, numbers = self._make_requests()
-        announced = _announce(module, numbers)
-        sizes = {peer: int(announced[peer, 1] + announced[peer, 3]) for peer in self._peers}
-        requests = module.exchange_group.start(payloads, sizes, module.traffic)()
+            heads, ids, evicted = self._make_requests()
+        transfer = _start_requests(module, heads, ids)
+        found = transfer.wait()
+        _check_kinds(module, found, REQUEST)
+        numbers = {peer: self._read(peer, head, 3) for peer, head in found.items()}
+        lengths = {peer: size + ids + gone for peer, ((ids, _, gone), size) in numbers.items()}
+        requests = transfer.complete(lengths)
+        for peer in self._peers:
+            module.rooms.sent_ids[peer].note(transfer.lengths[peer])
+            module.rooms.received_ids[peer].note(lengths[peer])
         with module.traffic.timed():
-            self._read_requests(requests, announced)
+            self._read_requests(requests, numbers)
             # The dense exchange has fp32 rows both ways, and the int64 id of every look-up.
-            own, others = (int(each[self._peers, 2].sum()) for each in (numbers, announced))
+            own = int(self._rows.lookups[self._peers].sum())
+            others = sum(lookups for (_, lookups, _), _ in numbers.values())
             row_bytes = FP32_BYTES * module.embedding_dim
             module.traffic.add(
                 steps=1, bytes_dense=own * (ID_BYTES + row_bytes) + others * row_bytes
@@ -137,38 +184,67 @@ class ChangesLookup:
             module.note_requests(
                 [self._rows.wanted[self._rank], *(one.places for one in self._received.values())]
             )
-            answers = {}
-            counts = np.zeros((len(numbers), 1), dtype=np.int64)
-            for peer, request in self._received.items():
-                answers[peer], counts[peer] = self._answer(request)
-        # Only the owner knows how many of the rows that are new in a cache are not at their initial
-        # values.
-        self._num_whole = module.exchange_group.announce(counts, module.traffic)[:, 0].tolist()
-        sizes = {peer: sum(self._answer_sizes(peer)) for peer in self._peers}
-        # Waits for the answers; None once they are taken.
-        self._receive: Callable[[], list[Tensor]] | None = module.exchange_group.start(
-            answers, sizes, module.traffic
-        )
+        # The answers under way; None once they are taken.
+        self._answers: FirstParts | None = self._start_answers()
         self.gradient: Tensor | None = (
             None  # of this rank's loss by its distinct rows, until it is sent
         )
-        self._is_returned = False
+        self.is_returned = False
         module.lookups = [*module.lookups, self][-MOST_LOOKUPS:]
-        self._send_evicted(evicted)
+        module.evicted.append(EvictedRows(evicted, self._evicted))
+        if len(module.evicted) > MOST_WAITING:
+            send_evicted(module)
+
+    def _read(self, peer: int, head: bytes, how_many: int) -> tuple[list[int], int]:
+        with reading(f"Rank {peer} of the process group"):
+            return read_head(head, how_many)
+
+    def _start_answers(self) -> FirstParts:
+        """Answer the others: changes, whose bytes both ends know, and whole rows."""
+        module = self._module
+        rooms = module.rooms
+        heads = {}
+        answers = {}
+        sizes = {}
+        with module.traffic.timed():
+            for peer, request in self._received.items():
+                whole, changes, count = self._answer(request)
+                heads[peer] = write_head(ANSWER, [count])
+                answers[peer] = [changes, whole]
+                sizes[peer] = changes.numel() + rooms.sent_rows[peer].size(changes.numel())
+                rooms.sent_rows[peer].note(len(heads[peer]) + whole.numel())
+            expected = {}
+            for peer, request in self._sent.items():
+                known = request.message.layout.num_bytes
+                expected[peer] = known + rooms.received_rows[peer].size(known)
+        return FirstParts(
+            module.exchange_group, "rows", heads, answers, sizes, expected, expected, module.traffic
+        )
 
     def take_answers(self) -> None:
         """Wait for the answers and add them to the copies, once."""
-        if self._receive is None:
+        if self._answers is None:
             return
         module = self._module
-        answers = self._receive()
-        self._receive = None
+        transfer = self._answers
+        self._answers = None
+        heads = {peer: self._read(peer, head, 1) for peer, head in transfer.wait().items()}
+        lengths = {}
+        for peer, ([count], size) in heads.items():
+            message = self._sent[peer].message
+            with reading(f"Rank {peer} of the process group"):
+                lengths[peer] = size + message.some_num_bytes(count)
+            module.rooms.received_rows[peer].note(lengths[peer])
+            lengths[peer] += message.layout.num_bytes
+        answers = transfer.complete(lengths)
         with module.traffic.timed():
             for peer, request in self._sent.items():
                 request.check_not_evicted()
-                whole, others = answers[peer].split(self._answer_sizes(peer))
+                [count], size = heads[peer]
+                known = request.message.layout.num_bytes
+                _, others, whole = answers[peer].tensor_split([size, size + known])
                 with reading(f"Embedding rows from rank {peer} of the process group"):
-                    self._add_whole(request, whole, self._num_whole[peer])
+                    self._add_whole(request, whole, count)
                     sent = unpack_payload(request.message.layout, others)
                 add_entries(request.rows.copies, request.slots, sent.positions, sent.values)
 
@@ -225,94 +301,91 @@ class ChangesLookup:
             add_rows(self.gradient, rows.inverse, each)
         when_backward_ends(module.evaluated_with or (module,))
 
-    def send_gradient(self) -> Callable[[], None]:
-        """Start to send each owner the gradient of its rows; the result receives that of this
-        rank's.
-        """
+    def gradient_sizes(self, of_owners: bool) -> dict[int, int]:
+        """The bytes of the gradient's messages: to owners, or from users of this rank's rows."""
+        requests = self._sent if of_owners else self._received
+        return {peer: one.message.layout.num_bytes for peer, one in requests.items()}
+
+    def gradient_payloads(self) -> dict[int, Tensor]:
+        """By owner, the gradient of its rows as bytes. What is not sent joins the residuals."""
         module = self._module
         rows = self._rows
-        dim = self._module.embedding_dim
-        self.take_answers()  # also if this rank has not pooled them
         gradient = self.gradient
         self.gradient = None
-        self._is_returned = True
+        self.is_returned = True
         if gradient is None:  # this rank's loss does not depend on the look-up, another's does
-            gradient = module.weight.new_zeros(sum(rows.sizes), dim, dtype=module.remembered_dtype)
-        with module.traffic.timed():
-            parts = gradient.split(rows.sizes)
-            payloads = {
-                peer: self._gradient_payload(request, parts[peer])
-                for peer, request in self._sent.items()
-            }
-        expected = {
-            peer: request.message.layout.num_bytes for peer, request in self._received.items()
+            gradient = module.weight.new_zeros(
+                sum(rows.sizes), module.embedding_dim, dtype=module.remembered_dtype
+            )
+        parts = gradient.split(rows.sizes)
+        self._own_gradient = parts[self._rank]
+        return {
+            peer: self._gradient_payload(request, parts[peer])
+            for peer, request in self._sent.items()
         }
-        wait = module.exchange_group.start(payloads, expected, module.traffic)
 
-        def receive() -> None:
-            received = wait()
-            module.collected.wait()
-            with module.traffic.timed():
-                own = torch.from_numpy(rows.wanted[self._rank]).to(gradient.device)
-                module.collected.add(own, parts[self._rank])
-                for peer, request in self._received.items():
-                    with reading(f"Embedding rows from rank {peer} of the process group"):
-                        sent = unpack_payload(request.message.layout, received[peer])
-                    touched, within = torch.unique_consecutive(
-                        sent.positions // dim, return_inverse=True
-                    )
-                    dense = gradient.new_zeros(touched.numel(), dim)
-                    dense.view(-1).index_copy_(
-                        0, within * dim + sent.positions % dim, sent.values.to(dense.dtype)
-                    )
-                    module.collected.add(
-                        torch.from_numpy(request.places).to(gradient.device)[touched], dense
-                    )
-
-        return receive
-
-    def _make_requests(self) -> tuple[dict[int, Tensor], dict[int, Tensor], Int64Array]:
-        """The bytes of ids and the residuals of evicted rows, by owner, and the numbers to
-        announce.
-        """
+    def collect(self, payloads: Mapping[int, Tensor]) -> None:
+        """Collect the gradient of this rank's rows: its own, and what each user has sent."""
         module = self._module
-        # REQUEST in the first place.
-        numbers = np.zeros((module.placement.world_size, ANNOUNCED), dtype=np.int64)
+        dim = module.embedding_dim
+        gradient = self._own_gradient
+        del self._own_gradient
+        own = torch.from_numpy(self._rows.wanted[self._rank]).to(gradient.device)
+        module.collected.add(own, gradient)
+        for peer, request in self._received.items():
+            with reading(f"Embedding rows from rank {peer} of the process group"):
+                sent = unpack_payload(request.message.layout, payloads[peer])
+            touched, within = torch.unique_consecutive(sent.positions // dim, return_inverse=True)
+            dense = gradient.new_zeros(touched.numel(), dim)
+            dense.view(-1).index_copy_(
+                0, within * dim + sent.positions % dim, sent.values.to(dense.dtype)
+            )
+            module.collected.add(
+                torch.from_numpy(request.places).to(gradient.device)[touched], dense
+            )
+
+    def _make_requests(
+        self,
+    ) -> tuple[dict[int, bytes], dict[int, list[Tensor]], dict[int, Tensor]]:
+        """By owner: a head, the bytes of ids and those of evicted rows, and their residuals."""
+        module = self._module
         wanted = {peer: self._rows.wanted[peer] for peer in self._peers}
         ids = {
             peer: module.own_copies.codes[peer].encode(places) for peer, places in wanted.items()
         }
         slots, gone = module.own_copies.admit(wanted)
+        heads = {}
         payloads = {}
         residuals = {}
         for peer, (places, residual) in gone.items():
             # Most requests evict nothing, and then say so in no byte.
             evicted = module.own_copies.codes[peer].encode(places) if places.size else ids[peer][:0]
-            payloads[peer] = torch.cat([ids[peer], evicted]).to(module.weight.device)
+            payloads[peer] = [ids[peer], evicted]
             residuals[peer] = messages.encode_whole(residual, module.value_format)
-            numbers[peer, 1:] = ids[peer].numel(), self._rows.lookups[peer], evicted.numel()
+            lookups = int(self._rows.lookups[peer])
+            heads[peer] = write_head(REQUEST, [ids[peer].numel(), lookups, evicted.numel()])
         module.own_copies.learn()
         # By owner, the requests of this rank.
         self._sent = {
             peer: self._requested(module.own_copies, peer, peer, wanted[peer], slots[peer])
             for peer in wanted
         }
-        return payloads, residuals, numbers
+        return heads, payloads, residuals
 
-    def _read_requests(self, requests: Sequence[Tensor], announced: Int64Array) -> None:
+    def _read_requests(
+        self, requests: Mapping[int, Tensor], numbers: Mapping[int, tuple[list[int], int]]
+    ) -> None:
         """Forget what the other ranks have evicted, and remember what they request."""
         module = self._module
         wanted: dict[int, Int64Array] = {}
         # By user, the rows that it has evicted.
         self._evicted: dict[int, Int64Array] = {}
         for peer in self._peers:
-            code, (_, num_bytes, lookups, _) = (
-                module.peer_copies.codes[peer],
-                announced[peer].tolist(),
-            )
+            code = module.peer_copies.codes[peer]
+            (num_bytes, lookups, _), start = numbers[peer]
+            _, ids, evicted = requests[peer].tensor_split([start, start + num_bytes])
             with reading(f"Rank {peer} of the process group"):
-                wanted[peer] = code.decode(requests[peer][:num_bytes], lookups)
-                evicted = requests[peer][num_bytes:]
+                wanted[peer] = code.decode(ids, lookups)
                 held = len(module.peer_copies.cache)
                 self._evicted[peer] = (
                     code.decode(evicted, held) if evicted.numel() else wanted[peer][:0]
@@ -338,38 +411,8 @@ class ChangesLookup:
             rows, peer, places, cached, torch.from_numpy(cached).to(module.weight.device), message
         )
 
-    def _send_evicted(self, payloads: Mapping[int, Tensor]) -> None:
-        """Start to send the residuals of evicted rows, which are not needed before backward ends.
-
-        They are sent after the answers, which pooling waits for, because they can be many times as
-        long.
-        """
-        module = self._module
-        dim = self._module.embedding_dim
-        value_format = self._module.value_format
-        sizes = {
-            peer: messages.whole_num_bytes(places.size, dim, value_format)
-            for peer, places in self._evicted.items()
-        }
-        evicted = self._evicted
-        wait = module.exchange_group.start(payloads, sizes, module.traffic)
-
-        def arrive() -> Iterator[tuple[Tensor, Tensor]]:
-            received = wait()
-            for peer, places in evicted.items():
-                if places.size:
-                    with module.traffic.timed():
-                        rows = messages.decode_whole(received[peer], places.size, dim, value_format)
-                    if rows.any():  # not of look-ups without a backward
-                        yield (
-                            torch.from_numpy(places).to(rows.device),
-                            rows.to(module.remembered_dtype),
-                        )
-
-        module.collected.expect(arrive())
-
-    def _answer(self, request: _Requested) -> tuple[Tensor, int]:
-        """The bytes for a rank, of whole rows and then of changes, and the number of whole rows."""
+    def _answer(self, request: _Requested) -> tuple[Tensor, Tensor, int]:
+        """The bytes for a rank, of whole rows and of changes, and the number of whole rows."""
         module = self._module
         mirror = request.rows
         slots = request.slots
@@ -383,7 +426,7 @@ class ChangesLookup:
         add_entries(mirror.copies, slots, sent.positions, sent.received)
         num_sent = count * module.embedding_dim + sent.positions.numel()
         module.traffic.add(entries_sent=num_sent, entries=now.numel())
-        return torch.cat([whole, sent.payload]), count
+        return whole, sent.payload, count
 
     def _add_whole(self, request: _Requested, payload: Tensor, count: int) -> None:
         """Add the whole rows of an answer to the copies of the requested rows."""
@@ -393,11 +436,6 @@ class ChangesLookup:
         copies.index_copy_(
             0, slots, messages.finite(copies.index_select(0, slots)) + values.to(copies)
         )
-
-    def _answer_sizes(self, owner: int) -> list[int]:
-        """The bytes of the two parts of an owner's answer."""
-        message = self._sent[owner].message
-        return [message.some_num_bytes(self._num_whole[owner]), message.layout.num_bytes]
 
     def _gradient_payload(self, request: _Requested, gradient: Tensor) -> Tensor:
         request.check_not_evicted()
@@ -427,24 +465,166 @@ def _end_backward(modules: Sequence[ShardedEmbeddingBags]) -> None:
     for module in modules:
         if not module.weight.requires_grad:
             continue
-        bits = sum(
-            1 << place
-            for place, one in enumerate(reversed(module.lookups))
-            if one.gradient is not None
-        )
-        numbers = np.tile(np.array([END, bits, 0, 0]), (module.placement.world_size, 1))
-        reached = int(np.bitwise_or.reduce(_announce(module, numbers)[:, 1]))
-        due = [one for place, one in enumerate(reversed(module.lookups)) if reached >> place & 1][
-            ::-1
-        ]
+        module.take_answers()  # also if this rank has not pooled them
+        due = _exchange_gradients(module)
+        new = [one for one in module.lookups if one.is_new]
+        module.usually_reached = tuple(one in due for one in new)
+        for one in new:
+            one.is_new = False
         # What was sent in an earlier backward stays only if this one has come to it again.
-        module.lookups = [one for one in module.lookups if one in due or not one._is_returned]
-        for receive in [one.send_gradient() for one in due]:
-            receive()
+        module.lookups = [one for one in module.lookups if one in due or not one.is_returned]
         if due:
             with module.traffic.timed():
                 _refuse_dense_gradient(module)
                 module.collected.deliver(module.weight, module.placement.world_size, module.resolve)
+
+
+def _exchange_gradients(module: ShardedEmbeddingBags) -> list[ChangesLookup]:
+    """Collect the gradients of this rank's rows, and the residuals of rows that others have
+    evicted; the look-ups that some rank has reached.
+
+    The first parts have room for the look-ups that are usually reached. A rank sends the gradients
+    of those that it has reached itself, up to the first that it has not: whether others have
+    reached that one it learns from their heads. What is missing then is the rest.
+    """
+    exchange = module.exchange_group
+    peers = exchange.peers
+    likely = _likely_reached(module)
+    reached = _bits_of(module, [one for one in module.lookups if one.gradient is not None])
+    early = _sent_first(module, likely, reached)
+    rooms = _end_sizes(module, likely, of_owners=True)
+    expected = _end_sizes(module, likely, of_owners=False)
+    head = _end_head(module, reached)
+    with module.traffic.timed():
+        own = [one.gradient_payloads() for one in early]
+    bodies = {
+        peer: [*(one.sent[peer] for one in module.evicted), *(payloads[peer] for payloads in own)]
+        for peer in peers
+    }
+    if exchange.check_order is not None:
+        exchange.check_order("rows")
+    most = _most(module, expected, {peer: module.rooms.received_ids[peer].size() for peer in peers})
+    heads = dict.fromkeys(peers, head)
+    transfer = FirstParts(exchange, GRADIENTS, heads, bodies, rooms, expected, most, module.traffic)
+    found = transfer.wait()
+    _check_kinds(module, found, END)
+    bits = {peer: int.from_bytes(found[peer][1 : len(head)], "little") for peer in peers}
+    bits[exchange.rank] = reached
+    for others in bits.values():
+        reached |= others
+    is_reached = {one for one in module.lookups if _bits_of(module, [one]) & reached}
+    due = [one for one in likely if one in is_reached]
+    due += [one for one in module.lookups if one in is_reached and one not in likely]
+    sent_first = {rank: _sent_first(module, likely, of_rank) for rank, of_rank in bits.items()}
+    received = {peer: part[len(head) :] for peer, part in transfer.complete(expected).items()}
+    _collect_evicted(module, received)
+    sources = {peer: (received[peer], sent_first[peer]) for peer in peers}
+    payloads_of = _divided(sources)
+    if any(len(sent) < len(due) for sent in sent_first.values()):
+        with module.traffic.timed():
+            late = [one.gradient_payloads() for one in due if one not in early]
+        rest = {peer: torch.cat([each[peer] for each in late]) for peer in peers if late}
+        missing = {peer: [one for one in due if one not in sent_first[peer]] for peer in peers}
+        sizes = {
+            peer: sum(one.gradient_sizes(of_owners=False)[peer] for one in ones)
+            for peer, ones in missing.items()
+        }
+        rests = exchange.start(rest, sizes, module.traffic, GRADIENTS)()
+        payloads_of |= _divided({peer: (rests[peer], missing[peer]) for peer in peers})
+    with module.traffic.timed():
+        for one in due:
+            one.collect({peer: payloads_of[peer, one] for peer in peers})
+    return due
+
+
+def _divided(
+    sources: Mapping[int, tuple[Tensor, list[ChangesLookup]]],
+) -> dict[tuple[int, ChangesLookup], Tensor]:
+    """The gradients of look-ups from each rank, which lie one after the other."""
+    found = {}
+    for peer, (data, lookups) in sources.items():
+        for one in lookups:
+            size = one.gradient_sizes(of_owners=False)[peer]
+            found[peer, one], data = data.tensor_split([size])
+    return found
+
+
+def _likely_reached(module: ShardedEmbeddingBags) -> list[ChangesLookup]:
+    """The new look-ups that a backward reaches as a rule: those that the last one has reached of as
+    many, else all.
+    """
+    new = [one for one in module.lookups if one.is_new]
+    if len(new) != len(module.usually_reached):
+        return new
+    return [one for one, is_usual in zip(new, module.usually_reached, strict=True) if is_usual]
+
+
+def _bits_of(module: ShardedEmbeddingBags, lookups: Sequence[ChangesLookup]) -> int:
+    """A bit for each of some look-ups, the last one's first."""
+    return sum(1 << place for place, one in enumerate(reversed(module.lookups)) if one in lookups)
+
+
+def _end_head(module: ShardedEmbeddingBags, reached: int) -> bytes:
+    """The head of an end: as long on every rank, which have the same look-ups."""
+    return bytes([END]) + reached.to_bytes(-(-len(module.lookups) // 8), "little")
+
+
+def _sent_first(
+    module: ShardedEmbeddingBags, likely: Sequence[ChangesLookup], reached: int
+) -> list[ChangesLookup]:
+    """The look-ups whose gradients a rank sends at once, which has reached those of these bits."""
+    return list(takewhile(lambda one: _bits_of(module, [one]) & reached, likely))
+
+
+def _end_sizes(
+    module: ShardedEmbeddingBags, likely: Sequence[ChangesLookup], of_owners: bool
+) -> dict[int, int]:
+    """The first parts of the end of a backward, to owners or from users."""
+    sizes = dict.fromkeys(module.exchange_group.peers, len(_end_head(module, 0)))
+    parts = [one.gradient_sizes(of_owners) for one in likely]
+    for one in module.evicted:
+        parts.append(
+            {peer: data.numel() for peer, data in one.sent.items()}
+            if of_owners
+            else one.sizes(module.embedding_dim, module.value_format)
+        )
+    return {
+        peer: max(size + sum(part[peer] for part in parts), HEAD_BYTES)
+        for peer, size in sizes.items()
+    }
+
+
+def _collect_evicted(module: ShardedEmbeddingBags, received: dict[int, Tensor]) -> None:
+    """Collect the residuals with which messages of other ranks begin, and cut them off."""
+    dim = module.embedding_dim
+    with module.traffic.timed():
+        for one in module.evicted:
+            for peer, size in one.sizes(dim, module.value_format).items():
+                data, received[peer] = received[peer].tensor_split([size])
+                places = one.expected[peer]
+                if not places.size:
+                    continue
+                rows = messages.decode_whole(data, places.size, dim, module.value_format)
+                if rows.any():  # not of look-ups without a backward
+                    module.collected.add(
+                        torch.from_numpy(places).to(rows.device), rows.to(module.remembered_dtype)
+                    )
+    module.evicted = []
+
+
+def send_evicted(module: ShardedEmbeddingBags) -> None:
+    """Send the residuals of evicted rows that wait for a backward; a collective call if there are
+    some, as on every rank.
+    """
+    if not module.evicted:
+        return
+    module.take_answers()
+    sizes = [one.sizes(module.embedding_dim, module.value_format) for one in module.evicted]
+    peers = module.exchange_group.peers
+    sent = {peer: torch.cat([one.sent[peer] for one in module.evicted]) for peer in peers}
+    expected = {peer: sum(size[peer] for size in sizes) for peer in peers}
+    received = module.exchange_group.start(sent, expected, module.traffic, "evicted")()
+    _collect_evicted(module, {peer: received[peer] for peer in peers})
 
 
 def _refuse_dense_gradient(module: ShardedEmbeddingBags) -> None:
@@ -459,15 +639,49 @@ def _refuse_dense_gradient(module: ShardedEmbeddingBags) -> None:
         )
 
 
-def _announce(module: ShardedEmbeddingBags, numbers: Int64Array) -> Int64Array:
-    """Announce numbers, and refuse ranks that are at different collectives (RuntimeError, on every
-    rank).
+def _start_requests(
+    module: ShardedEmbeddingBags, heads: Mapping[int, bytes], bodies: Mapping[int, list[Tensor]]
+) -> FirstParts:
+    """Send each owner a head and ids."""
+    exchange = module.exchange_group
+    if exchange.check_order is not None:
+        exchange.check_order("rows")
+    rooms = {peer: room.size() for peer, room in module.rooms.sent_ids.items()}
+    expected = {peer: room.size() for peer, room in module.rooms.received_ids.items()}
+    most = _most(module, expected, _end_sizes(module, _likely_reached(module), of_owners=False))
+    on_device = {
+        peer: [part.to(exchange.device) for part in bodies.get(peer, [])] for peer in heads
+    }
+    return FirstParts(exchange, "ids", heads, on_device, rooms, expected, most, module.traffic)
+
+
+def _most(
+    module: ShardedEmbeddingBags, expected: Mapping[int, int], elsewhere: Mapping[int, int]
+) -> Mapping[int, int]:
+    """The bytes to receive from each rank at most, which may be at the other collective, if a rank
+    can receive fewer.
     """
-    announced = module.exchange_group.announce(numbers, module.traffic)
-    if (apart := announced[:, 0] != numbers[0, 0]).any():
-        raise RuntimeError(
-            f"Rank {apart.argmax()} of the process group and this one have called {module.name!r} a"
-            " different number of times in this step. In each training step all ranks must look up"
-            " the tables equally often. A rank without ids gives an empty batch."
-        )
-    return announced
+    if not module.exchange_group.takes_shorter:
+        return expected
+    return {peer: max(size, elsewhere[peer]) for peer, size in expected.items()}
+
+
+def _check_kinds(
+    module: ShardedEmbeddingBags,
+    heads: Mapping[int, bytes],
+    kind: int,
+    fault: Exception | None = None,
+) -> None:
+    """Raise the fault of a rank, and refuse ranks that are at different collectives (RuntimeError),
+    both on every rank.
+    """
+    found = {peer: head[0] & ~HAS_REST for peer, head in heads.items()}
+    if fault is not None or WRONG_BATCH in found.values():
+        module.exchange_group.raise_fault(fault)
+    for peer, other in found.items():
+        if other != kind:
+            raise RuntimeError(
+                f"Rank {peer} of the process group and this one have called {module.name!r} a"
+                " different number of times in this step. In each training step all ranks must look"
+                " up the tables equally often. A rank without ids gives an empty batch."
+            )

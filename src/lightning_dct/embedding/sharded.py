@@ -16,7 +16,8 @@ from lightning_dct.config import VALUE_FORMATS, check_choice, check_density, che
 from lightning_dct.embedding.cache import UNBOUNDED
 from lightning_dct.embedding.collected import CollectedGradients
 from lightning_dct.embedding.exact import ExactReader, exact_round
-from lightning_dct.embedding.lookup import ChangesLookup, look_up
+from lightning_dct.embedding.first_parts import Rooms
+from lightning_dct.embedding.lookup import ChangesLookup, EvictedRows, look_up, send_evicted
 from lightning_dct.embedding.owned_rows import OwnedRows
 from lightning_dct.embedding.owners import Int64Array
 from lightning_dct.embedding.store import RowStore, default_room
@@ -214,6 +215,11 @@ class ShardedEmbeddingBags(OwnedRows):
         )
         self.collected: CollectedGradients = CollectedGradients()
         self.lookups: list[ChangesLookup] = []  # those whose gradients may be sent
+        # Which of the look-ups before the last backward it has reached.
+        self.usually_reached: tuple[bool, ...] = ()
+        # Of the look-ups since the last backward, what has left caches.
+        self.evicted: list[EvictedRows] = []
+        self.rooms: Rooms = Rooms.between(peers)
         self.refresh_requested = True
 
     def _own_initial(self, user: int, places: Int64Array) -> Tensor:
@@ -269,12 +275,13 @@ class ShardedEmbeddingBags(OwnedRows):
         if not self.is_materialized:
             return {}
         self.take_answers()
+        send_evicted(self)
         return {
             "placement": asdict(self.placement),
             "held": self.own_copies.state_dict(),
             "mirrors": self.peer_copies.state_dict(),
             "collected": [
-                (places.cpu(), gradient.cpu()) for places, gradient in self.collected.wait()
+                (places.cpu(), gradient.cpu()) for places, gradient in self.collected.parts
             ],
         }
 
@@ -300,6 +307,8 @@ class ShardedEmbeddingBags(OwnedRows):
                     )
                 rows.load_state_dict(states[0][end])
             self.collected = CollectedGradients(states[0]["collected"])
+            self.evicted = []
+            self.rooms = Rooms.between(self.exchange_group.peers)
             self.rows_replaced(self.evicted_on_load)
             return
         self.reset_memory()
@@ -313,7 +322,6 @@ class ShardedEmbeddingBags(OwnedRows):
         """The state of a copy or a file, with all messages that are under way."""
         if self.is_materialized:
             self.take_answers()
-            self.collected.wait()
         return {**self.__dict__, "lookups": []}  # their backward ends at the original
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
@@ -321,6 +329,7 @@ class ShardedEmbeddingBags(OwnedRows):
         super()._apply(fn, recurse)
         if self.is_materialized:
             self.exchange_group.device = self.weight.device
+            self.evicted = [one.on(self.weight.device) for one in self.evicted]
             for rows in self.remembered:
                 rows.move(self.weight.device, self.remembered_dtype)
         return self

@@ -47,6 +47,7 @@ def gather_tables(tables: ShardedEmbeddingBags, folder: str | Path) -> dict[str,
         raise RuntimeError(
             "The tables have no rows yet: call this after `fit`, or after `materialize()`."
         )
+    tables.take_answers()
     is_writer = tables.exchange_group.rank == 0
     found: dict[str, Tensor] = {}
     for number, table in enumerate(tables.tables):
