@@ -4,9 +4,9 @@ r"""Trains an experiment as many replicas in one process, without a network, and
         --seeds 0 1 \
         --strategy ddp --strategy dct --strategy "dct strategy.local_steps=4 strategy.density=0.1"
 
-Each replica trains as a rank of ``strategy=dct`` would, on the same batches. One thread takes the
-place of all ranks, with the package's plans, thresholds and payloads. So losses and bytes are those
-of real ranks, and times are not. On a CPU, ``diloco``, ``local_sgd`` and ``sparse_loco`` train so,
+Each replica trains as a rank of ``strategy=dct`` would, on the same batches, and exchanges by the
+package's own engine over a process group in memory. One replica runs at a time. So losses and bytes
+are those of real ranks, and times are not. On a CPU, ``diloco``, ``local_sgd`` and ``sparse_loco`` train so,
 too; of these the mean of all replicas is validated. A row is a number of ranks, a number of steps,
 a strategy and a rate. Dense training, ``ddp``, comes first and tries all rates; the others take the
 rate that is best for it. A loss is the mean of 10 validations in the last twentieth of a run. A run

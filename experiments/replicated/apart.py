@@ -1,29 +1,34 @@
-"""Methods of others between the replicas of one training: the replicas' steps run side by side, a
-thread for each.
+"""Methods of others between the replicas of one training: in a step the replicas take turns.
 
 A method (:mod:`rivals.apart`) hangs on the steps of an optimizer and calls collectives there, which
 wait for all ranks.
 """
 
-import sys
 from collections.abc import Sequence
 from typing import Any
-from unittest import mock
 
 import hydra
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_dct.traffic import Traffic, all_reduce_bytes
-from replicated.lockstep import Collectives, figures_of_traffic
-from replicated.threads import ThreadGroup, Threads, Work
+from replicated.engines import figures_of_traffic
+from replicated.in_memory import Group, Ranks
 from rivals.apart import Replica
 
 MODULES = ("rivals.sparse_loco", "rivals.with_torchft")
-"""Whose methods replicas follow: those that call no collectives but ``dist`` of their own module,
-or a manager's.
+"""Whose methods replicas follow: those that call no collectives but over the group that they are
+given, or a manager's.
 """
+
+
+class Done:
+    """A collective that has come to its end."""
+
+    def wait(self) -> bool:
+        return True
 
 
 class Manager:
@@ -31,18 +36,18 @@ class Manager:
 
     _use_async_quorum = False
 
-    def __init__(self, group: ThreadGroup, traffic: Traffic) -> None:
+    def __init__(self, group: Group, traffic: Traffic) -> None:
         self._group = group
         self._traffic = traffic
         self._commits = 0
 
-    def allreduce(self, tensor: Tensor, should_quantize: bool = False) -> Work:
+    def allreduce(self, tensor: Tensor, should_quantize: bool = False) -> Done:
         """Make a tensor the mean over the replicas, and count it as an all-reduce."""
         sent = all_reduce_bytes(tensor.nbytes, self._group.size())
         self._traffic.add(bytes_sent=sent, entries_sent=tensor.numel())
-        Collectives.all_reduce(tensor, self._group)
+        dist.all_reduce(tensor, group=self._group)
         tensor /= self._group.size()
-        return Work(lambda: True)
+        return Done()
 
     def should_commit(self) -> bool:
         self._commits += 1
@@ -80,17 +85,16 @@ class Apart:
         self, method: Any, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]
     ) -> None:
         self.traffic = [Traffic() for _ in modules]
-        self._threads = Threads(len(modules))
+        self._ranks = Ranks(len(modules))
         self._optimizers = optimizers
         self._modules = modules
         self._methods = [hydra.utils.instantiate(method) for _ in modules]
-        self._module = sys.modules[type(self._methods[0]).__module__]
         for rank, (own, module, optimizer) in enumerate(
             zip(self._methods, modules, optimizers, strict=True)
         ):
-            group = self._threads.groups[rank]
+            group = self._ranks.groups[rank]
             manager = Manager(group, self.traffic[rank])
-            replica = Replica(module, optimizer, group, self.traffic[rank], manager)  # type: ignore[arg-type]
+            replica = Replica(module, optimizer, group, self.traffic[rank], manager)
             replica.count_steps(own.attach(replica))
 
     def step(self) -> None:
@@ -99,8 +103,7 @@ class Apart:
         Raises:
             Exception: What a replica has raised. The others do not wait for it.
         """
-        with mock.patch.object(self._module, "dist", Collectives):
-            self._threads.run(lambda rank: self._optimizers[rank].step())
+        self._ranks.run(lambda rank: self._optimizers[rank].step())
 
     def figures(self) -> dict[str, Any]:
         """What was sent, and by which method."""

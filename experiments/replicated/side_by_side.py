@@ -3,24 +3,25 @@ repeats as graphs.
 
 A *bank* stacks replicas of one module whose batches have one shape: those of all trainings with
 ``dct``, or the single models of dense training on one number of ranks. One graph has the gradients
-of a whole bank, its optimizers' steps and the decay of shared weights; each training has graphs of
-its exchanges. The host starts graphs, and makes batches ahead.
+of a whole bank and its optimizers' steps. The engine of each rank (:mod:`replicated.engines`) has
+views of the stacks, and of the optimizer's state; each training has graphs of its exchanges. The
+host starts graphs, and makes batches ahead.
 """
 
+import copy
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
 
-from lightning_dct.compress.bucket_plan import ExchangeContext
-from lightning_dct.sync.optimizer_state import Squares, squares_of
-from lightning_dct.sync.optimizer_trial import try_out
-from replicated.graphs import ExchangeGraph, Unread
-from replicated.lockstep import Exchanges
+from lightning_dct.sync.updates import UpdateSynchronizer
+from replicated.engines import Engines
+from replicated.graphs import Graphs, RecordedUpdates
 from replicated.training import (
     Batch,
     History,
@@ -41,9 +42,6 @@ AHEAD = 50
 EAGER = 3
 # Optimizers whose step of stacked weights is that of each replica.
 ELEMENTWISE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
-# What exchanges of one kind have in common: steps since the last one, the share that own weights
-# lose, whether thresholds are selected, and whether there are gains; None if these go by senders.
-Kind = tuple[int, float, bool, bool | None]
 
 
 class Training:
@@ -63,6 +61,8 @@ class Training:
         self._on_gpu = device.type == "cuda"
         # Exchanges of several trainings are on the GPU at once.
         self._beside = torch.cuda.Stream(device) if self._on_gpu else None
+        exchanging = prepared.job.ranks if prepared.settings is not None else 0
+        modules = [copy.deepcopy(prepared.module) for _ in range(exchanging)]
         self._schedule, self._scheduler = prepared.optimizer_of(prepared.module)
         names = {parameter: name for name, parameter in prepared.module.named_parameters()}
         groups = [
@@ -75,135 +75,90 @@ class Training:
                 f"replicas on a GPU train with {known}, not with {type(self._schedule).__name__}"
             )
         self.optimizer = type(self._schedule)(groups)
-        self._trial = try_out(self._schedule)
         for group in self.optimizer.param_groups:
             if self._on_gpu:
                 group |= {"fused": True, "foreach": False}
                 group |= {"capturable": True} if "capturable" in group else {}
-        self.exchanges: Exchanges | None = None
-        self._shared: list[list[Tensor]] = []
-        self._graphs: dict[Kind, ExchangeGraph] = {}
-        self._latest: ExchangeGraph | None = None
-        self._made: dict[Kind, int] = {}
+        self.engines: Engines | None = None
+        self._graphs = Graphs()
+        # What each rank sees of the weights and of the optimizer: parameters and state are views.
         self._ranks: list[dict[str, Tensor]] = []
-        if prepared.settings is not None:
-            self._ranks = [
-                {name: own[rank] for name, own in weights.items()}
-                for rank in range(prepared.job.ranks)
-            ]
-            keys = {
-                names[p]: own for p, own in self._trial.squares_by_parameter(self._schedule).items()
-            }
-            given = prepared.settings, self._ranks, prepared.job.steps, self._trial, keys
-            self.exchanges = Exchanges(*given, self._squares)
-            self.exchanges.start = self._exchange
-            for rank in self.exchanges.ranks:
-                rank.feedback.awaited = Unread()
-            self._shared = [
-                self.exchanges.shared([names[p] for p in group["params"]])
-                for group in self._schedule.param_groups
-            ]
+        self._views: list[Optimizer] = []
+        if modules:
+            self._make_engines(prepared, modules)
 
-    def numbers(self) -> list[float]:
-        """The rate of each group in the next step, and the factor on its shared weights."""
-        found = [
-            (group["lr"], 1 - group["lr"] * group["weight_decay"])
-            for group in self._schedule.param_groups
-        ]
+    def _make_engines(self, prepared: Prepared, modules: Sequence[Module]) -> None:
+        for rank, module in enumerate(modules):
+            own = dict(module.named_parameters())
+            for name, parameter in own.items():
+                parameter.data = self.weights[name][rank]
+            self._ranks.append(own)
+            self._views.append(prepared.optimizer_of(module)[0])
+        kind = RecordedUpdates if self._on_gpu else UpdateSynchronizer
+        self.engines = Engines(prepared.settings, modules, self._views, prepared.job.steps, kind)
+        for one in self.engines.synchronizers:
+            if isinstance(one, RecordedUpdates):
+                one.graphs = self._graphs
+                one.eager = EAGER
+                self._graphs.synchronizers.append(one)
+
+    def rates(self) -> list[float]:
+        """The rate of each group in the next step."""
+        found = [group["lr"] for group in self._schedule.param_groups]
         if self._scheduler is not None:
             with warnings.catch_warnings():  # this optimizer never steps
                 warnings.simplefilter("ignore", UserWarning)
                 self._scheduler.step()
-        return [number for pair in found for number in pair]
+        return found
 
-    def step(self, gradients: dict[str, Tensor], numbers: Sequence[Any]) -> None:
-        """Step, and let shared weights decay; ``numbers`` as above, or tensors of them on a GPU."""
+    def step(self, gradients: dict[str, Tensor], rates: Sequence[Any]) -> None:
+        """Step with rates as above, or with tensors of them on a GPU."""
         for name, weights in self.weights.items():
             weights.grad = gradients[name]
             for own, gradient in zip(self._ranks, gradients[name], strict=False):
                 own[name].grad = gradient
-        for place, group in enumerate(self.optimizer.param_groups):
-            group["lr"] = numbers[2 * place]
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
         self.optimizer.step()
-        for place, (shared, decays) in enumerate(
-            zip(self._shared, self._trial.decays, strict=False)
-        ):
-            if (
-                self._trial.is_scale_invariant
-                and decays
-                and self.optimizer.param_groups[place]["weight_decay"]
-            ):
-                torch._foreach_mul_(shared, numbers[2 * place + 1])
 
-    def _squares(self, names: Sequence[str]) -> list[dict[str, Squares]]:
-        """Each rank's part of what the optimizer keeps of all."""
-        keys = self._trial.squares_by_parameter(self.optimizer)
-        stacked = squares_of(self.optimizer, {name: self.weights[name] for name in names}, keys)
-        return [
-            {
-                name: Squares(None if values is None else values[rank], bias)
-                for name, (values, bias) in stacked.items()
-            }
-            for rank in range(len(self._ranks))
-        ]
+    def begin_step(self, rates: Sequence[float]) -> None:
+        """Wait for the latest exchange, and have the engines begin a step with these rates."""
+        if self._beside is not None:
+            torch.cuda.current_stream().wait_stream(self._beside)
+        for view in self._views:
+            for group, rate in zip(view.param_groups, rates, strict=True):
+                group["lr"] = rate
+        if self.engines is not None:
+            self.engines.begin_step()
 
-    def _exchange(self, length: int, context: ExchangeContext, refreshes: bool) -> None:
+    def after_step(self) -> None:
+        """Have the engines do what follows a step, beside those of other trainings."""
+        if self.engines is None:
+            return
+        if not self._views[0].state:
+            self._show_state()
         if self._beside is not None:
             self._beside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._beside):
-            self._exchange_here(length, context, refreshes)
+            self.engines.after_step()
 
-    def _exchange_here(self, length: int, context: ExchangeContext, refreshes: bool) -> None:
-        """Exchange as a graph, once exchanges of this kind have been made without one."""
-        # A mean whose gains go by senders is computed otherwise, and so is one without any.
-        exchanges = self.exchanges
-        kind = (
-            length,
-            context.dropped,
-            refreshes,
-            context.gains if context.gains is None else bool(context.gains),
-        )
-        assert exchanges is not None
-        # Residuals that are held back lie elsewhere after each exchange, so a graph would not find
-        # them.
-        holds_back = exchanges.ranks[0].clock.holds_back
-        if (graph := self._graphs.get(kind)) is not None and not holds_back:
-            if self._latest is not graph:
-                graph.take_over()
-            graph.replay(context.gains)
-            for own, more in zip(exchanges.traffic, graph.sent, strict=True):
-                own.add(bytes_sent=more)
-            self._latest = graph
-            return
-        feedbacks = [rank.feedback for rank in exchanges.ranks]
-        for feedback in feedbacks:
-            feedback.awaited.latest.clear()
-        self._made[kind] = self._made.get(kind, 0) + 1
-        if not self._on_gpu or holds_back or self._made[kind] <= (1 if refreshes else EAGER):
-            exchanges.exchange(length, context, refreshes)
-            self._latest = None
-            return
-        exchange = partial(exchanges.exchange, length, context, refreshes)
-        self._latest = self._graphs[kind] = ExchangeGraph(
-            exchange, feedbacks, exchanges.traffic, context.gains
-        )
-        self._latest.replay(context.gains)
-
-    def end_exchange(self) -> None:
-        """Have the current stream wait for the latest exchange."""
-        if self._beside is not None:
-            torch.cuda.current_stream().wait_stream(self._beside)
+    def _show_state(self) -> None:
+        """Let each rank see its part of the state that the optimizer's first step has made."""
+        for name, stack in self.weights.items():
+            for key, value in self.optimizer.state[stack].items():
+                is_stacked = isinstance(value, Tensor) and value.shape == stack.shape
+                for rank, (own, view) in enumerate(zip(self._ranks, self._views, strict=True)):
+                    view.state[own[name]][key] = value[rank] if is_stacked else value
 
     def look(self) -> None:
         """Raise what the latest exchange has found wrong."""
-        for rank in self.exchanges.ranks if self.exchanges is not None else ():
-            rank.feedback.awaited.look()
+        self._graphs.look()
 
     def shared_weights(self) -> dict[str, Tensor]:
         """The weights that all ranks share, or those of dense training."""
-        if self.exchanges is None:
+        if self.engines is None:
             return {name: own[0] for name, own in self.weights.items()}
-        return {name: self.exchanges.ranks[0].weights.shared(name) for name in self.weights}
+        return self.engines.shared_weights()
 
 
 class Bank:
@@ -232,11 +187,16 @@ class Bank:
         # Of the steps ahead: which of them is next, and what each replica reads.
         self._next = torch.zeros(1, dtype=torch.long, device=device)
         self._batches: Batch = {}
-        self._numbers = torch.empty(0)
+        self._table: list[list[float]] = []
+        self._rates = torch.empty(0)
 
     def _part(self, stacks: dict[str, Tensor], training: int) -> dict[str, Tensor]:
         start, stop = self._places[training : training + 2]
         return {name: stack[start:stop] for name, stack in stacks.items()}
+
+    def _part_of_rates(self, rates: Sequence[Any], training: int) -> Sequence[Any]:
+        count = len(rates) // len(self.trainings)
+        return rates[training * count : (training + 1) * count]
 
     def prepare(self) -> None:
         """Prepare the batches and rates of the next steps."""
@@ -258,20 +218,20 @@ class Bank:
         fresh = {name: torch.cat(parts, dim=1) for name, parts in rows.items()}
         # On a GPU fused optimizers read rates of this type.
         dtype = torch.float64 if self.device.type == "cpu" else torch.float32
-        table = [
-            [number for one in self.trainings for number in one.numbers()] for _ in range(AHEAD)
+        self._table = [
+            [rate for one in self.trainings for rate in one.rates()] for _ in range(AHEAD)
         ]
-        numbers = torch.tensor(table, dtype=dtype)
+        rates = torch.tensor(self._table, dtype=dtype)
         if self.device.type == "cpu":
             self._batches = fresh
-            self._numbers = numbers
+            self._rates = rates
         elif not self._batches:
             self._batches = {name: one.to(self.device) for name, one in fresh.items()}
-            self._numbers = numbers.to(self.device)
+            self._rates = rates.to(self.device)
         else:  # where the graph reads them
             for name, one in fresh.items():
                 self._batches[name].copy_(one.pin_memory(), non_blocking=True)
-            self._numbers.copy_(numbers.pin_memory(), non_blocking=True)
+            self._rates.copy_(rates.pin_memory(), non_blocking=True)
         self._next.zero_()
 
     def step(self) -> None:
@@ -282,10 +242,9 @@ class Bank:
     def _step(self) -> None:
         if self._steps % AHEAD == 0:
             self.prepare()
-        for one in self.trainings:
-            one.end_exchange()
-            if one.exchanges is not None:
-                one.exchanges.before_step()
+        now = self._table[self._steps % AHEAD]
+        for number, one in enumerate(self.trainings):
+            one.begin_step(self._part_of_rates(now, number))
         if self._graph is not None:
             self._graph.replay()
         elif self.device.type == "cpu" or self._steps < EAGER:
@@ -298,8 +257,7 @@ class Bank:
             self._graph.replay()
         self._steps += 1
         for one in self.trainings:
-            if one.exchanges is not None:
-                one.exchanges.after_step()
+            one.after_step()
 
     def _move(self) -> None:
         batch = {
@@ -309,14 +267,11 @@ class Bank:
         # Fused optimizers want the layout of the weights.
         gradients = {name: gradient.contiguous() for name, gradient in gradients.items()}
         self.losses.copy_(losses)
-        numbers = self._numbers.index_select(0, self._next)[0]
-        given = numbers.tolist() if self.device.type == "cpu" else numbers.unbind()
+        now = self._rates.index_select(0, self._next)[0]
+        rates = now.tolist() if self.device.type == "cpu" else now.unbind()
         with torch.no_grad():
             for number, one in enumerate(self.trainings):
-                count = len(given) // len(self.trainings)
-                one.step(
-                    self._part(gradients, number), given[number * count : (number + 1) * count]
-                )
+                one.step(self._part(gradients, number), self._part_of_rates(rates, number))
         self._next += 1
 
 
@@ -382,6 +337,6 @@ def train_side_by_side(
         if step in checked or step % 50 == 0:
             report(step, losses)
     return [
-        figures_of(job, history, seconds, one.prepared.module, one.exchanges)
+        figures_of(job, history, seconds, one.prepared.module, one.engines)
         for job, history, one in zip(jobs, histories, together.trainings, strict=True)
     ]

@@ -2,7 +2,7 @@
 validation finds.
 
 Each replica has a module and an optimizer of its own, so it computes the bits of a rank.
-:mod:`replicated.lockstep` exchanges after the optimizers' steps. Methods of others act in them
+:mod:`replicated.engines` exchanges after the optimizers' steps. Methods of others act in them
 (:mod:`replicated.apart`). :mod:`replicated.side_by_side` trains on a GPU.
 """
 
@@ -28,10 +28,8 @@ from torch.func import functional_call, grad_and_value, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_dct import DCTConfig
-from lightning_dct.sync.optimizer_state import Squares, squares_of
-from lightning_dct.sync.optimizer_trial import try_out
 from replicated.apart import MODULES, Apart
-from replicated.lockstep import Exchanges
+from replicated.engines import Engines
 from streams import rank_rows
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -216,36 +214,17 @@ class Replicas:
         self.optimizers, self._schedulers = zip(
             *map(prepared.optimizer_of, self.modules), strict=True
         )
-        self._names = [
-            {parameter: name for name, parameter in one.named_parameters()} for one in self.modules
-        ]
-        self.exchanges: Exchanges | None = None
+        self.engines: Engines | None = None
         self.apart = (
             None
             if prepared.method is None
             else Apart(prepared.method, self.modules, self.optimizers)
         )
         if prepared.settings is not None:
-            models = [dict(module.named_parameters()) for module in self.modules]
-            trial = try_out(self.optimizers[0])
-            keys = {
-                self._names[0][p]: own
-                for p, own in trial.squares_by_parameter(self.optimizers[0]).items()
-            }
-
-            def squares(names: Sequence[str]) -> list[dict[str, Squares]]:
-                return [
-                    squares_of(
-                        optimizer,
-                        {name: model[name] for name in names},
-                        trial.squares_by_parameter(optimizer),
-                    )
-                    for optimizer, model in zip(self.optimizers, models, strict=True)
-                ]
-
-            self.exchanges = Exchanges(
-                prepared.settings, models, prepared.job.steps, trial, keys, squares
+            self.engines = Engines(
+                prepared.settings, self.modules, self.optimizers, prepared.job.steps
             )
+            self.engines.watch()
         self._step = 0
 
     def step(self) -> Tensor:
@@ -262,19 +241,11 @@ class Replicas:
                 for name, rows in batch.items()
             }
         )
-        if self.exchanges is not None:
-            self.exchanges.before_step()
-        if self.apart is not None:
-            self.apart.step()
+        together = self.engines or self.apart
+        if together is not None:
+            together.step()
         else:
-            for optimizer in self.optimizers:
-                optimizer.step()
-        if self.exchanges is not None:
-            for rank, optimizer, names in zip(
-                self.exchanges.ranks, self.optimizers, self._names, strict=True
-            ):
-                self.exchanges.let_decay(rank, optimizer, names)
-            self.exchanges.after_step()
+            self.optimizers[0].step()
         for scheduler in filter(None, self._schedulers):
             scheduler.step()
         self._step += 1
@@ -292,15 +263,10 @@ class Replicas:
 
     def shared_weights(self) -> dict[str, Tensor]:
         """The weights that all ranks share, by name, or those of dense training."""
-        if self.apart is not None:
-            return self.apart.shared_weights()
-        if self.exchanges is None:
-            return {
-                name: parameter.detach() for name, parameter in self.modules[0].named_parameters()
-            }
-        return {
-            name: self.exchanges.ranks[0].weights.shared(name) for name in self._names[0].values()
-        }
+        together = self.engines or self.apart
+        if together is not None:
+            return together.shared_weights()
+        return {name: parameter.detach() for name, parameter in self.modules[0].named_parameters()}
 
 
 @torch.no_grad()
@@ -348,7 +314,7 @@ def train(job: Job, report: Report | None = None) -> dict[str, Any]:
             started = time.perf_counter()
         if report is not None and (step in checked or step % 50 == 0):
             report(step, history[-1][1] if history else math.nan)
-    return figures_of(job, history, seconds, module, replicas.exchanges or replicas.apart)
+    return figures_of(job, history, seconds, module, replicas.engines or replicas.apart)
 
 
 def figures_of(
@@ -356,9 +322,9 @@ def figures_of(
     history: History,
     seconds: float,
     module: nn.Module,
-    exchanges: Exchanges | Apart | None,
+    together: Engines | Apart | None,
 ) -> dict[str, Any]:
-    """The figures of a run."""
+    """The figures of a run; ``together`` is what brought its replicas together."""
     last = [loss for step, loss in history if is_last(step, job.steps)]
     figures = {
         "loss": statistics.fmean(last),
@@ -369,9 +335,9 @@ def figures_of(
         "torch": torch.__version__,
         "card": torch.cuda.get_device_name() if job.device == "cuda" else None,
     }
-    if exchanges is None:
+    if together is None:
         return {**figures, "ratio": 1.0, "exchange": None, "settings": None}
-    return {**figures, **exchanges.figures()}
+    return {**figures, **together.figures()}
 
 
 def validated_after(steps: int) -> set[int]:

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -21,6 +21,8 @@ sys.path.append(str(Path(__file__).parents[2] / "experiments"))
 import replicas
 from lightning_dct.compress.bucket_plan import ExchangeContext
 from lightning_dct.sync.coherence import TensorCoherence, shape_of
+from lightning_dct.sync.updates import UpdateSynchronizer
+from replicated.engines import Engines
 from replicated.side_by_side import SideBySide, train_side_by_side
 from replicated.training import Job
 
@@ -63,20 +65,36 @@ def compile_kernels(ranks: int, settings: str) -> None:
     (one,) = SideBySide(
         [job(ranks, f"strategy=dct {settings}", 0, RATE, MOST_STEPS, ["data=documentation"])]
     ).trainings
-    exchanges = one.exchanges
-    assert exchanges is not None
-    config = exchanges.config
+    engines = one.engines
+    assert engines is not None
+    engines.begin_step()  # its parameters take part from now on
+    config = engines.config
     gains = None
     if config.exchanges_every_step:
         gains = {
             name: TensorCoherence(shape_of(own[0])).gain(ranks) for name, own in one.weights.items()
         }
+    dropped = 1 - config.kept_of_residuals(True)
     for now in (gains, gains, {}):  # without any at the end
-        exchanges.exchange(
-            1, ExchangeContext(1, dropped=1 - config.kept_of_residuals(True), gains=now), False
+        exchange(engines, 1, ExchangeContext(1, dropped=dropped, gains=now))
+    selected = one.weights.keys()
+    exchange(engines, config.local_steps, ExchangeContext(1, gains=gains), selected)
+
+
+def exchange(
+    engines: Engines, length: int, context: ExchangeContext, selected_anew: Collection[str] = ()
+) -> None:
+    """Exchange all parameters without a graph, and check the payloads."""
+
+    def of_rank(rank: int) -> None:
+        one = engines.synchronizers[rank]
+        clock = one.register(engines.optimizers[rank])
+        UpdateSynchronizer.exchange_buckets(
+            one, clock, clock.buckets, length, context, selected_anew
         )
-    exchanges.exchange(config.local_steps, ExchangeContext(1, gains=gains), True)
-    one.look()
+        one.flush()
+
+    engines.ranks.run(of_rank)
 
 
 def measure() -> None:

@@ -321,7 +321,8 @@ class ElasticUpdates(UpdateSynchronizer):
         payloads = []
         self.feedback.begin()
         if sends := present.rank() in senders:
-            self._forget_thresholds([names for names, _ in buckets])
+            anew = self._to_select_anew([names for names, _ in buckets])
+            self.thresholds.forget_those_of(anew)
             with clock.own_decay.in_shared(clock.names, self.weights):
                 payloads = [self._compress(names, plan) for names, plan in buckets]
             parts_sent = [decayed, *payloads, uncompressed, sampled.view(torch.uint8), averaged]

@@ -315,25 +315,12 @@ class UpdateSynchronizer(UpdateState):
             decision = self._decide(clock, clock.steps)
             if self.may_skip and clock.decays:
                 clock.own_decay.agree(clock.names, self.weights, self.exchange.everyone)
-            self._forget_thresholds(sending)
-            self.feedback.begin()
             tag = tag_of(clock.digest, clock.steps, self.epoch)
             context = ExchangeContext(
                 tag, dropped=1.0 - decision.kept, gains=decision.gains(clock.coherence)
             )
             clock.holds_back = decision.holds_back
-            for bucket in sending:
-                clock.in_flight.append(self.flow.send(bucket, clock, length, context))
-                behind = (
-                    0
-                    if config.overlap_steps
-                    else sum([item.entries for item in clock.in_flight[1:]])
-                )
-                if behind >= max(MOST_IN_FLIGHT, clock.in_flight[-1].entries):
-                    self.flow.apply(clock, clock.in_flight[:1])
-            self.traffic.add(refreshes=int(self.feedback.selected))
-            if not config.overlap_steps:
-                self.flow.apply(clock, clock.in_flight)
+            self.exchange_buckets(clock, sending, length, context, self._to_select_anew(sending))
             if decision.averages_buffers:
                 self._exchange_buffers_with(clock)
             self._average_squares(clock, optimizer, length)
@@ -342,6 +329,37 @@ class UpdateSynchronizer(UpdateState):
             self._compare(clock)
         self.weights.project(self.project)
         self.feedback.awaited.poll()
+
+    def exchange_buckets(
+        self,
+        clock: OptimizerClock,
+        buckets: Sequence[Sequence[str]],
+        length: int,
+        context: ExchangeContext,
+        selected_anew: Collection[str],
+    ) -> None:
+        """Send buckets and, unless they overlap with training, apply what arrives; a collective
+        call.
+
+        Args:
+            clock: Of the optimizer whose step they follow.
+            buckets: The names of their parameters.
+            length: Optimizer steps since they were last sent.
+            context: The tag, and factors.
+            selected_anew: Parameters whose thresholds are selected anew.
+        """
+        overlaps = bool(self.config.overlap_steps)
+        if selected_anew:
+            self.thresholds.forget_those_of(selected_anew)
+        self.feedback.begin()
+        for bucket in buckets:
+            clock.in_flight.append(self.flow.send(bucket, clock, length, context))
+            behind = 0 if overlaps else sum([item.entries for item in clock.in_flight[1:]])
+            if behind >= max(MOST_IN_FLIGHT, clock.in_flight[-1].entries):
+                self.flow.apply(clock, clock.in_flight[:1])
+        self.traffic.add(refreshes=int(self.feedback.selected))
+        if not overlaps:
+            self.flow.apply(clock, clock.in_flight)
 
     def _decay(self, clock: OptimizerClock, optimizer: Optimizer, was_made: bool) -> None:
         """Decay the shared weights as a step has decayed this rank's own, or note that for the next
@@ -604,18 +622,19 @@ class UpdateSynchronizer(UpdateState):
         if self._clocks and dist.get_world_size() > 1:
             check_alike(*self._compared_tensors(), self.peers)
 
-    def _forget_thresholds(self, buckets: Iterable[Sequence[str]]) -> None:
-        """Delete the thresholds of buckets about to be sent, if a refresh was requested since they
-        were last sent.
+    def _to_select_anew(self, buckets: Iterable[Sequence[str]]) -> set[str]:
+        """The parameters of buckets about to be sent whose thresholds are selected anew, because a
+        refresh was requested since they were last sent.
         """
         if self.refresh_requested:
             self._to_refresh = set(self.weights.parameters)
             self.refresh_requested = False
             self.steps_since_refresh = 1
-        if self._to_refresh:
-            names = self._to_refresh & {name for bucket in buckets for name in bucket}
-            self.thresholds.forget_those_of(names)
-            self._to_refresh -= names
+        if not self._to_refresh:
+            return set()
+        names = self._to_refresh & {name for bucket in buckets for name in bucket}
+        self._to_refresh -= names
+        return names
 
     def _number_of(self, optimizer: Optimizer) -> int:
         number = self.known.number_of(optimizer)
