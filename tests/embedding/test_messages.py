@@ -13,6 +13,7 @@ from torch import Tensor
 from differences import assert_same
 from lightning_dct.compress.threshold import nudge
 from lightning_dct.embedding import messages as changes_module
+from lightning_dct.embedding import on_device
 from lightning_dct.embedding.messages import (
     HALVE_EVERY,
     REGROUP_EVERY,
@@ -24,11 +25,12 @@ from lightning_dct.embedding.messages import (
     message_about,
     whole_num_bytes,
 )
+from lightning_dct.embedding.on_device import together
 from lightning_dct.embedding.store import RowStore
 from lightning_dct.kernels.bits import pack_bits, unpack_bits
 from lightning_dct.kernels.plain import SMALLEST_THRESHOLD
 from lightning_dct.reference import Settings, send_rows
-from lightning_dct.wire.payload import unpack_payload
+from lightning_dct.wire.payload import HEADER, unpack_payload
 from lightning_dct.wire.positions import PayloadError, PositionCode
 from strategies_for_hypothesis import FORMATS, examples
 
@@ -264,9 +266,10 @@ def read(message: Message, payload: Tensor) -> tuple[Tensor, Tensor]:
 
 def compress_changes(accumulated: Tensor, message: Message, thresholds: np.ndarray) -> SentRows:
     """All of it added to nothing."""
-    return changes_module.compress_changes(
+    sending = changes_module.compress_changes(
         torch.zeros_like(accumulated), accumulated, message, thresholds
     )
+    return together({0: sending})[0]
 
 
 # Mostly comparable numbers, with ties and zeros; now and then very large and very small ones.
@@ -336,6 +339,64 @@ def test_equals_the_reference(case: Case, data: st.DataObject) -> None:
     positions, values = read(message, sent.payload)
     assert torch.equal(positions, sent.positions)
     assert torch.equal(values.nan_to_num(7.0), sent.received.nan_to_num(7.0))
+
+
+@given(case=changes(), data=st.data())
+@examples(100)
+def test_a_device_sends_and_reads_what_a_cpu_does(case: Case, data: st.DataObject) -> None:
+    """Oracle: the bytes, rows and thresholds of the other form, which runs on any device, here on
+    the CPU.
+    """
+    message, accumulated, _ = case
+    thresholds = some_thresholds(data)
+    reselects = thresholds == 0
+    sent = compress_changes(accumulated, message, thresholds.copy())
+    if any(reselects[message.tables]) or not message.tables:
+        return  # whose thresholds the other form is not given
+    limits = np.maximum(thresholds[message.tables], SMALLEST_THRESHOLD)
+    for number, (size, capacity) in enumerate(
+        zip(message.layout.tensor_sizes, message.layout.capacities, strict=True)
+    ):
+        if size == capacity:
+            limits[number] = SMALLEST_THRESHOLD
+    rows = torch.zeros_like(accumulated)
+    found = together({0: on_device.select(rows, accumulated, message.layout, limits, 1.0)})[0]
+    assert torch.equal(rows, accumulated)
+    assert not found.some_broken
+    payload, positions, values, received = on_device.pack(
+        message.layout, found.positions, found.values, limits
+    )
+    assert torch.equal(payload, sent.payload)
+    assert torch.equal(positions, sent.positions)
+    assert torch.equal(received, sent.received)
+    assert torch.equal(values - received.to(values.dtype), sent.left)
+    header = bytes(payload[: HEADER.size].tolist())
+    for known in (header, None):
+        unpacked = on_device.unpack(message.layout, payload, known)
+        message.layout.position_code.check(unpacked.facts.tolist(), unpacked.values.numel())
+        assert torch.equal(unpacked.positions, positions)
+        assert torch.equal(unpacked.values, received)
+
+
+def test_a_device_refuses_what_a_cpu_does() -> None:
+    """Positions that the header does not say, and such as do not ascend."""
+    for code in (PositionCode(1000, 6), PositionCode(20, 15)):
+        positions = torch.arange(6) * 3
+        bits = code.encode_bits(positions)
+        for count in (5, 6, 7):
+            read, facts = code.decode_unchecked(bits, min(count, code.capacity))
+            if count == 6:
+                code.check(facts.tolist(), count)
+                assert torch.equal(read, positions)
+            else:
+                with pytest.raises(PayloadError, match="corrupt"):
+                    code.check(facts.tolist(), count)
+    code = PositionCode(1000, 2)
+    bits = code.encode_bits(torch.tensor([4, 5]))
+    bits[code.num_flags :] = bits[code.num_flags :].view(code.low_bits, 2).flip(1).flatten()
+    _, facts = code.decode_unchecked(bits, 2)
+    with pytest.raises(PayloadError, match="not ascending"):
+        code.check(facts.tolist(), 2)
 
 
 def test_broken_entries_select_no_threshold() -> None:

@@ -44,7 +44,7 @@ class Features(NamedTuple):
 
 @dataclass(frozen=True)
 class Bags:
-    """Flattened look-ups, on the device of the ids.
+    """Flattened look-ups, on the CPU but for weights.
 
     A bag's number is ``sample * features + feature``, or counts through feature after feature if
     features have different numbers of samples.
@@ -135,7 +135,7 @@ def read_bags(
             raise ValueError(
                 f"`{name}` must be whole numbers, int64 or int32; they are {given.dtype}."
             )
-    ids = ids.detach().to(torch.int64)
+    ids = ids.detach().to("cpu", torch.int64)
     table_of = torch.tensor(features.table_of, device=ids.device)
     bags: Tensor | None
     divisors: Tensor | None
@@ -258,7 +258,7 @@ class DistinctRows:
     """
 
     def __init__(self, bags: Bags, placement: RowOwners, device: torch.device) -> None:
-        owners, places = placement.locate(bags.tables.cpu().numpy(), bags.rows.cpu().numpy())
+        owners, places = placement.locate(bags.tables.numpy(), bags.rows.numpy())
         inverse = np.empty(places.size, dtype=np.int64)
         self.bags = bags
         self.wanted: list[Int64Array] = []

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 # Every first part is so long at least, and no head is longer.
 HEAD_BYTES = 16
+# Bytes of a message that its receiver's host reads at once: a head, and the header of a payload.
+READ_BYTES = 32
 # In the first byte of a head: this rank has a rest for some other rank.
 HAS_REST = 0x80
 # A room follows the lengths of so many messages, and is longer than they were by at most this share
@@ -133,6 +135,7 @@ class FirstParts:
         expected: By sender: the room of its message.
         most: By sender: the most bytes that it sends if it is at another collective.
         traffic: Counts the bytes.
+        to_host: Whether the host reads all that arrives.
     """
 
     def __init__(
@@ -145,7 +148,9 @@ class FirstParts:
         expected: Mapping[int, int],
         most: Mapping[int, int],
         traffic: Traffic,
+        to_host: bool = False,
     ) -> None:
+        self._to_host = to_host
         self._exchange = exchange
         self._name = name
         self._expected = expected
@@ -175,7 +180,12 @@ class FirstParts:
         self._received = {peer: received[peer][:length] for peer, length in self._expected.items()}
         heads = {}
         if self._received:
-            starts = torch.stack([part[:HEAD_BYTES] for part in self._received.values()])
+            if self._to_host:
+                parts = torch.cat(list(self._received.values())).cpu()
+                sizes = list(self._expected.values())
+                self._received = dict(zip(self._received, parts.split(sizes), strict=True))
+            width = min(READ_BYTES, *self._expected.values())
+            starts = torch.stack([part[:width] for part in self._received.values()])
             rows = starts.tolist()
             heads = {peer: bytes(row) for peer, row in zip(self._received, rows, strict=True)}
         self._has_rest |= any(head[0] & HAS_REST for head in heads.values())
@@ -187,6 +197,9 @@ class FirstParts:
         if self._has_rest:
             missing = {peer: max(lengths[peer] - room, 0) for peer, room in self._expected.items()}
             rests = self._exchange.start(self._rest, missing, self._traffic, self._name)()
+            if self._to_host:
+                sizes = [part.numel() for part in rests]
+                rests = list(torch.cat(rests).cpu().split(sizes))
         return {
             peer: part[: lengths[peer]]
             if rests is None

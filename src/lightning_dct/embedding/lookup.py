@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import takewhile
+from itertools import accumulate, takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -45,11 +45,12 @@ from lightning_dct.embedding.first_parts import (
     read_head,
     write_head,
 )
+from lightning_dct.embedding.on_device import Reading, together
 from lightning_dct.embedding.owners import Int64Array
 from lightning_dct.embedding.store import RowStore, add_entries
 from lightning_dct.kernels import add_rows
 from lightning_dct.traffic import FP32_BYTES, ID_BYTES
-from lightning_dct.wire.payload import unpack_payload
+from lightning_dct.wire.payload import HEADER
 from lightning_dct.wire.positions import reading
 
 if TYPE_CHECKING:
@@ -207,8 +208,8 @@ class ChangesLookup:
         answers = {}
         sizes = {}
         with module.traffic.timed():
-            for peer, request in self._received.items():
-                whole, changes, count = self._answer(request)
+            parts = together({peer: self._answer(one) for peer, one in self._received.items()})
+            for peer, (whole, changes, count) in parts.items():
                 heads[peer] = write_head(ANSWER, [count])
                 answers[peer] = [changes, whole]
                 sizes[peer] = changes.numel() + rooms.sent_rows[peer].size(changes.numel())
@@ -228,7 +229,8 @@ class ChangesLookup:
         module = self._module
         transfer = self._answers
         self._answers = None
-        heads = {peer: self._read(peer, head, 1) for peer, head in transfer.wait().items()}
+        found = transfer.wait()
+        heads = {peer: self._read(peer, head, 1) for peer, head in found.items()}
         lengths = {}
         for peer, ([count], size) in heads.items():
             message = self._sent[peer].message
@@ -238,15 +240,27 @@ class ChangesLookup:
             lengths[peer] += message.layout.num_bytes
         answers = transfer.complete(lengths)
         with module.traffic.timed():
-            for peer, request in self._sent.items():
-                request.check_not_evicted()
-                [count], size = heads[peer]
-                known = request.message.layout.num_bytes
-                _, others, whole = answers[peer].tensor_split([size, size + known])
-                with reading(f"Embedding rows from rank {peer} of the process group"):
-                    self._add_whole(request, whole, count)
-                    sent = unpack_payload(request.message.layout, others)
-                add_entries(request.rows.copies, request.slots, sent.positions, sent.values)
+            together(
+                {
+                    peer: self._take_answer(peer, answers[peer], *heads[peer], found[peer])
+                    for peer in self._sent
+                }
+            )
+
+    def _take_answer(
+        self, owner: int, answer: Tensor, numbers: list[int], start: int, read: bytes
+    ) -> Reading[None]:
+        """Add an answer, of which ``read`` are the first bytes, to the copies."""
+        request = self._sent[owner]
+        request.check_not_evicted()
+        known = request.message.layout.num_bytes
+        _, others, whole = answer.tensor_split([start, start + known])
+        with reading(f"Embedding rows from rank {owner} of the process group"):
+            places, rows, positions, values = yield from messages.read_answer(
+                request.message, whole, numbers[0], others, header_at(read, start)
+            )
+        self._add_whole(request, places, rows)
+        add_entries(request.rows.copies, request.slots, positions, values)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def pooled(self) -> Tensor:
@@ -319,34 +333,51 @@ class ChangesLookup:
             )
         parts = gradient.split(rows.sizes)
         self._own_gradient = parts[self._rank]
-        return {
-            peer: self._gradient_payload(request, parts[peer])
-            for peer, request in self._sent.items()
-        }
+        return together(
+            {
+                peer: self._gradient_payload(request, parts[peer])
+                for peer, request in self._sent.items()
+            }
+        )
 
-    def collect(self, payloads: Mapping[int, Tensor]) -> None:
-        """Collect the gradient of this rank's rows: its own, and what each user has sent."""
+    def collect(self, payloads: Mapping[int, Tensor], headers: Mapping[int, bytes | None]) -> None:
+        """Collect the gradient of this rank's rows: its own, and what each user has sent.
+
+        ``headers`` are those of payloads that the host has read already.
+        """
         module = self._module
         dim = module.embedding_dim
         gradient = self._own_gradient
         del self._own_gradient
         own = torch.from_numpy(self._rows.wanted[self._rank]).to(gradient.device)
         module.collected.add(own, gradient)
-        for peer, request in self._received.items():
-            with reading(f"Embedding rows from rank {peer} of the process group"):
-                sent = unpack_payload(request.message.layout, payloads[peer])
-            touched, within = torch.unique_consecutive(sent.positions // dim, return_inverse=True)
-            dense = gradient.new_zeros(touched.numel(), dim)
-            dense.view(-1).index_copy_(
-                0, within * dim + sent.positions % dim, sent.values.to(dense.dtype)
-            )
-            module.collected.add(
-                torch.from_numpy(request.places).to(gradient.device)[touched], dense
-            )
+        arrived = together(
+            {
+                peer: self._read_gradient(peer, payloads[peer], headers.get(peer))
+                for peer in self._received
+            }
+        )
+        if not arrived:
+            return
+        places = [torch.from_numpy(one.places) for one in self._received.values()]
+        ends = accumulate([one.numel() for one in places], initial=0)
+        starts = dict(zip(self._received, ends, strict=False))
+        # Numbers through the rows of all users, one after the other.
+        rows = torch.cat([at // dim + starts[peer] for peer, (at, _) in arrived.items()])
+        within = torch.cat([at % dim for at, _ in arrived.values()])
+        values = torch.cat([part for _, part in arrived.values()])
+        touched, numbers = torch.unique_consecutive(rows, return_inverse=True)
+        dense = gradient.new_zeros(touched.numel(), dim)
+        dense.view(-1).index_copy_(0, numbers * dim + within, values.to(dense.dtype))
+        module.collected.add(torch.cat(places).to(gradient.device)[touched], dense)
 
-    def _make_requests(
-        self,
-    ) -> tuple[dict[int, bytes], dict[int, list[Tensor]], dict[int, Tensor]]:
+    def _read_gradient(
+        self, user: int, payload: Tensor, header: bytes | None
+    ) -> Reading[tuple[Tensor, Tensor]]:
+        with reading(f"Embedding rows from rank {user} of the process group"):
+            return (yield from messages.read_changes(self._received[user].message, payload, header))
+
+    def _make_requests(self) -> tuple[dict[int, bytes], dict[int, list[Tensor]], dict[int, Tensor]]:
         """By owner: a head, the bytes of ids and those of evicted rows, and their residuals."""
         module = self._module
         wanted = {peer: self._rows.wanted[peer] for peer in self._peers}
@@ -411,7 +442,7 @@ class ChangesLookup:
             rows, peer, places, cached, torch.from_numpy(cached).to(module.weight.device), message
         )
 
-    def _answer(self, request: _Requested) -> tuple[Tensor, Tensor, int]:
+    def _answer(self, request: _Requested) -> Reading[tuple[Tensor, Tensor, int]]:
         """The bytes for a rank, of whole rows and of changes, and the number of whole rows."""
         module = self._module
         mirror = request.rows
@@ -419,28 +450,32 @@ class ChangesLookup:
         now = module.own_rows(request.places).to(module.remembered_dtype)
         known = mirror.copies.index_select(0, slots)
         outdated = (now != known).any(dim=1) & mirror.take_outdated(slots)
-        whole, count = messages.encode_some(now, known, outdated, request.message)
-        self._add_whole(request, whole, count)
+        whole, places, rows = yield from messages.encode_some(now, known, outdated, request.message)
+        self._add_whole(request, places, rows)
         known = mirror.copies.index_select(0, slots)
-        sent = messages.compress_changes(now, known, request.message, request.thresholds, scale=-1)
+        sent = yield from messages.compress_changes(
+            now, known, request.message, request.thresholds, scale=-1
+        )
         add_entries(mirror.copies, slots, sent.positions, sent.received)
+        count = len(places)
         num_sent = count * module.embedding_dim + sent.positions.numel()
         module.traffic.add(entries_sent=num_sent, entries=now.numel())
         return whole, sent.payload, count
 
-    def _add_whole(self, request: _Requested, payload: Tensor, count: int) -> None:
-        """Add the whole rows of an answer to the copies of the requested rows."""
-        some, values = messages.decode_some(payload, count, request.message)
+    def _add_whole(self, request: _Requested, places: Tensor, values: Tensor) -> None:
+        """Add whole rows, ``[count, dim]``, to the copies of the requested rows at some places."""
         copies = request.rows.copies
-        slots = request.slots[some]
+        slots = request.slots.index_select(0, places)
         copies.index_copy_(
             0, slots, messages.finite(copies.index_select(0, slots)) + values.to(copies)
         )
 
-    def _gradient_payload(self, request: _Requested, gradient: Tensor) -> Tensor:
+    def _gradient_payload(self, request: _Requested, gradient: Tensor) -> Reading[Tensor]:
         request.check_not_evicted()
         rows = request.rows.residual.index_select(0, request.slots)
-        sent = messages.compress_changes(rows, gradient, request.message, request.thresholds)
+        sent = yield from messages.compress_changes(
+            rows, gradient, request.message, request.thresholds
+        )
         flat = rows.view(-1)
         left = torch.where(sent.left.isfinite(), sent.left, flat.index_select(0, sent.positions))
         request.rows.residual.index_copy_(
@@ -448,6 +483,12 @@ class ChangesLookup:
         )
         self._module.traffic.add(entries_sent=sent.positions.numel(), entries=gradient.numel())
         return sent.payload
+
+
+def header_at(read: bytes, start: int) -> bytes | None:
+    """The header of a payload in the first bytes of a message; None if they do not hold it."""
+    header = read[start : start + HEADER.size]
+    return header if len(header) == HEADER.size else None
 
 
 def when_backward_ends(modules: Sequence[ShardedEmbeddingBags]) -> None:
@@ -497,8 +538,13 @@ def _exchange_gradients(module: ShardedEmbeddingBags) -> list[ChangesLookup]:
     head = _end_head(module, reached)
     with module.traffic.timed():
         own = [one.gradient_payloads() for one in early]
+    missing_bytes = _sizes_of(peers, [one for one in likely if one not in early], of_owners=True)
     bodies = {
-        peer: [*(one.sent[peer] for one in module.evicted), *(payloads[peer] for payloads in own)]
+        peer: [
+            *(payloads[peer] for payloads in own),
+            torch.zeros(missing_bytes[peer], dtype=torch.uint8, device=exchange.device),
+            *(one.sent[peer] for one in module.evicted),
+        ]
         for peer in peers
     }
     if exchange.check_order is not None:
@@ -517,9 +563,15 @@ def _exchange_gradients(module: ShardedEmbeddingBags) -> list[ChangesLookup]:
     due += [one for one in module.lookups if one in is_reached and one not in likely]
     sent_first = {rank: _sent_first(module, likely, of_rank) for rank, of_rank in bits.items()}
     received = {peer: part[len(head) :] for peer, part in transfer.complete(expected).items()}
-    _collect_evicted(module, received)
+    gradient_bytes = _sizes_of(peers, likely, of_owners=False)
+    _collect_evicted(module, {peer: received[peer][gradient_bytes[peer] :] for peer in peers})
     sources = {peer: (received[peer], sent_first[peer]) for peer in peers}
     payloads_of = _divided(sources)
+    read = {
+        peer: header_at(bytes_read, len(head))
+        for peer, bytes_read in found.items()
+        if sent_first[peer]
+    }
     if any(len(sent) < len(due) for sent in sent_first.values()):
         with module.traffic.timed():
             late = [one.gradient_payloads() for one in due if one not in early]
@@ -533,7 +585,8 @@ def _exchange_gradients(module: ShardedEmbeddingBags) -> list[ChangesLookup]:
         payloads_of |= _divided({peer: (rests[peer], missing[peer]) for peer in peers})
     with module.traffic.timed():
         for one in due:
-            one.collect({peer: payloads_of[peer, one] for peer in peers})
+            first_of = {peer: header for peer, header in read.items() if sent_first[peer][0] is one}
+            one.collect({peer: payloads_of[peer, one] for peer in peers}, first_of)
     return due
 
 
@@ -580,8 +633,8 @@ def _end_sizes(
     module: ShardedEmbeddingBags, likely: Sequence[ChangesLookup], of_owners: bool
 ) -> dict[int, int]:
     """The first parts of the end of a backward, to owners or from users."""
-    sizes = dict.fromkeys(module.exchange_group.peers, len(_end_head(module, 0)))
-    parts = [one.gradient_sizes(of_owners) for one in likely]
+    sizes = _sizes_of(module.exchange_group.peers, likely, of_owners)
+    parts = [dict.fromkeys(sizes, len(_end_head(module, 0)))]
     for one in module.evicted:
         parts.append(
             {peer: data.numel() for peer, data in one.sent.items()}
@@ -594,8 +647,16 @@ def _end_sizes(
     }
 
 
+def _sizes_of(
+    peers: Sequence[int], lookups: Sequence[ChangesLookup], of_owners: bool
+) -> dict[int, int]:
+    """The bytes of the gradients of some look-ups, to owners or from users."""
+    sizes = [one.gradient_sizes(of_owners) for one in lookups]
+    return {peer: sum(size[peer] for size in sizes) for peer in peers}
+
+
 def _collect_evicted(module: ShardedEmbeddingBags, received: dict[int, Tensor]) -> None:
-    """Collect the residuals with which messages of other ranks begin, and cut them off."""
+    """Collect the residuals that other ranks have sent, which it takes out of ``received``."""
     dim = module.embedding_dim
     with module.traffic.timed():
         for one in module.evicted:
@@ -652,7 +713,9 @@ def _start_requests(
     on_device = {
         peer: [part.to(exchange.device) for part in bodies.get(peer, [])] for peer in heads
     }
-    return FirstParts(exchange, "ids", heads, on_device, rooms, expected, most, module.traffic)
+    return FirstParts(
+        exchange, "ids", heads, on_device, rooms, expected, most, module.traffic, to_host=True
+    )
 
 
 def _most(

@@ -47,11 +47,19 @@ from lightning_dct.compress.threshold import (
     kth_magnitude,
     nudge,
 )
+from lightning_dct.embedding import on_device
+from lightning_dct.embedding.on_device import Reading
 from lightning_dct.embedding.owners import Int64Array
 from lightning_dct.kernels import cpu_kernel, positions_of
-from lightning_dct.kernels.bits import nonzero_indices, num_bytes, pack_bits, unpack_bits
+from lightning_dct.kernels.bits import (
+    nonzero_indices,
+    num_bytes,
+    pack_bits,
+    positions_in,
+    unpack_bits,
+)
 from lightning_dct.kernels.plain import SMALLEST_THRESHOLD
-from lightning_dct.wire.payload import PayloadLayout, pack_payload, unpack_values
+from lightning_dct.wire.payload import PayloadLayout, pack_payload, unpack_payload, unpack_values
 from lightning_dct.wire.positions import PayloadError, PositionCode
 from lightning_dct.wire.rows import (
     WHOLE_FORMATS,
@@ -223,7 +231,7 @@ def message_about(row_tables: Int64Array, dim: int, density: float, value_format
 
 def compress_changes(
     rows: Tensor, addend: Tensor, message: Message, thresholds: Float64Array, scale: float = 1.0
-) -> SentRows:
+) -> Reading[SentRows]:
     """Add to rows, select entries of the sums, and pack them.
 
     Zeros are never sent, because 1bit has none. If a table has infinite or NaN sums, only those are
@@ -252,13 +260,24 @@ def compress_changes(
             thresholds[table] = kth_magnitude(base + scale * new, target)
     limits = np.maximum(thresholds[message.tables], SMALLEST_THRESHOLD)
     flags = torch.zeros(layout.flags_num_bytes, dtype=torch.uint8, device=flat.device)
-    kernel = cpu_kernel("auto" if flat.is_cpu else "torch")  # that of torch works on any device
-    values, reached = kernel.select(inputs, references, edges[:-1], limits.tolist(), scale, flags)
-    counts = reached
-    positions = positions_of(flags, len(values))
     finite = np.ones(len(references), dtype=np.bool_)
+    if flat.is_cpu:
+        values, reached = cpu_kernel().select(
+            inputs, references, edges[:-1], limits.tolist(), scale, flags
+        )
+        positions = positions_of(flags, len(values))
+        some_broken = bool(values.isfinite().logical_not_().any())
+    else:
+        positions, values, reached, some_broken = yield from on_device.select(
+            rows, addend, layout, limits, scale
+        )
+        if not some_broken:
+            _guard(message, thresholds, reached, finite.tolist(), references)
+            payload, positions, values, received = on_device.pack(layout, positions, values, limits)
+            return SentRows(payload, positions, received, values - received.to(values.dtype))
+    counts = reached
     broken = values.isfinite().logical_not_()
-    if (some_broken := bool(broken.any())) or len(values) > layout.capacity:
+    if some_broken or len(values) > layout.capacity:
         table_of = torch.searchsorted(
             torch.tensor(edges[1:], device=flat.device), positions, right=True
         )
@@ -313,15 +332,24 @@ def decode_whole(data: Tensor, num_rows: int, dim: int, value_format: str) -> Te
 
 def encode_some(
     rows: Tensor, known: Tensor, chosen: Tensor, message: Message
-) -> tuple[Tensor, int]:
-    """Which of the rows, ``[k, dim]``, are chosen (bool, ``[k]``), then these less what is known;
-    and their number.
+) -> Reading[tuple[Tensor, Tensor, Tensor]]:
+    """Which of the rows, ``[k, dim]``, are chosen (bool, ``[k]``), then these less what is known.
+
+    Returns:
+        The bytes, the chosen rows' places among all, ``[count]``, and what a receiver reads of
+        them, ``[count, dim]``, fp32.
     """
-    some = nonzero_indices(chosen)
+    if chosen.is_cpu:
+        some = nonzero_indices(chosen)
+    else:
+        [count] = yield chosen.sum().view(1)
+        some = positions_in(chosen, count)
     places = PositionCode(message.num_rows, len(some)).encode(some)
-    return torch.cat(
-        [places, encode_whole(rows[some] - finite(known[some]), message.layout.value_format)]
-    ), len(some)
+    value_format = message.layout.value_format
+    changes = rows.index_select(0, some) - finite(known.index_select(0, some))
+    whole = encode_whole(changes, value_format)
+    received = decode_whole(whole, len(some), message.dim, value_format)
+    return torch.cat([places, whole]), some, received
 
 
 def finite(copies: Tensor) -> Tensor:
@@ -331,15 +359,52 @@ def finite(copies: Tensor) -> Tensor:
     return copies.nan_to_num(0.0, 0.0, 0.0)
 
 
-def decode_some(data: Tensor, count: int, message: Message) -> tuple[Tensor, Tensor]:
-    """Undo :func:`encode_some`: the chosen rows' places among all, ``[count]``, and they, ``[count,
-    dim]``, fp32.
+def read_answer(
+    message: Message, whole: Tensor, count: int, changes: Tensor, header: bytes | None
+) -> Reading[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Undo :func:`encode_some` of ``count`` rows, and :func:`compress_changes` (PayloadError).
+
+    Args:
+        message: The form of the messages.
+        whole: The bytes of the whole rows.
+        count: The number of them.
+        changes: The payload of the changes.
+        header: The first bytes of that, if the host of a device has them already.
+
+    Returns:
+        The places of the whole rows among all, ``[count]``, and they, ``[count, dim]``, fp32; the
+        positions of changed entries in the flattened rows, int64, and their values, fp32.
     """
     code = PositionCode(message.num_rows, count)
-    places, rows = data.tensor_split([code.num_bytes])
-    return code.decode(places, count), decode_whole(
-        rows, count, message.dim, message.layout.value_format
-    )
+    coded, rows = whole.tensor_split([code.num_bytes])
+    received = decode_whole(rows, count, message.dim, message.layout.value_format)
+    if whole.is_cpu:
+        sent = unpack_payload(message.layout, changes)
+        return code.decode(coded, count), received, sent.positions, sent.values
+    places, facts = code.decode_unchecked(unpack_bits(coded, code.num_bits), count)
+    unpacked = on_device.unpack(message.layout, changes, header)
+    known = yield torch.cat([unpacked.facts, facts])
+    entries = unpacked.values.numel()
+    message.layout.position_code.check(known[: -facts.numel()], entries)
+    code.check(known[-facts.numel() :], count)
+    return places, received, unpacked.positions, unpacked.values
+
+
+def read_changes(
+    message: Message, payload: Tensor, header: bytes | None = None
+) -> Reading[tuple[Tensor, Tensor]]:
+    """Undo :func:`compress_changes`: positions in the flattened rows, int64, and values, fp32
+    (PayloadError).
+
+    ``header`` are its first bytes, if the host of a device has them already.
+    """
+    if payload.is_cpu:
+        sent = unpack_payload(message.layout, payload)
+        return sent.positions, sent.values
+    unpacked = on_device.unpack(message.layout, payload, header)
+    known = yield unpacked.facts
+    message.layout.position_code.check(known, unpacked.values.numel())
+    return unpacked.positions, unpacked.values
 
 
 def _guard(

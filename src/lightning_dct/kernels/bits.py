@@ -85,3 +85,15 @@ def nonzero_indices(flags: Tensor) -> Tensor:
         # numpy searches bools several times faster than torch does.
         return torch.from_numpy(np.flatnonzero(flags.numpy().view(np.bool_)))
     return flags.nonzero().squeeze(1)
+
+
+def positions_in(marks: Tensor, count: int) -> Tensor:
+    """The numbers of the ``count`` marks (bool, ``[n]``) that are set: int64, ascending.
+
+    If more are set, the first; if fewer, any numbers follow. The host of a device does not wait.
+    """
+    places = marks.cumsum(0) - 1
+    places = torch.where(marks & (places < count), places, count)
+    found = torch.zeros(count + 1, dtype=torch.int64, device=marks.device)
+    found.scatter_(0, places, torch.arange(marks.numel(), device=marks.device))
+    return found[:count]

@@ -88,7 +88,7 @@ class PayloadLayout:
         positions = HEADER.size + 4 * self.num_scales
         values = _whole(positions + self.position_code.num_bytes, 4)
         dense = _whole(values + num_bytes(BITS_PER_VALUE[self.value_format] * self.capacity), 8)
-        return 0, HEADER.size, positions, values, dense, _whole(dense + self.dense_bytes, 8)
+        return (0, HEADER.size, positions, values, dense, _whole(dense + self.dense_bytes, 8))
 
     @cached_property
     def num_bytes(self) -> int:
@@ -132,18 +132,26 @@ def pack_payload(
     uint8) holds the tensors sent dense.
     """
     data, scales = encode_values(values, counts, layout.value_format, kernel)
-    header = write_header(
-        MAGIC, FORMAT_CODES[layout.value_format], values.numel(), layout.fingerprint ^ tag
-    )
-    first = torch.tensor([*header], dtype=torch.uint8, device=flags.device)
-    payload = flags.new_zeros(layout.num_bytes)
-    parts = (
-        first,
-        scales.view(torch.uint8),
-        layout.position_code.encode_flags(flags, kernel),
-        data,
-        dense,
-    )
+    positions = layout.position_code.encode_flags(flags, kernel)
+    return pack_parts(layout, values.numel(), scales, positions, data, dense, tag)
+
+
+def pack_parts(
+    layout: PayloadLayout,
+    count: int,
+    scales: Tensor,
+    positions: Tensor,
+    data: Tensor,
+    dense: Tensor,
+    tag: int = 0,
+) -> Tensor:
+    """Put the parts of a payload of ``count`` entries together: uint8, shape
+    ``[layout.num_bytes]``.
+    """
+    header = write_header(MAGIC, FORMAT_CODES[layout.value_format], count, layout.fingerprint ^ tag)
+    first = torch.tensor([*header], dtype=torch.uint8, device=data.device)
+    payload = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=data.device)
+    parts = (first, scales.view(torch.uint8), positions, data, dense)
     for start, part in zip(layout.edges, parts, strict=False):
         payload[start : start + part.numel()] = part
     return payload
@@ -169,16 +177,25 @@ def unpack_flags(
     Raises:
         PayloadError: The bytes are not a payload of this layout.
     """
+    count = read_count(layout, payload, tag)
+    positions = payload[layout.edges[2] :][: layout.position_code.num_bytes]
+    return layout.position_code.decode_flags(positions, count, flags, layout.tensor_sizes, kernel)
+
+
+def read_count(
+    layout: PayloadLayout, payload: Tensor, tag: int = 0, header: bytes | None = None
+) -> int:
+    """Check the size and the header of a payload, and return its number of entries (PayloadError).
+
+    If the host has the header already, it need not wait for it.
+    """
     if payload.numel() != layout.num_bytes:
         raise PayloadError(
             f"the payload has {payload.numel()} bytes, the layout says {layout.num_bytes}"
         )
     made_for = layout.fingerprint ^ tag
-    count = read_header(
-        payload[: HEADER.size], MAGIC, FORMAT_CODES[layout.value_format], made_for, layout.capacity
-    )
-    positions = payload[layout.edges[2] :][: layout.position_code.num_bytes]
-    return layout.position_code.decode_flags(positions, count, flags, layout.tensor_sizes, kernel)
+    found = payload[: HEADER.size] if header is None else header
+    return read_header(found, MAGIC, FORMAT_CODES[layout.value_format], made_for, layout.capacity)
 
 
 def unpack_values(
@@ -217,13 +234,17 @@ def write_header(magic: int, format_code: int, count: int, fingerprint: int) -> 
     return HEADER.pack(magic, VERSION, format_code, 0, count, fingerprint)
 
 
-def read_header(data: Tensor, magic: int, format_code: int, fingerprint: int, capacity: int) -> int:
+def read_header(
+    data: Tensor | bytes, magic: int, format_code: int, fingerprint: int, capacity: int
+) -> int:
     """Check the header of a payload, and return its number of entries.
 
     Raises:
         PayloadError: The payload is corrupt, or was made for another layout.
     """
-    found, version, code, reserved, count, made_for = HEADER.unpack(bytes(data.tolist()))
+    found, version, code, reserved, count, made_for = HEADER.unpack(
+        bytes(data.tolist()) if isinstance(data, Tensor) else data
+    )
     if found != magic:
         raise PayloadError(f"the payload begins with {found:#x} where {magic:#x} was expected")
     if version != VERSION:

@@ -29,7 +29,13 @@ import torch
 from torch import Tensor
 
 from lightning_dct.kernels import compiled
-from lightning_dct.kernels.bits import nonzero_indices, num_bytes, pack_bits, unpack_bits
+from lightning_dct.kernels.bits import (
+    nonzero_indices,
+    num_bytes,
+    pack_bits,
+    positions_in,
+    unpack_bits,
+)
 
 
 class PayloadError(ValueError):
@@ -111,9 +117,15 @@ class PositionCode:
         else:
             bits[flags] = 1
         planes = bits[self.num_flags :].view(self.low_bits, self.capacity)
-        for number, plane in enumerate(planes):
-            plane[:count] = (positions >> number) & 1
+        if device.type == "cpu":
+            for number, plane in enumerate(planes):
+                plane[:count] = (positions >> number) & 1
+        else:
+            planes[:, :count] = (positions >> self._numbers_of_planes(device)) & 1
         return bits
+
+    def _numbers_of_planes(self, device: torch.device) -> Tensor:
+        return torch.arange(self.low_bits, device=device).unsqueeze(1)
 
     def decode_bits(self, bits: Tensor, count: int) -> Tensor:
         """Read ``count`` positions from an unpacked message (shape ``[num_bits]``, uint8): int64,
@@ -123,6 +135,10 @@ class PositionCode:
             PayloadError: The message does not hold ``count`` ascending positions below
                 ``universe``.
         """
+        if bits.device.type != "cpu":
+            positions, facts = self.decode_unchecked(bits, count)
+            self.check(facts.tolist(), count)
+            return positions
         flags = nonzero_indices(bits[: self.num_flags])
         _check_count(flags.numel(), count)
         if self.is_bitmap:
@@ -138,6 +154,33 @@ class PositionCode:
                 f"the positions are corrupt: they are not ascending below {self.universe}"
             )
         return positions
+
+    def decode_unchecked(self, bits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Read ``count`` positions on a device whose host does not wait: they, and what
+        :meth:`check` needs to know, int64, shape ``[3]``.
+        """
+        marks = bits[: self.num_flags].view(torch.bool)
+        positions = positions_in(marks, count)
+        ends = positions.new_zeros(1)
+        if not self.is_bitmap:
+            planes = bits[self.num_flags :].view(self.low_bits, self.capacity)[:, :count]
+            low = (planes.long() << self._numbers_of_planes(bits.device)).sum(0)
+            highs = positions - torch.arange(count, device=bits.device)
+            positions = (highs << self.low_bits) + low
+            ends = positions[-1:] if count else ends
+        ascending = (positions.diff() > 0).all()
+        return positions, torch.cat([torch.stack([marks.sum(), ascending]), ends])
+
+    def check(self, facts: Sequence[int], count: int) -> None:
+        """Refuse positions of :meth:`decode_unchecked` that the message does not hold
+        (PayloadError).
+        """
+        marked, ascending, last = facts
+        _check_count(marked, count)
+        if not ascending or last >= self.universe:
+            raise PayloadError(
+                f"the positions are corrupt: they are not ascending below {self.universe}"
+            )
 
     def encode(self, positions: Tensor) -> Tensor:
         """The message: shape ``[num_bytes]``, uint8."""

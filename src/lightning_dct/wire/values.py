@@ -36,13 +36,13 @@ SCALED_FORMATS = ("2bit", "1bit")
 
 
 def encode_values(
-    values: Tensor, counts: Sequence[int], value_format: str, kernel: str = "auto"
+    values: Tensor, counts: Sequence[int] | Tensor, value_format: str, kernel: str = "auto"
 ) -> tuple[Tensor, Tensor]:
     """Encode the values of several tensors.
 
     Args:
         values: Shape ``[sum(counts)]``, floating point: those of one tensor after the other.
-        counts: How many are of each tensor, for scales.
+        counts: How many are of each tensor, for scales: on a device as a tensor, int64, on it.
         value_format: One of ``fp32``, ``bf16``, ``2bit``, ``1bit``.
         kernel: See :func:`~lightning_dct.kernels.cpu_kernel`.
 
@@ -63,16 +63,19 @@ def encode_values(
     if (loops := compiled(values.device.type, kernel)) is not None:
         # Numba has no other dtypes.
         values = values if values.dtype == torch.float64 else values.float()
+        assert not isinstance(counts, Tensor)
         return loops.encode_scaled(values, counts, BITS_PER_VALUE[value_format])
     # fp64 sums: a mean of many fp32 magnitudes must not overflow or drift.
     magnitudes = values.to(torch.float64, copy=True).abs_()
-    lengths = torch.tensor(counts, dtype=torch.int64).to(values.device)
+    lengths = torch.as_tensor(counts, dtype=torch.int64).to(values.device)
     numbers = lengths.clamp(min=1)
     totals = _sums(magnitudes, lengths)
     means = totals / numbers
     if value_format == "1bit":
         return pack_bits(values > 0), means.to(torch.float32)
-    index = _tensor_index(counts, values.device)
+    index = torch.arange(lengths.numel(), device=values.device).repeat_interleave(
+        lengths, output_size=values.numel()
+    )
     is_large = magnitudes >= means.index_select(0, index)
     products = totals + _sums(magnitudes * is_large, lengths)
     squares = numbers + 3 * _sums(is_large.to(torch.float64), lengths)
