@@ -28,6 +28,7 @@ class Done:
     """A collective that has come to its end."""
 
     def wait(self) -> bool:
+        """Return at once."""
         return True
 
 

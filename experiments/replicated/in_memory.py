@@ -227,7 +227,11 @@ class Ranks:
             self._all_done.release()
 
     def _pass_on(self) -> None:
-        """Give up the turn: to a rank whose collective is over, or to one that has not begun."""
+        """Give up the turn: to a rank whose collective is over, or to one that has not begun.
+
+        The last one to come goes first. So the caller's thread, which has come first, most often
+        ends last, and nothing has to wake it.
+        """
         ready = [one for one in self._waiting if one[0].is_over]
         if not ready and self._unstarted:
             self._pool.submit(self._take_turn_in_pool)
@@ -237,7 +241,7 @@ class Ranks:
             self._problems.append(
                 RuntimeError(f"ranks wait for collectives that the others do not call: {kinds}")
             )
-        next_one = (ready or self._waiting)[0]
+        next_one = (ready or self._waiting)[-1]
         self._waiting.remove(next_one)
         next_one[1].release()
 

@@ -66,7 +66,7 @@ def test_one_rank_runs_at_a_time_until_it_waits() -> None:
         ranks.run(call)
     until_it_waits = [(rank, event) for rank in range(3) for event in ("begins", "has started")]
     # The last one to come waits for none.
-    assert events == 2 * [*until_it_waits, (2, "ends"), (0, "ends"), (1, "ends")]
+    assert events == 2 * [*until_it_waits, (2, "ends"), (1, "ends"), (0, "ends")]
 
 
 def test_a_collective_ends_in_a_later_run() -> None:
