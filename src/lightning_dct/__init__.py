@@ -21,6 +21,7 @@ from lightning_dct.embedding.sharded import ShardedEmbeddingBags, ShardedEmbeddi
 from lightning_dct.embedding.string_ids import string_ids
 from lightning_dct.embedding.tables import EmbeddingTable
 from lightning_dct.embedding.whole_tables import gather_tables
+from lightning_dct.failures.process_group import init_process_group
 from lightning_dct.pipeline.sequential import SplitSequential
 from lightning_dct.registration import register_strategies
 from lightning_dct.sync.plain_loop import Gradients, Updates
@@ -61,6 +62,7 @@ __all__ = [
     "Updates",
     "__version__",
     "gather_tables",
+    "init_process_group",
     "string_ids",
     "subspace",
 ]

@@ -4,10 +4,12 @@ lies.
 A strategy also inherits private attributes and overrides private methods, which its own file shows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric.strategies.model_parallel import _load_checkpoint
 
 # How Fabric accumulates gradients; and the mark by which Lightning knows a folder of a distributed
 # checkpoint.
@@ -17,6 +19,24 @@ from lightning.fabric.utilities.load import _METADATA_FILENAME as METADATA_FILEN
 __all__ = ["METADATA_FILENAME", "BackwardSyncControl"]
 SIGNAL_CHECKPOINT = "hpc_ckpt_"  # how Lightning's checkpoints on a signal begin
 _AGREEMENT = "_broadcast_sigterm_tensor"
+
+
+def load_shards(
+    path: Path, model: Any, optimizers: Sequence[Any], strict: bool, weights_only: bool | None
+) -> dict[str, Any]:
+    """Load a sharded model and its optimizers, as ``ModelParallelStrategy`` does, from a path of
+    this rank's own.
+
+    The result is what the checkpoint holds beside them.
+    """
+    state = {"state_dict": model, **{f"optimizer_{n}": one for n, one in enumerate(optimizers)}}
+    return _load_checkpoint(
+        path=path,
+        state=state,
+        strict=strict,
+        optimizer_states_from_list=True,
+        weights_only=weights_only,
+    )
 
 
 def handle_signals(

@@ -69,6 +69,34 @@ def test_all_ranks_act_on_a_signal_at_the_same_place(ranks: Any) -> None:
     assert others == [first, first]
 
 
+def says_who_is_missing() -> str:
+    """What this rank has printed until the last one has opened its lifeline."""
+    printed = io.StringIO()
+    with patch("lightning_dct.failures.waiting.FIRST_S", 0.01), contextlib.redirect_stderr(printed):
+        if rank() == dist.get_world_size() - 1:
+            while not dist.distributed_c10d._get_default_store().check(["has said"]):
+                time.sleep(0.01)
+            lifeline = Lifeline.open()
+        else:
+            opening = threading.Thread(target=lambda: opened.append(Lifeline.open()))
+            opened: list[Any] = []
+            opening.start()
+            while "load data" not in printed.getvalue():
+                time.sleep(0.01)
+            dist.distributed_c10d._get_default_store().set("has said", "")
+            opening.join()
+            (lifeline,) = opened
+    assert lifeline is not None
+    lifeline.close()
+    return printed.getvalue()
+
+
+def test_a_rank_says_whose_lifeline_is_missing(ranks: Any) -> None:
+    """Oracle: the rank that opens its lifeline only once the others have said that they wait."""
+    said = ranks(2).run(says_who_is_missing)
+    assert "for ranks [1] to come to their first exchange" in said[0]
+
+
 def open_and_close(wanted: Any) -> tuple[bool, list[str], list[str], list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

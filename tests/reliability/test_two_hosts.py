@@ -9,7 +9,13 @@ from collections.abc import Iterator
 import pytest
 
 from reliability.rooms import PORT, Room, two_rooms
-from reliability.two_hosts import check, train, train_and_die, train_for_long
+from reliability.two_hosts import (
+    check,
+    train,
+    train_and_die,
+    train_for_long,
+    train_in_loop,
+)
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +84,13 @@ def test_check_finds_the_firewall(rooms: list[Room]) -> None:
     bob.start(check, ada.address)
     bob.has_said("Run `lightning-dct check --listen` there")
     bob.ends(1)
+    bob.end()
+    # A job listens there, or an agent of torchrun that waits without a word.
+    ada.train(train, ada.disk, rank=0, master=ada.address)
+    ada.has_said("for rank 1 of 2")
+    bob.start(check, ada.address)
+    bob.has_said("answers, but not as `check` does")
+    bob.ends(1)
 
 
 @needs_firewall
@@ -138,6 +151,37 @@ def test_other_versions_are_named_on_both_hosts(rooms: list[Room]) -> None:
     both_say(rooms, "bob has 0.0.1. Install the same one on all")
 
 
+def start_loop(rooms: list[Room], rank: int, kind: str, **more: str) -> None:
+    places = {"RANK": str(rank), "WORLD_SIZE": "2", **more}
+    rooms[rank].train(train_in_loop, kind, rank=rank, master=rooms[0].address, **places)
+
+
+@pytest.mark.parametrize("kind", ["fabric", "plain"])
+def test_loops_without_a_trainer_say_the_same(rooms: list[Room], kind: str) -> None:
+    """Who is missing, then a wrong interface; the remedy works."""
+    start_loop(rooms, 1, kind, GLOO_SOCKET_IFNAME="eth9")
+    rooms[1].has_said(f"for rank 0 at {rooms[0].address}, port {PORT}")
+    start_loop(rooms, 0, kind)
+    both_say(rooms, "on host 'bob'; name one of its interfaces: lo 127.0.0.1, eth0")
+    for rank in (0, 1):
+        start_loop(rooms, rank, kind)
+    both_train(rooms)
+
+
+@needs_firewall
+@pytest.mark.parametrize("kind", ["fabric", "plain"])
+def test_loops_without_a_trainer_name_a_closed_port(rooms: list[Room], kind: str) -> None:
+    for room in rooms:
+        room.let_in_only(PORT)
+    try:
+        for rank in (0, 1):
+            start_loop(rooms, rank, kind)
+        both_say(rooms, f"'bob' cannot connect to 'ada' at {rooms[0].address}")
+    finally:
+        for room in rooms:
+            room.open_firewall()
+
+
 def result(room: Room) -> str:
     """What a training has ended with."""
     room.has_said("ends with")
@@ -164,7 +208,7 @@ def run_both(
     return found
 
 
-@pytest.mark.parametrize("kind", ["plain", "tables"])
+@pytest.mark.parametrize("kind", ["plain", "tables", "shards"])
 def test_hosts_without_a_shared_disk_resume_bit_for_bit(rooms: list[Room], kind: str) -> None:
     """Oracle: a run that was never killed.
 
@@ -180,13 +224,13 @@ def test_hosts_without_a_shared_disk_resume_bit_for_bit(rooms: list[Room], kind:
     for room, copy in zip(rooms, kept, strict=True):
         shutil.copytree(room.folder / room.name / kind, copy)
     assert (
-        run_both(rooms, kind, kind, checkpoint={"plain": "last", "tables": "hpc"}[kind])
+        run_both(rooms, kind, kind, checkpoint="hpc" if kind == "tables" else "last")
         == never_killed
     )
     for room, copy in zip(rooms, kept, strict=True):
         shutil.rmtree(room.folder / room.name / kind)
         shutil.move(copy, room.folder / room.name / kind)
-    if kind == "tables":
+    if kind != "plain":
         path = rooms[0].disk / "ada" / kind / "checkpoints" / "last.ckpt"
         assert run_both(rooms[::-1], "swapped", kind, checkpoint=str(path)) == never_killed
         return

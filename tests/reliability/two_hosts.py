@@ -7,14 +7,18 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import lightning_dct  # noqa: F401
-from lightning_dct import ShardedEmbeddingBags
+import lightning_dct
+import lightning_dct.fabric
+from lightning_dct import ShardedEmbeddingBags, Updates
 from lightning_dct.checksums import checksums_of
 from lightning_dct.commands import main
+from lightning_dct.compress.bucket_plan import local_of
 from lightning_dct.failures import meeting, waiting
 
 PORT = 29500
@@ -71,7 +75,7 @@ def train_and_die(folder: Path, kind: str, dies: bool, checkpoint: str | None) -
         ModelCheckpoint(save_last=True, save_top_k=-1, every_n_epochs=1)
     ]
     trainer = pl.Trainer(
-        strategy="dct",
+        strategy="dct_fsdp" if kind == "shards" else "dct",
         accelerator="cpu",
         devices=1,
         num_nodes=2,
@@ -84,7 +88,8 @@ def train_and_die(folder: Path, kind: str, dies: bool, checkpoint: str | None) -
     )
     model = Recommender() if kind == "tables" else Model()
     trainer.fit(model, batches(0), ckpt_path=checkpoint)
-    print(f"ends with {sorted(checksums_of(dict(model.named_parameters())).items())}.", flush=True)
+    weights = {name: local_of(one) for name, one in model.named_parameters()}
+    print(f"ends with {sorted(checksums_of(weights).items())}.", flush=True)
 
 
 def check(*words: str) -> None:
@@ -118,6 +123,28 @@ def train(folder: Path, version: str = "", **settings: Any) -> None:
     )
     trainer.fit(Model(), batches(0))
     print("trained", flush=True)
+
+
+def train_in_loop(kind: str) -> None:
+    """The same without a Trainer: in Fabric's loop, or in a plain one."""
+    waiting.FIRST_S = 2.0
+    model: Any = nn.Linear(64, 64)
+    optimizer: Any = torch.optim.Adam(model.parameters(), 1e-3)
+    if kind == "fabric":
+        fabric = Fabric(strategy="dct", accelerator="cpu", devices=1, num_nodes=2)
+        fabric.launch()
+        model, optimizer = fabric.setup(model, optimizer)
+    else:
+        lightning_dct.init_process_group("gloo")
+        updates = Updates(model, optimizer, steps=16)
+    for (batch,) in batches(int(os.environ["NODE_RANK"])):
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if kind != "fabric":
+        updates.close()
+    print("trained", flush=True)
+    dist.destroy_process_group()
 
 
 class Slow(pl.Callback):

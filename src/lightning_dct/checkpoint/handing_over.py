@@ -48,20 +48,21 @@ def spans_hosts(strategy: RankedStrategy) -> bool:
 
 @contextmanager
 def received(strategy: CheckpointedRank, path: str) -> Iterator[str]:
-    """Lightning's file of a checkpoint: the first rank's that has one, or on other hosts a copy of
-    it.
+    """Lightning's checkpoint, a file or a folder of shards: the first rank's that has one, or on
+    other hosts a copy of it.
 
     A collective call. A copy is removed in the end, because it would pass for a checkpoint that was
-    saved there. Folders, and files that ``torch.save`` has not written, stay as they are, and so do
-    those of sharded models, which Lightning reads at one path on all ranks.
+    saved there. Files that ``torch.save`` has not written stay as they are, and so do folders if
+    the strategy holds no shards.
     """
-    if strategy.holds_shards or not spans_hosts(strategy):
+    if not spans_hosts(strategy):
         yield path
         return
-    own = "" if os.path.isdir(path) else _fingerprint(path)
-    found = gather_objects((strategy.node_rank, own))
-    source = next((rank for rank, (_, theirs) in enumerate(found) if theirs), None)
-    firsts = {node: rank for rank, (node, _) in reversed(list(enumerate(found)))}
+    is_readable = strategy.holds_shards or not os.path.isdir(path)
+    own = _fingerprint(path) if is_readable else ""
+    found = gather_objects((strategy.node_rank, own, _contents(path) if own else []))
+    source = next((rank for rank, (_, theirs, _) in enumerate(found) if theirs), None)
+    firsts = {node: rank for rank, (node, _, _) in reversed(list(enumerate(found)))}
     lacking: list[int] = []
     if source is not None:
         lacking = [node for node, rank in firsts.items() if found[rank][1] != found[source][1]]
@@ -71,7 +72,8 @@ def received(strategy: CheckpointedRank, path: str) -> Iterator[str]:
     copy = beside(path, _COPY)
     for node in lacking:
         assert source is not None
-        _pass_on(strategy, path, copy, source, firsts[node])
+        for file in found[source][2]:
+            _pass_on(strategy, path + file, copy + file, source, firsts[node])
     if lacking:
         gather_objects(None)  # other ranks of a host wait for the copy
     is_copied = strategy.node_rank in lacking
@@ -79,8 +81,7 @@ def received(strategy: CheckpointedRank, path: str) -> Iterator[str]:
         yield copy if is_copied else path
     finally:
         if is_copied and dist.get_rank() == firsts[strategy.node_rank]:
-            with suppress(OSError):
-                os.remove(copy)
+            _remove(copy)
 
 
 def places_of(
@@ -130,6 +131,22 @@ def _fingerprint(path: str) -> str:
         return ""  # a damaged file: whoever reads it says so
 
 
+def _contents(path: str) -> list[str]:
+    """The files of a folder, each as what follows the folder's path; of a file, an empty word."""
+    files, place = url_to_fs(path)
+    if not files.isdir(place):
+        return [""]
+    return sorted(name.removeprefix(place.rstrip("/")) for name in files.find(place))
+
+
+def _remove(copy: str) -> None:
+    """Remove a copy that :func:`received` has made."""
+    _, place = url_to_fs(copy)
+    shutil.rmtree(place, ignore_errors=True)
+    with suppress(OSError):
+        os.remove(place)
+
+
 def _place(folder: str, file: File) -> str:
     """The path of a file on this host, empty if it is not here."""
     return next(
@@ -171,6 +188,8 @@ def _receive(strategy: RankedStrategy, path: str, source: int) -> None:
     dist.recv(length, source)
     left = int(length.item())
     name = os.path.basename(path).removeprefix(".").removesuffix(f".{_COPY}")
+    if (folder := os.path.basename(os.path.dirname(path))).endswith(f".{_COPY}"):
+        name = f"{folder.removeprefix('.').removesuffix(f'.{_COPY}')}/{os.path.basename(path)}"
     say(
         dist.get_rank(),
         f"this host lacks {name}, {left / 1e6:,.1f} MB, of the checkpoint: rank {source} hands it"

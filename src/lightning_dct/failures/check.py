@@ -35,8 +35,7 @@ from lightning_dct.failures.addresses import (
     machine,
 )
 from lightning_dct.failures.hosts import MeetingPlan, RankNote, must_connect, plan_of, unreachable
-from lightning_dct.failures.meeting import Job
-from lightning_dct.failures.process_group import FROM_AGENT, meet
+from lightning_dct.failures.process_group import init_process_group
 from lightning_dct.failures.sockets import address_towards
 from lightning_dct.failures.waiting import knock
 from lightning_dct.traffic import plain_table
@@ -203,6 +202,8 @@ def _check(line: _Line, side: int, master: str) -> Report:
     """Both hosts call this; ``side`` is 0 for the one that listens."""
     try:
         return _checked(line, side, master)
+    except UsageError:
+        raise
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
             f"the check has ended halfway ({type(error).__name__}: {error}). Start it again on both"
@@ -212,7 +213,19 @@ def _check(line: _Line, side: int, master: str) -> Report:
 
 def _checked(line: _Line, side: int, master: str) -> Report:
     line.say(torch.cuda.device_count())
-    backend = "nccl" if min(int(line.hear()), torch.cuda.device_count()) > 0 else "gloo"
+    try:
+        line.connection.settimeout(REACH_S)
+        their_gpus = int(line.hear())
+    except (OSError, ValueError, TypeError) as error:
+        host, port = line.connection.getpeername()[:2]
+        raise UsageError(
+            f"{host}, port {port} answers, but not as `check` does. If a job is starting there, that"
+            " is its rank 0 or its agent of torchrun: this host reaches it, so look at the commands"
+            " on all hosts. To check the other ports, end the job, or give `check` on both hosts"
+            " another `--port`."
+        ) from error
+    line.connection.settimeout(PATIENCE_S)
+    backend = "nccl" if min(their_gpus, torch.cuda.device_count()) > 0 else "gloo"
     with sockets.listen(0) as own_listener:
         mine = _note(side, master, backend, own_listener.getsockname()[1])
         line.say(mine)
@@ -318,21 +331,12 @@ def check_job() -> tuple[str, float]:
     Raises:
         UsageError: They cannot; the message says why, on every rank.
     """
-    environment = os.environ
-    rank = int(environment["RANK"])
-    world_size = int(environment["WORLD_SIZE"])
-    place = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
-    local_rank = int(environment.get("LOCAL_RANK", 0))
-    has_store = environment.get(FROM_AGENT) == "True"
     try:
-        store = meet(
-            Job(rank, world_size, *place, has_store=has_store, local_rank=local_rank), PATIENCE
-        )
-        dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=PATIENCE)
+        init_process_group("gloo", timeout=PATIENCE)
     except RuntimeError as error:
         raise UsageError(str(error)) from error
     link = measure_link(dist.group.WORLD, torch.device("cpu"))  # type: ignore[arg-type]
-    del store
+    world_size = dist.get_world_size()
     dist.destroy_process_group()
     return (
         (

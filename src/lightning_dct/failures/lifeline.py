@@ -18,8 +18,9 @@ import socket
 import sys
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import count
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -30,6 +31,7 @@ from lightning_dct.failures.collective_order import CollectiveOrder
 from lightning_dct.failures.hub import Hub
 from lightning_dct.failures.messages import Batch, FromHub, FromRank, Hello
 from lightning_dct.failures.sockets import address_towards, join_hub, receive, write_line
+from lightning_dct.failures.waiting import waiting
 
 CONNECT_S = 10.0  # for a rank to be let in by the hub
 ANSWER_S = 5.0  # for a failing rank to wait for the hub's answer
@@ -71,7 +73,8 @@ class Lifeline:
             return None
         rank = dist.get_rank()
         hub, mine = _start_hub(wanted) if rank == 0 and wanted else (None, wanted)
-        answers = gather_objects(mine)
+        with waiting(rank, _who_is_missing()):
+            answers = gather_objects(mine)
         lifeline = cls(0, hub.own, _name_of(0), hub) if hub else None
         problems = [
             f"rank {other} has `lifelines=False`"
@@ -223,6 +226,28 @@ class Lifeline:
     def _print(self, sentence: str) -> None:
         with suppress(OSError, ValueError):  # standard error is closed, or it cannot be encoded
             print(f"lightning_dct, rank {self._rank}: {sentence}", file=sys.stderr, flush=True)
+
+
+_openings = count()
+
+
+def _who_is_missing() -> Callable[[], str]:
+    """Tell the other ranks that this one opens its lifeline; the result says which ones do not."""
+    store = dist.distributed_c10d._get_default_store()
+    place = f"lightning_dct/lifelines/{next(_openings)}"
+    store.set(f"{place}/{dist.get_rank()}", "")
+
+    def describe() -> str:
+        missing: list[int] = []
+        with suppress(RuntimeError):  # the store is gone, or cannot tell
+            missing = [r for r in range(dist.get_world_size()) if not store.check([f"{place}/{r}"])]
+        whom = f"ranks {missing}" if missing else "the other ranks"
+        return (
+            f"for {whom} to come to their first exchange, after the process group has connected."
+            " They load data or a model, or they hang: look at their output."
+        )
+
+    return describe
 
 
 _of_processes: dict[dist.ProcessGroup | None, Lifeline | None] = {}

@@ -91,8 +91,7 @@ def group_is_made(
         with waiting(job.rank, _why_no_group):
             yield
         del store
-    atexit.unregister(_let_finish)
-    atexit.register(_let_finish)
+    _finish_at_exit()
 
 
 def meet(job: Job, timeout: timedelta, port: int = 0) -> TCPStore:
@@ -117,6 +116,72 @@ def meet(job: Job, timeout: timedelta, port: int = 0) -> TCPStore:
         os.environ["MASTER_PORT"] = str(store[1])
         os.environ[FROM_AGENT] = "False"
     return meeting.store
+
+
+def init_process_group(
+    backend: str = "gloo", *, timeout: timedelta = default_pg_timeout, **settings: Any
+) -> None:
+    """Make the process group of a loop of your own: ``torch.distributed.init_process_group``, once
+    the ranks have met.
+
+    With torch's function alone a closed port, a wrong interface or a host that has not started is
+    silence until the timeout. Here each rank says after 20 seconds for whom it waits, and an error
+    on all ranks names what is wrong. After a restart by torchrun the ranks also use a fresh store.
+
+    Args:
+        backend: As for torch's function.
+        timeout: For all ranks to come, and for each collective of the group.
+        **settings: For torch's function, such as ``device_id``. Ranks and addresses are in the
+            environment, as torchrun sets it.
+
+    Raises:
+        TypeError: A setting says otherwise how ranks meet.
+        ValueError: The environment lacks a variable.
+        RuntimeError: The ranks cannot meet within the timeout, or cannot reach each other. Raised
+            on every rank that has come.
+    """
+    for name in ("init_method", "store", "rank", "world_size"):
+        if name in settings:
+            raise TypeError(
+                f"`lightning_dct.init_process_group` takes no `{name}`: its ranks meet at the"
+                " environment's MASTER_ADDR and MASTER_PORT. Leave it out, or use"
+                " `torch.distributed.init_process_group`, which names no faults."
+            )
+    job = _job_of_environment(backend)
+    if job.world_size == 1:
+        dist.init_process_group(backend, timeout=timeout, **settings)
+        return
+    store = meet(job, timeout)
+    with waiting(job.rank, _why_no_group):
+        dist.init_process_group(backend, timeout=timeout, **settings)
+    del store  # the group has it
+    _finish_at_exit()
+
+
+def _job_of_environment(backend: str) -> Job:
+    """What torchrun, or the user, says in the environment of a rank."""
+    environment = os.environ
+    needed = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
+    if missing := [name for name in needed if not environment.get(name)]:
+        raise ValueError(
+            f"The environment of this process lacks {', '.join(missing)}. Start the script by"
+            " `torchrun`, or set MASTER_ADDR, MASTER_PORT, WORLD_SIZE and a RANK of its own for"
+            " each process."
+        )
+    return Job(
+        rank=int(environment["RANK"]),
+        world_size=int(environment["WORLD_SIZE"]),
+        host=environment["MASTER_ADDR"],
+        port=int(environment["MASTER_PORT"]),
+        backend="nccl" if "nccl" in backend else backend,
+        has_store=environment.get(FROM_AGENT) == "True",
+        local_rank=int(environment.get("LOCAL_RANK", 0)),
+    )
+
+
+def _finish_at_exit() -> None:
+    atexit.unregister(_let_finish)
+    atexit.register(_let_finish)
 
 
 def _why_no_group() -> str:

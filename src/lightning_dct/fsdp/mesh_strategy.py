@@ -6,6 +6,7 @@ A plain LightningModule is sharded with ``fully_shard``, by size or by class.
 
 import json
 import shutil
+import socket
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -30,12 +31,13 @@ from lightning_dct.checkpoint.files import beside, replace, write_on_all_ranks
 from lightning_dct.checkpoint.reading import read_on_all_ranks
 from lightning_dct.checksums import SUMS, check_sums, checksum_of_file, with_checksum
 from lightning_dct.compress.bucket_plan import local_of
-from lightning_dct.lightning_private import METADATA_FILENAME
+from lightning_dct.lightning_private import METADATA_FILENAME, load_shards
 
 AXES = ("replicate", "data_parallel", "tensor_parallel")
 Unit = int | type | tuple[type, ...]
 UNIT = 1_000_000
 """The default size of a unit, in entries."""
+INDEX = ".metadata"  # of a folder of torch.distributed.checkpoint
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 # These use the weights of their children without calling them.
 OPAQUE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
@@ -157,6 +159,13 @@ class MeshStrategy(ModelParallelStrategy):
             # Of one replica, whose ranks all fail if one does.
             save(tensors, checkpoint_id=part, process_group=self.device_mesh[AXES[1]].get_group())
             files = sorted(file.name for file in part.iterdir())
+            if missing := _missing_shards(part):
+                raise RuntimeError(
+                    f"The checkpoint {str(path)!r} is not saved: its shards {missing} are not on the"
+                    f" disk of {socket.gethostname()!r}, because this replica spans hosts without a"
+                    " shared disk. Use one replica or more for each host, a shared disk, or"
+                    " `save_distributed_checkpoint=False`."
+                )
             return {
                 name: checksum_of_file(part / name)
                 for name in files[self.global_rank :: self.stages]
@@ -187,7 +196,7 @@ class MeshStrategy(ModelParallelStrategy):
             FileNotFoundError: A file is missing. Raised on every rank, like the following.
             CheckpointError: A file is damaged or was changed.
         """
-        path = Path(self.broadcast(checkpoint_path))
+        path = Path(checkpoint_path)  # of this host's own disk, which may have a copy
         read_on_all_ranks(lambda: check_sums(path, self.local_rank, self.num_processes), str(path))
         module: Any = self.lightning_module
         keys = FileSystemReader(path).read_metadata().state_dict_metadata if path.is_dir() else {}
@@ -204,7 +213,10 @@ class MeshStrategy(ModelParallelStrategy):
                 optimizers[:number] if module.trainer.state.fn == TrainerFn.FITTING else []
             )
             unknown.requires_grad_(False)
-            checkpoint = super().load_checkpoint(path, weights_only)
+            # Lightning's own method would read on every host at rank 0's path.
+            checkpoint = load_shards(
+                path, self.model, self.optimizers, module.strict_loading, weights_only
+            )
         finally:
             self._optimizers = optimizers
             unknown.requires_grad_(True)
@@ -225,6 +237,15 @@ class MeshStrategy(ModelParallelStrategy):
                     for n, one in states.items()
                 }
                 optimizer.load_state_dict({**saved, "state": states})
+
+
+def _missing_shards(folder: Path) -> list[str]:
+    """The files that a folder's index names and that are not in it; without an index, that one."""
+    if not (folder / INDEX).exists():
+        return [INDEX]
+    places = FileSystemReader(folder).read_metadata().storage_data.values()
+    names = {place.relative_path for place in places}
+    return sorted(name for name in names if not (folder / name).exists())
 
 
 def wrap(model: pl.LightningModule, mesh: DeviceMesh, unit: Unit, **settings: Any) -> None:
