@@ -11,7 +11,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 
 from distributed.harness import CONTEXT, started
 from lightning_dct.failures.meeting import Job
-from lightning_dct.failures.process_group import job_of, meet
+from lightning_dct.failures.process_group import init_process_group, job_of, meet
 
 WORLD_SIZE = 3
 # Far more than any of it takes on a quiet machine.
@@ -21,11 +21,13 @@ PATIENCE = timedelta(seconds=240)
 def start(rank: int, port: int, answer: Connection) -> None:
     """What a rank does under torchrun's agent, whose store is at ``port``."""
     os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(WORLD_SIZE), MASTER_ADDR="localhost", MASTER_PORT=str(port)
+        RANK=str(rank),
+        WORLD_SIZE=str(WORLD_SIZE),
+        MASTER_ADDR="localhost",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
     )
-    store = meet(Job(rank, WORLD_SIZE, "localhost", port, has_store=True), PATIENCE)
-    dist.init_process_group("gloo", timeout=PATIENCE)
-    del store
+    init_process_group("gloo", timeout=PATIENCE)
     total = torch.tensor([float(rank)])
     dist.all_reduce(total)
     answer.send((total.item(), os.environ["MASTER_PORT"]))
@@ -70,6 +72,18 @@ def test_ranks_that_do_not_come_are_named(agent: dist.TCPStore, rank: int, says:
     """Oracle: who is missing."""
     with pytest.raises(RuntimeError, match=says):
         meet(Job(rank, 3, "localhost", agent.port, has_store=True), timedelta(seconds=3))
+
+
+def test_a_process_that_nothing_has_started_as_a_rank_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    with pytest.raises(ValueError, match=r"lacks MASTER_ADDR, RANK, WORLD_SIZE\. Start .*torchrun"):
+        init_process_group()
+    with pytest.raises(TypeError, match="takes no `init_method`"):
+        init_process_group(init_method="env://")
 
 
 class Strategy:

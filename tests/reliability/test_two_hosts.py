@@ -15,6 +15,7 @@ from reliability.two_hosts import (
     train_and_die,
     train_for_long,
     train_in_loop,
+    train_one_replica,
 )
 
 
@@ -246,6 +247,14 @@ def test_hosts_without_a_shared_disk_resume_bit_for_bit(rooms: list[Room], kind:
             master=rooms[0].address,
         )
     both_say(rooms, f"Rank 1 wrote it on 'bob' as '{rooms[1].disk}/bob/{kind}")
+
+
+def test_a_replica_whose_shards_are_on_two_disks_is_not_saved(rooms: list[Room]) -> None:
+    """Oracle: both hosts say which shards are not where, and no half of a checkpoint is left."""
+    for rank, room in enumerate(rooms):
+        room.train(train_one_replica, room.disk / "halves", rank=rank, master=rooms[0].address)
+    both_say(rooms, "because this replica spans hosts without a shared disk")
+    assert not [path for room in rooms for path in (room.folder / "halves").rglob("*.ckpt")]
 
 
 def test_a_link_that_drops_ends_both_hosts_and_they_continue(rooms: list[Room]) -> None:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_dct
 import lightning_dct.fabric
-from lightning_dct import ShardedEmbeddingBags, Updates
+from lightning_dct import DCTFSDPStrategy, ShardedEmbeddingBags, Updates
 from lightning_dct.checksums import checksums_of
 from lightning_dct.commands import main
 from lightning_dct.compress.bucket_plan import local_of
@@ -120,6 +120,23 @@ def train(folder: Path, version: str = "", **settings: Any) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
         **settings,
+    )
+    trainer.fit(Model(), batches(0))
+    print("trained", flush=True)
+
+
+def train_one_replica(folder: Path) -> None:
+    """A few steps of a single replica, whose shards are on both hosts, and a save."""
+    trainer = pl.Trainer(
+        strategy=DCTFSDPStrategy(replicas=1, unit=64),
+        accelerator="cpu",
+        devices=1,
+        num_nodes=2,
+        max_steps=4,
+        default_root_dir=folder,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
     )
     trainer.fit(Model(), batches(0))
     print("trained", flush=True)

@@ -37,11 +37,13 @@ def waiting(rank: int, describe: Callable[[], str]) -> Iterator[None]:
                 say(rank, f"has waited {time.monotonic() - began:.0f} s {words}")
             pause = EVERY_S
 
-    threading.Thread(target=tell, name="lightning_dct waiting", daemon=True).start()
+    thread = threading.Thread(target=tell, name="lightning_dct waiting", daemon=True)
+    thread.start()
     try:
         yield
     finally:
         over.set()
+        thread.join(KNOCK_S)  # mostly no time: it sleeps, or describes
 
 
 def say(rank: int, words: str) -> None:
