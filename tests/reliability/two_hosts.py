@@ -69,22 +69,31 @@ class DiesInSecondEpoch(pl.Callback):
             os._exit(0)
 
 
+def trainer_on_two_hosts(folder: Path, strategy: Any = "dct", **settings: Any) -> pl.Trainer:
+    """A rank on each of two hosts, on CPUs, without bars and loggers."""
+    return pl.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=1,
+        num_nodes=2,
+        default_root_dir=folder,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **settings,
+    )
+
+
 def train_and_die(folder: Path, kind: str, dies: bool, checkpoint: str | None) -> None:
     """Two epochs, or one of them; print a checksum of all weights."""
     callbacks: list[pl.Callback] = [
         ModelCheckpoint(save_last=True, save_top_k=-1, every_n_epochs=1)
     ]
-    trainer = pl.Trainer(
-        strategy="dct_fsdp" if kind == "shards" else "dct",
-        accelerator="cpu",
-        devices=1,
-        num_nodes=2,
+    trainer = trainer_on_two_hosts(
+        folder,
+        "dct_fsdp" if kind == "shards" else "dct",
         max_epochs=2,
-        default_root_dir=folder,
-        logger=False,
         callbacks=[*callbacks, *([DiesInSecondEpoch()] if dies else [])],
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     model = Recommender() if kind == "tables" else Model()
     trainer.fit(model, batches(0), ckpt_path=checkpoint)
@@ -109,35 +118,14 @@ def train(folder: Path, version: str = "", **settings: Any) -> None:
     waiting.FIRST_S = 2.0
     if version:
         meeting.__version__ = version
-    trainer = pl.Trainer(
-        strategy="dct",
-        accelerator="cpu",
-        devices=1,
-        num_nodes=2,
-        max_steps=4,
-        default_root_dir=folder,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **settings,
-    )
+    trainer = trainer_on_two_hosts(folder, max_steps=4, **settings)
     trainer.fit(Model(), batches(0))
     print("trained", flush=True)
 
 
 def train_one_replica(folder: Path) -> None:
     """A few steps of a single replica, whose shards are on both hosts, and a save."""
-    trainer = pl.Trainer(
-        strategy=DCTFSDPStrategy(replicas=1, unit=64),
-        accelerator="cpu",
-        devices=1,
-        num_nodes=2,
-        max_steps=4,
-        default_root_dir=folder,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = trainer_on_two_hosts(folder, DCTFSDPStrategy(replicas=1, unit=64), max_steps=4)
     trainer.fit(Model(), batches(0))
     print("trained", flush=True)
 
@@ -177,17 +165,10 @@ class Slow(pl.Callback):
 
 def train_for_long(folder: Path, steps: int, seconds: float = 0.1) -> None:
     """Steps that take a while, saved often and continued from the last save."""
-    trainer = pl.Trainer(
-        strategy="dct",
-        accelerator="cpu",
-        devices=1,
-        num_nodes=2,
+    trainer = trainer_on_two_hosts(
+        folder,
         max_steps=steps,
-        default_root_dir=folder,
-        logger=False,
         callbacks=[Slow(seconds), ModelCheckpoint(save_last=True, every_n_train_steps=8)],
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.fit(Model(), batches(0), ckpt_path="last")
     print("trained", flush=True)

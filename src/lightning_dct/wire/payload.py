@@ -88,7 +88,7 @@ class PayloadLayout:
         positions = HEADER.size + 4 * self.num_scales
         values = _whole(positions + self.position_code.num_bytes, 4)
         dense = _whole(values + num_bytes(BITS_PER_VALUE[self.value_format] * self.capacity), 8)
-        return (0, HEADER.size, positions, values, dense, _whole(dense + self.dense_bytes, 8))
+        return 0, HEADER.size, positions, values, dense, _whole(dense + self.dense_bytes, 8)
 
     @cached_property
     def num_bytes(self) -> int:
