@@ -14,12 +14,13 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
 
 from distributed.harness import free_port
 from distributed.training import Module, hash_of, loader, rank, trainer_for
-from lightning_dct import DCTStrategy
+from lightning_dct import DCTStrategy, Updates
 from lightning_dct.failures import sockets
 from lightning_dct.failures.hub import STRANGERS, Hub
 from lightning_dct.failures.lifeline import Lifeline, check_lifelines
@@ -136,11 +137,19 @@ def listening(port: int) -> tuple[bool, bool]:
     return chosen, listens(port)
 
 
+def loop_listens(port: int) -> bool:
+    model = torch.nn.Linear(1, 1)
+    updates = Updates(model, torch.optim.SGD(model.parameters(), 0.1), lifelines=port)
+    assert updates.lifeline is not None
+    return updates.lifeline._hub.port == port if updates.lifeline._hub else True
+
+
 def test_the_port_can_be_chosen(ranks: Any) -> None:
     """Oracle: the hub's port; twice, as in two fits of one process."""
     port = free_port()
     for _ in range(2):
         assert ranks(2).run(listening, port) == [(True, False)] * 2
+    assert ranks(2).run(loop_listens, port) == [True] * 2
 
 
 def test_a_port_that_is_taken_is_said(ranks: Any) -> None:

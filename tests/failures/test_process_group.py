@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
 
-from distributed.harness import CONTEXT, started
+from distributed.harness import CONTEXT, free_port, started
+from lightning_dct import Updates
 from lightning_dct.failures.meeting import Job
 from lightning_dct.failures.process_group import init_process_group, job_of, meet
 
@@ -18,8 +19,10 @@ WORLD_SIZE = 3
 PATIENCE = timedelta(seconds=240)
 
 
-def start(rank: int, port: int, answer: Connection) -> None:
-    """What a rank does under torchrun's agent, whose store is at ``port``."""
+def start(rank: int, port: int, lifelines: bool | int, answer: Connection) -> None:
+    """What a rank does under torchrun's agent, whose store is at ``port``: the sum of all ranks,
+    the port of the store, and that of the lifelines, which rank 0 knows.
+    """
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(WORLD_SIZE),
@@ -27,10 +30,13 @@ def start(rank: int, port: int, answer: Connection) -> None:
         MASTER_PORT=str(port),
         TORCHELASTIC_USE_AGENT_STORE="True",
     )
-    init_process_group("gloo", timeout=PATIENCE)
+    init_process_group("gloo", timeout=PATIENCE, lifelines=lifelines)
     total = torch.tensor([float(rank)])
     dist.all_reduce(total)
-    answer.send((total.item(), os.environ["MASTER_PORT"]))
+    model = torch.nn.Linear(1, 1)
+    updates = Updates(model, torch.optim.SGD(model.parameters(), 0.1))
+    hub = None if updates.lifeline is None else updates.lifeline._hub
+    answer.send((total.item(), int(os.environ["MASTER_PORT"]), None if hub is None else hub.port))
 
 
 @pytest.fixture
@@ -46,25 +52,34 @@ def agent() -> dist.Store:
 
 
 def test_every_start_has_a_store_of_its_own(agent: dist.TCPStore) -> None:
-    """Oracle: the sum of the ranks, in two starts one after the other, at two other ports than the
-    agent's.
+    """Oracle: the sum of the ranks, in starts one after the other, at other ports than the agent's:
+    free ones, those that are asked for, and, without lifelines, the agent's.
     """
-    ports = set()
-    for _ in range(2):
+    chosen = free_port()
+    stores = []
+    hubs = []
+    for lifelines in (True, chosen, False):
         pipes = [CONTEXT.Pipe(duplex=False) for _ in range(WORLD_SIZE)]
         processes = [
-            started(start, rank, agent.port, sender) for rank, (_, sender) in enumerate(pipes)
+            started(start, rank, agent.port, lifelines, sender)
+            for rank, (_, sender) in enumerate(pipes)
         ]
+        answers = []
         for receiver, _ in pipes:
             assert receiver.poll(PATIENCE.total_seconds())
-            total, port = receiver.recv()
-            assert total == 3.0
-            ports.add(port)
+            answers.append(receiver.recv())
+        totals, ports, (hub, *_) = zip(*answers, strict=True)
+        assert set(totals) == {3.0}
+        stores.append(set(ports))
+        hubs.append(hub)
         for process in processes:
             process.kill()
             process.join()
-    assert len(ports) == 2
-    assert str(agent.port) not in ports
+    assert len(stores[0]) == 1
+    assert agent.port not in stores[0]
+    assert stores[1:] == [{chosen + 1}, {agent.port}]
+    assert hubs[0] not in (None, chosen)
+    assert hubs[1:] == [chosen, None]
 
 
 @pytest.mark.parametrize(("rank", "says"), [(0, "ranks 1, 2 of 3"), (1, "no rank 0 of this start")])
@@ -84,6 +99,8 @@ def test_a_process_that_nothing_has_started_as_a_rank_is_told(
         init_process_group()
     with pytest.raises(TypeError, match="takes no `init_method`"):
         init_process_group(init_method="env://")
+    with pytest.raises(ValueError, match="`lifelines` must be True, False or a port"):
+        init_process_group(lifelines=0)
 
 
 class Strategy:

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch.distributed.run
+
 from distributed.harness import started
 from network.hosts import INTERFACE, Host, make_hosts
 
@@ -86,6 +88,15 @@ class Room:
         places = {"NODE_RANK": str(rank), "MASTER_ADDR": master, "MASTER_PORT": str(PORT)}
         return self.start(function, *arguments, **places, **more)
 
+    def torchrun(
+        self, script: str, *words: str, rank: int, master: str, restarts: int = 0, **more: str
+    ) -> Any:
+        """Start a training by torchrun, whose agent forks this host's rank."""
+        command = ["--nnodes=2", "--nproc-per-node=1", f"--node-rank={rank}"]
+        command += [f"--master-addr={master}", f"--master-port={PORT}"]
+        command += [f"--max-restarts={restarts}", "--run-path", "--start-method=fork", script]
+        return self.start(torch.distributed.run.main, [*command, *words], **more)
+
     @property
     def text(self) -> str:
         """All that this host has printed, with every white space as one blank."""
@@ -118,8 +129,10 @@ class Room:
         done = ["ip", "netns", "exec", str(self.host.namespace), *command]
         subprocess.run(done, check=True, capture_output=True, text=True)
 
-    def let_in_only(self, *ports: int) -> None:
-        """A firewall that drops all TCP connections from outside, except to these ports."""
+    def let_in_only(self, *ports: int | str) -> None:
+        """A firewall that drops all TCP connections from outside, except to these ports, or ranges
+        of ports.
+        """
         rules = [
             "add table inet filter",
             "add chain inet filter input { type filter hook input priority 0; policy accept; }",

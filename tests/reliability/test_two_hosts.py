@@ -18,6 +18,9 @@ from reliability.two_hosts import (
     train_one_replica,
 )
 
+LIFELINES = 29501
+RANGE = "40000-40999"
+
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Room]]:
@@ -39,9 +42,16 @@ def rooms(made: list[Room]) -> Iterator[list[Room]]:
         room.knows = lines
 
 
-def start_both(rooms: list[Room], **on_bob: str) -> None:
+def start_both(rooms: list[Room], lifelines: bool | int = True, **on_bob: str) -> None:
     for rank, (room, more) in enumerate(zip(rooms, ({}, on_bob), strict=True)):
-        room.train(train, room.disk, rank=rank, master=rooms[0].address, **more)
+        room.train(train, room.disk, lifelines, rank=rank, master=rooms[0].address, **more)
+
+
+def start_loop(
+    rooms: list[Room], rank: int, kind: str, lifelines: bool | int = True, **more: str
+) -> None:
+    places = {"RANK": str(rank), "WORLD_SIZE": "2", **more}
+    rooms[rank].train(train_in_loop, kind, lifelines, rank=rank, master=rooms[0].address, **places)
 
 
 def both_train(rooms: list[Room]) -> None:
@@ -108,6 +118,27 @@ def test_ports_that_a_firewall_closes_are_named_on_both_hosts(rooms: list[Room])
     both_train(rooms)
 
 
+@needs_firewall
+@pytest.mark.parametrize("kind", ["trainer", "fabric", "plain"])
+def test_a_few_open_ports_are_enough(rooms: list[Room], kind: str) -> None:
+    """Oracle: they train behind a firewall, and rank 0 listens where it shall."""
+    for room in rooms:
+        room.run("sysctl", "-w", f"net.ipv4.ip_local_port_range={RANGE.replace('-', ' ')}")
+        room.let_in_only(PORT, LIFELINES, RANGE)
+    try:
+        if kind == "trainer":
+            start_both(rooms, LIFELINES)
+        else:
+            for rank in (0, 1):
+                start_loop(rooms, rank, kind, LIFELINES)
+        rooms[0].has_said(f"listens at {LIFELINES}.")
+        both_train(rooms)
+    finally:
+        for room in rooms:
+            room.open_firewall()
+            room.run("sysctl", "-w", "net.ipv4.ip_local_port_range=32768 60999")
+
+
 def test_an_interface_that_is_not_there_is_named_on_both_hosts(rooms: list[Room]) -> None:
     start_both(rooms, GLOO_SOCKET_IFNAME="eth9")
     both_say(
@@ -147,14 +178,8 @@ def test_a_name_of_rank_0_that_leads_back_is_named(rooms: list[Room]) -> None:
 
 
 def test_other_versions_are_named_on_both_hosts(rooms: list[Room]) -> None:
-    for rank, (room, version) in enumerate(zip(rooms, ("", "0.0.1"), strict=True)):
-        room.train(train, room.disk, version, rank=rank, master=rooms[0].address)
+    start_both(rooms, VERSION="0.0.1")
     both_say(rooms, "bob has 0.0.1. Install the same one on all")
-
-
-def start_loop(rooms: list[Room], rank: int, kind: str, **more: str) -> None:
-    places = {"RANK": str(rank), "WORLD_SIZE": "2", **more}
-    rooms[rank].train(train_in_loop, kind, rank=rank, master=rooms[0].address, **places)
 
 
 @pytest.mark.parametrize("kind", ["fabric", "plain"])

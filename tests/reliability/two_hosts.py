@@ -1,6 +1,11 @@
-"""Trainings on two hosts, as users write them."""
+"""Trainings on two hosts, as users write them.
+
+The environment may have ``FIRST_S``, after which a rank says for whom it waits, and ``VERSION``, of
+which the package then pretends to be.
+"""
 
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,11 +20,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_dct
 import lightning_dct.fabric
-from lightning_dct import DCTFSDPStrategy, ShardedEmbeddingBags, Updates
+from lightning_dct import DCTFSDPStrategy, DCTStrategy, ShardedEmbeddingBags, Updates
 from lightning_dct.checksums import checksums_of
 from lightning_dct.commands import main
 from lightning_dct.compress.bucket_plan import local_of
 from lightning_dct.failures import meeting, waiting
+from lightning_dct.failures.lifeline import Lifeline
 
 PORT = 29500
 
@@ -113,12 +119,30 @@ def batches(rank: int) -> Any:
     return DataLoader(TensorDataset(torch.randn(256, 64, generator=generator)), batch_size=16)
 
 
-def train(folder: Path, version: str = "", **settings: Any) -> None:
-    """A few steps on two hosts, which soon say for whom they wait."""
-    waiting.FIRST_S = 2.0
-    if version:
-        meeting.__version__ = version
-    trainer = trainer_on_two_hosts(folder, max_steps=4, **settings)
+def as_environment_says() -> None:
+    """Take what the environment says of the package; ranks soon say for whom they wait."""
+    waiting.FIRST_S = float(os.environ.get("FIRST_S", "2"))
+    meeting.__version__ = os.environ.get("VERSION", meeting.__version__)
+
+
+def tell_port(lifeline: Lifeline | None) -> None:
+    """Rank 0 prints at which port it listens."""
+    if lifeline is not None and lifeline._hub is not None:
+        print(f"listens at {lifeline._hub.port}.", flush=True)
+
+
+class TellsPort(pl.Callback):
+    """The same in a Trainer, while there is a lifeline."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        tell_port(trainer.strategy.lifeline)
+
+
+def train(folder: Path, lifelines: bool | int = True) -> None:
+    """A few steps on two hosts."""
+    as_environment_says()
+    strategy = DCTStrategy(lifelines=lifelines)
+    trainer = trainer_on_two_hosts(folder, strategy, max_steps=4, callbacks=[TellsPort()])
     trainer.fit(Model(), batches(0))
     print("trained", flush=True)
 
@@ -130,19 +154,23 @@ def train_one_replica(folder: Path) -> None:
     print("trained", flush=True)
 
 
-def train_in_loop(kind: str) -> None:
+def train_in_loop(kind: str, lifelines: bool | int = True) -> None:
     """The same without a Trainer: in Fabric's loop, or in a plain one."""
-    waiting.FIRST_S = 2.0
+    as_environment_says()
     model: Any = nn.Linear(64, 64)
     optimizer: Any = torch.optim.Adam(model.parameters(), 1e-3)
     if kind == "fabric":
-        fabric = Fabric(strategy="dct", accelerator="cpu", devices=1, num_nodes=2)
+        strategy = lightning_dct.fabric.DCTStrategy(lifelines=lifelines)
+        fabric = Fabric(strategy=strategy, accelerator="cpu", devices=1, num_nodes=2)
         fabric.launch()
         model, optimizer = fabric.setup(model, optimizer)
+        lifeline = strategy.lifeline
     else:
-        lightning_dct.init_process_group("gloo")
+        lightning_dct.init_process_group("gloo", lifelines=lifelines)
         updates = Updates(model, optimizer, steps=16)
-    for (batch,) in batches(int(os.environ["NODE_RANK"])):
+        lifeline = updates.lifeline
+    tell_port(lifeline)
+    for (batch,) in batches(dist.get_rank()):
         model(batch).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -172,3 +200,8 @@ def train_for_long(folder: Path, steps: int, seconds: float = 0.1) -> None:
     )
     trainer.fit(Model(), batches(0), ckpt_path="last")
     print("trained", flush=True)
+
+
+if __name__ == "__main__":
+    name, *words = sys.argv[1:]
+    globals()[name](*words)

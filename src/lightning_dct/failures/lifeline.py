@@ -105,7 +105,7 @@ class Lifeline:
             warnings.warn(
                 "If a rank dies, the others may notice it late (at worst after the process group's"
                 f" timeout), because {'; '.join(problems)}. Let all ranks reach rank 0, or set"
-                " `lifelines` of the strategy to False or to a port that is open.",
+                " `lifelines` to False or to a port that is open.",
                 stacklevel=2,
             )
         return None
@@ -251,14 +251,25 @@ def _who_is_missing() -> Callable[[], str]:
 
 
 _of_processes: dict[dist.ProcessGroup | None, Lifeline | None] = {}
+_wanted_by_group: dict[dist.ProcessGroup | None, bool | int] = {}
 
 
-def lifeline_of_process(wanted: bool | int = True) -> Lifeline | None:
+def want_lifelines_of_process(wanted: bool | int) -> None:
+    """Have loops in the default process group that say nothing themselves open their lifelines so
+    (:meth:`Lifeline.open`).
+    """
+    _wanted_by_group[dist.group.WORLD] = wanted
+
+
+def lifeline_of_process(wanted: bool | int | None = None) -> Lifeline | None:
     """The lifeline of loops without a Trainer: one for each default process group, until the
     process ends.
 
     A collective call; see :meth:`Lifeline.open`. A loop of which some rank wants none has none.
+    None leaves it to :func:`want_lifelines_of_process`.
     """
+    if wanted is None:
+        wanted = _wanted_by_group.get(dist.group.WORLD, True)
     if (lifeline := _of_processes.get(dist.group.WORLD)) is not None:
         return lifeline if all(gather_objects(bool(wanted))) else None
     lifeline = _of_processes[dist.group.WORLD] = Lifeline.open(wanted)

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.constants import default_pg_timeout
 
+from lightning_dct.failures.lifeline import check_lifelines, want_lifelines_of_process
 from lightning_dct.failures.meeting import Job, Meeting, new_store
 from lightning_dct.failures.sockets import name_of_this_host
 from lightning_dct.failures.waiting import waiting
@@ -87,11 +88,15 @@ def group_is_made(
         yield
     else:
         # The store lives at least until the group has it.
-        store = meet(job, timeout or default_pg_timeout, 0 if lifelines is True else lifelines + 1)
+        store = meet(job, timeout or default_pg_timeout, _port_of_store(lifelines))
         with waiting(job.rank, _why_no_group):
             yield
         del store
     _finish_at_exit()
+
+
+def _port_of_store(lifelines: bool | int) -> int:
+    return 0 if lifelines is True else lifelines + 1
 
 
 def meet(job: Job, timeout: timedelta, port: int = 0) -> TCPStore:
@@ -119,7 +124,11 @@ def meet(job: Job, timeout: timedelta, port: int = 0) -> TCPStore:
 
 
 def init_process_group(
-    backend: str = "gloo", *, timeout: timedelta = default_pg_timeout, **settings: Any
+    backend: str = "gloo",
+    *,
+    timeout: timedelta = default_pg_timeout,
+    lifelines: bool | int = True,
+    **settings: Any,
 ) -> None:
     """Make the process group of a loop of your own: ``torch.distributed.init_process_group``, once
     the ranks have met.
@@ -131,15 +140,20 @@ def init_process_group(
     Args:
         backend: As for torch's function.
         timeout: For all ranks to come, and for each collective of the group.
+        lifelines: As for DCTStrategy: a port at which rank 0 listens, by default a free one, and
+            under torchrun also at the next one. False for torch's function alone. It holds for
+            :class:`~lightning_dct.Updates` and :class:`~lightning_dct.Gradients` in this group,
+            too.
         **settings: For torch's function, such as ``device_id``. Ranks and addresses are in the
             environment, as torchrun sets it.
 
     Raises:
         TypeError: A setting says otherwise how ranks meet.
-        ValueError: The environment lacks a variable.
+        ValueError: The environment lacks a variable, or `lifelines` is no port.
         RuntimeError: The ranks cannot meet within the timeout, or cannot reach each other. Raised
             on every rank that has come.
     """
+    check_lifelines(lifelines)
     for name in ("init_method", "store", "rank", "world_size"):
         if name in settings:
             raise TypeError(
@@ -148,13 +162,15 @@ def init_process_group(
                 " `torch.distributed.init_process_group`, which names no faults."
             )
     job = _job_of_environment(backend)
-    if job.world_size == 1:
+    if job.world_size == 1 or not lifelines:
         dist.init_process_group(backend, timeout=timeout, **settings)
+        want_lifelines_of_process(lifelines)
         return
-    store = meet(job, timeout)
+    store = meet(job, timeout, _port_of_store(lifelines))
     with waiting(job.rank, _why_no_group):
         dist.init_process_group(backend, timeout=timeout, **settings)
     del store  # the group has it
+    want_lifelines_of_process(lifelines)
     _finish_at_exit()
 
 

@@ -29,7 +29,7 @@ from lightning_dct.agreement import check_agreement, describe_optimizers
 from lightning_dct.clipping import clip_by_norm_of_mean
 from lightning_dct.compress.awaited import clock_of, recorded
 from lightning_dct.config import DCTConfig, check_integer
-from lightning_dct.failures.lifeline import lifeline_of_process
+from lightning_dct.failures.lifeline import check_lifelines, lifeline_of_process
 from lightning_dct.law import RunSettings, UserSettings
 from lightning_dct.step_hooks import see_steps
 from lightning_dct.sync.entrance import StepEntrance
@@ -50,10 +50,19 @@ class _Loop:
     project: Callable[[Module], None] | None = None
     synchronizer: Any
 
-    def __init__(self, config: DCTConfig, model: Module, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        config: DCTConfig,
+        model: Module,
+        group: dist.ProcessGroup,
+        lifelines: bool | int | None,
+    ) -> None:
         self.config = config
+        if lifelines is not None:
+            check_lifelines(lifelines)
         # It connects all ranks of the job.
-        self.lifeline = lifeline_of_process() if group.size() == dist.get_world_size() else None
+        connects_all = group.size() == dist.get_world_size()
+        self.lifeline = lifeline_of_process(lifelines) if connects_all else None
         # Which rank tells and warns; Lightning sets it, too.
         rank_zero_only.rank = getattr(rank_zero_only, "rank", dist.get_rank())  # type: ignore[attr-defined]
         # As torchrun says it; without it, each rank counts as a node of its own.
@@ -107,6 +116,8 @@ class Updates(_Loop):
             buffers from rank 0.
         project: Brings the weights of the model back into their bounds after each step, in place: a
             projection, which leaves weights within their bounds as they are.
+        lifelines: As for DCTStrategy: False for none, or the port at which rank 0 listens. By
+            default what :func:`~lightning_dct.init_process_group` was given.
         **settings: Those of :class:`~lightning_dct.DCTConfig`, for updates.
 
     Raises:
@@ -124,6 +135,7 @@ class Updates(_Loop):
         process_group: dist.ProcessGroup | None = None,
         average_buffers: bool = True,
         project: Callable[[Module], None] | None = None,
+        lifelines: bool | int | None = None,
         **settings: Any,
     ) -> None:
         given = UserSettings.of(settings)
@@ -151,7 +163,7 @@ class Updates(_Loop):
             check_integer("steps", steps, minimum=1)
         self.project = project
         run_settings = RunSettings(given, group.size(), math.inf if steps is None else steps)
-        super().__init__(run_settings.config_after(0), model, group)
+        super().__init__(run_settings.config_after(0), model, group, lifelines)
         as_under_ddp = {"process_group": group, "broadcast_buffers": average_buffers}
         check_settings(given.config, model, as_under_ddp, {"steps": steps})
         self.synchronizer = make_update_synchronizer(self, model, group, average_buffers)
@@ -244,6 +256,7 @@ class Gradients(_Loop):
     Args:
         model: The wrapped model.
         scaler: The ``GradScaler`` of training in fp16.
+        lifelines: As for :class:`Updates`.
         **settings: Those of :class:`~lightning_dct.DCTConfig`, for gradients.
 
     Raises:
@@ -253,16 +266,20 @@ class Gradients(_Loop):
     """
 
     def __init__(
-        self, model: DistributedDataParallel, *, scaler: GradScaler | None = None, **settings: Any
+        self,
+        model: DistributedDataParallel,
+        *,
+        scaler: GradScaler | None = None,
+        lifelines: bool | int | None = None,
+        **settings: Any,
     ) -> None:
         if not isinstance(model, DistributedDataParallel):
             raise TypeError(
                 "`Gradients` needs a model in `DistributedDataParallel`; got"
                 f" `{type(model).__name__}`."
             )
-        super().__init__(
-            DCTConfig(**{"compress": "gradients", **settings}), model, model.process_group
-        )
+        config = DCTConfig(**{"compress": "gradients", **settings})
+        super().__init__(config, model, model.process_group, lifelines)
         if self.config.compress != "gradients":
             raise ValueError(
                 "`Gradients` exchanges gradients; got `compress='updates'`. Use `Updates`."
