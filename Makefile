@@ -40,7 +40,7 @@ test-libraries: .venv-libraries/installed
 	PYTHONPATH=$(CURDIR)/src .venv-libraries/bin/python tests/libraries/run_all.py
 
 # Lightning's own tests of DDP, with DCT in its place; `LIGHTNING=folder` names a checkout that is there already.
-PACKAGES_lightning := cloudpickle onnx onnxruntime onnxscript scikit-learn
+PACKAGES_lightning := cloudpickle fastapi onnx onnxruntime onnxscript pytest-rerunfailures requests scikit-learn uvicorn
 LIGHTNING ?= .venv-lightning/pytorch-lightning
 test-lightning: .venv-lightning/installed $(LIGHTNING)/tests
 	.venv-lightning/bin/python tests/reliability/lightning_suite.py $(LIGHTNING)

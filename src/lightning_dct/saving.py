@@ -86,6 +86,8 @@ class CheckpointedStrategy(ParallelStrategy):
         self._unfinished: dict[str, list[str]] = {}
         self._outdated: list[str] = []
         self._saves: set[str] = set()
+        # The checkpoint that was loaded last, for errors in what follows its loading.
+        self._loaded_from = ""
         # `default_root_dir` of rank 0, and of this rank if it is on another host.
         self._roots = ("", "")
 
@@ -384,6 +386,7 @@ class CheckpointedStrategy(ParallelStrategy):
         # Also after an error on one rank in a search for a learning rate.
         self.check_order("a checkpoint to load")
         path = saved.resolve_symlink(str(checkpoint_path))
+        self._loaded_from = path
         if not self.holds_shards and os.path.isdir(path):
             raise ValueError(
                 f"The checkpoint {path!r} is a folder of shards, which only `strategy='dct_fsdp'`"
@@ -454,7 +457,7 @@ class CheckpointedStrategy(ParallelStrategy):
             self._restore(self.synchronizer, state)
             return reading.digest_of(self.synchronizer)
 
-        path = str(self._module.trainer.ckpt_path)
+        path = self._loaded_from
         reading.check_replicas(reading.read_on_all_ranks(load, path), path)
         if ROWS_KEY in checkpoint:
             load_row_states(checkpoint[ROWS_KEY], self.sharded_tables(), self.optimizers)
