@@ -136,6 +136,8 @@ class DCTStrategy(DDPStrategy):
         synchronizer: Synchronizer
         entrance: StepEntrance | None = None
         if self.config.compress == "gradients":
+            # The errors of DistributedDataParallel name neither the parameter nor a remedy.
+            setup.refuse_shards(module, setup.parameter_names(module), group)
             module = super().setup_module(module)
             synchronizer = setup.make_gradient_synchronizer(
                 self, module, getattr(self.precision, "scaler", None)
@@ -164,8 +166,16 @@ class DCTStrategy(DDPStrategy):
         """As ``DCTStrategy.set_density`` for the Trainer, for all modules that are set up.
 
         ``fabric.save`` keeps it.
+
+        Raises:
+            RuntimeError: No module is set up.
         """
         check_density("set_density(density)", density)
+        if not self._synchronized:
+            raise RuntimeError(
+                "`set_density` changes the density of modules that are set up, and there is none."
+                f" Call it after `fabric.setup`, or give `density={density:g}` to the strategy."
+            )
         self._check_order("a change of the density")
         check_agreement({"set_density(density)": float(density)}, Module(), None)
         for its in self._synchronized.values():

@@ -169,7 +169,7 @@ class DCTStrategy(DCTStrategyBase, DDPStrategy):
             if isinstance(callback, ThresholdRefresh)
         ]
         # Before DistributedDataParallel's own collectives, which may hang if models differ.
-        setup.check_settings(
+        group = setup.check_settings(
             self.config,
             self._module,
             self._ddp_kwargs,
@@ -179,6 +179,8 @@ class DCTStrategy(DCTStrategyBase, DDPStrategy):
         if self.config.compress == "updates":
             self.synchronizer = self._make_updates()
             return
+        # The errors of DistributedDataParallel name neither the parameter nor a remedy.
+        setup.refuse_shards(self._module, setup.parameter_names(self._module), group)
         # Lightning does this once for each strategy, and every wrapped model needs it.
         self._pl_static_graph_delay_done = False
         super().configure_ddp()

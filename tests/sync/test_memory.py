@@ -118,21 +118,29 @@ def test_a_fit_leaves_views_as_they_are(ranks: Any) -> None:
     assert ranks(2).run(train_with_views) == [[True] * 12] * 2
 
 
-def tie(by_data: bool) -> None:
+def tie(way: str) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    if by_data:
+    whole = torch.ones(8, 16)
+    if way == "data":
         model[1].weight.data = model[0].weight.data
+    elif way == "transposed":
+        model[1].weight.data = model[0].weight.data.t()
+    elif way == "halves of a matrix":
+        model[0].weight.data = whole[:, :8]
+        model[1].weight.data = whole[:, 8:]
     else:
         model[1].weight = model[0].weight
     Updates(model, optim.SGD(model.parameters(), lr=0.1)).close()
 
 
 def test_parameters_that_are_tied_through_their_data_are_named(ranks: Any) -> None:
-    for said in ranks(2).run(message_of, tie, True):
-        assert said.startswith(
-            "The parameters '0.weight' and '1.weight' are two objects over the same memory"
-        )
-    ranks(2).run(tie, False)
+    for way in ("data", "transposed"):
+        for said in ranks(2).run(message_of, tie, way):
+            assert said.startswith(
+                "The parameters '0.weight' and '1.weight' are two objects over the same memory"
+            )
+    for way in ("object", "halves of a matrix"):
+        ranks(2).run(tie, way)
 
 
 def exchange_contents(compiles: bool) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn, optim
 from torch.nn.parallel import DistributedDataParallel
 
@@ -588,6 +589,25 @@ def wrapped_by_accelerate() -> Any:
     return Updates(model, prepared(model))
 
 
+def train_a_layer_that_comes_late() -> None:
+    """An optimizer of its own trains it, and `Updates` knows neither."""
+    model = perceptron()
+    optimizers = [optim.Adam(model.parameters(), lr=0.01)]
+    Updates(model, optimizers, density=0.2)
+    for step in range(4):
+        if step == 2:
+            model.second = nn.Linear(24, 8)
+            optimizers.append(optim.Adam(model.second.parameters(), lr=0.01))
+        model(torch.ones(4, 40)).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def train_in_a_group_of_others() -> Any:
+    groups = [dist.new_group([one]) for one in range(2)]
+    return misuse({"process_group": groups[1 - rank()]})
+
+
 def not_wrapped() -> Any:
     return Gradients(perceptron(), density=0.1)  # type: ignore[arg-type]
 
@@ -627,6 +647,8 @@ def not_wrapped() -> Any:
         (partial(misuse, {}, differ=True), "lr of optimizer 0"),
         (wrapped, "`Updates` replaces `DistributedDataParallel`"),
         (wrapped_by_accelerate, "`AcceleratedOptimizer` has no step hooks"),
+        (train_a_layer_that_comes_late, "A parameter of shape [8, 24] was made after"),
+        (train_in_a_group_of_others, "This rank is not in `process_group`."),
         (not_wrapped, "`Gradients` needs a model in `DistributedDataParallel`; got `Perceptron`."),
     ],
 )

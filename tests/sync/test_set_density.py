@@ -149,6 +149,8 @@ def test_the_next_fit_begins_with_what_was_given(ranks: Any) -> None:
 def with_fabric() -> list[float]:
     strategy = FabricStrategy(local_steps=1, warmup_steps=0)
     fabric = launched(strategy)
+    with pytest.raises(RuntimeError, match=r"Call it after `fabric.setup`, or give `density=0.1`"):
+        strategy.set_density(0.1)
     model = perceptron()
     model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
     sent = []

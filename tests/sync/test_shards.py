@@ -41,12 +41,32 @@ def with_the_trainer() -> Any:
     fit(DCTStrategy(), ShardsItself(), 4)
 
 
+GRADIENTS: dict[str, Any] = {"compress": "gradients", "density": 0.2}
+
+
+def gradients_with_fabric() -> Any:
+    return launched(FabricDCTStrategy(**GRADIENTS)).setup_module(by_fully_shard())
+
+
+def gradients_with_the_trainer() -> Any:
+    fit(DCTStrategy(**GRADIENTS), ShardsItself(), 4)
+
+
+MAKERS = [
+    in_a_plain_loop,
+    with_fabric,
+    with_the_trainer,
+    gradients_with_fabric,
+    gradients_with_the_trainer,
+]
+
+
 def in_fsdp1() -> Any:
     model = FullyShardedDataParallel(nn.Linear(8, 8), device_id=torch.device("cpu"))
     return Updates(model, optim.SGD(model.parameters(), lr=0.1))
 
 
-@pytest.mark.parametrize("make", [in_a_plain_loop, with_fabric, with_the_trainer])
+@pytest.mark.parametrize("make", MAKERS)
 def test_a_sharded_model_is_refused_by_name(ranks: Any, make: Any) -> None:
     for said in ranks(2).run(message_of, make):
         assert "first.weight' is spread over the ranks [0, 1]" in said

@@ -78,6 +78,8 @@ class StepEntrance:
         self._steps: list[_Step] = []
         # Those whose first step all ranks have begun together.
         self._agreed: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        # Those that step no parameter of the model.
+        self._strangers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         # Whether new optimizers are its own, and not those of a later one for the same model.
         self._takes_new = True
         self._handles: list[RemovableHandle] = []
@@ -185,12 +187,15 @@ class StepEntrance:
             return False
         if self.updates.known.number_of(optimizer) is not None:
             return True
+        if not self._takes_new or views.are_open:
+            return False
         names = self.updates.parameter_names
-        return (
-            self._takes_new
-            and not views.are_open
-            and any(one in names and one.requires_grad for one in _stepped_by(optimizer))
-        )
+        if any(one in names and one.requires_grad for one in _stepped_by(optimizer)):
+            return True
+        if optimizer not in self._strangers:
+            self._strangers.add(optimizer)
+            self.updates.refuse_late(_stepped_by(optimizer))
+        return False
 
     def _begin_first_step(self, optimizer: Optimizer) -> None:
         """Have all ranks begin the first step of an optimizer, if that may differ between them."""

@@ -38,6 +38,7 @@ from lightning_dct.sync.setup import (
     check_settings,
     make_gradient_synchronizer,
     make_update_synchronizer,
+    refuse_group_of_others,
 )
 from lightning_dct.sync.views import View
 from lightning_dct.traffic import Traffic
@@ -111,7 +112,9 @@ class Updates(_Loop):
         optimizers: One, or several in the same order on every rank.
         steps: Optimizer steps of the run, from which settings that are left out follow; None if
             that is not known.
-        process_group: The ranks that train together; by default all.
+        process_group: The ranks that train together; by default all. If it has some of them, the
+            others make theirs with their own groups at the same time, because all ranks of a job
+            make torch's groups together; with ``exchange="all_gather"`` they need not.
         average_buffers: Average the running statistics of normalisation layers, and take other
             buffers from rank 0.
         project: Brings the weights of the model back into their bounds after each step, in place: a
@@ -149,6 +152,7 @@ class Updates(_Loop):
                 "`Updates` replaces `DistributedDataParallel`. Give it the model that is not"
                 " wrapped."
             )
+        refuse_group_of_others(process_group)
         group = process_group or dist.distributed_c10d._get_default_group()
         given_optimizers = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
         if not given_optimizers or not all(isinstance(one, Optimizer) for one in given_optimizers):

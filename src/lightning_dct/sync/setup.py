@@ -69,7 +69,8 @@ def check_settings(
         the group.
 
     Raises:
-        ValueError: A pattern matches no parameter, a tensor cannot be written, or the ranks differ.
+        ValueError: A pattern matches no parameter, a tensor cannot be written, this rank is not in
+            the group, or the ranks differ.
     """
     config.check_patterns(list(parameter_names(module).values()))
     refuse_unwritable(module, exchanges_buffers(ddp_settings))
@@ -77,6 +78,7 @@ def check_settings(
     # Strategies are built, and pickled, before any process group can exist; hence the function.
     if callable(group) and not isinstance(group, dist.ProcessGroup):
         ddp_settings["process_group"] = group = group()
+    refuse_group_of_others(group)
     plain = {
         name: value
         for name, value in ddp_settings.items()
@@ -163,14 +165,27 @@ def make_update_synchronizer(
     return made
 
 
-def refuse_shards(module: Module, names: Mapping[Tensor, str], group: dist.ProcessGroup) -> None:
+def refuse_group_of_others(group: Any) -> None:
+    """Refuse what ``torch.distributed.new_group`` returns to a rank that is not in the group
+    (ValueError).
+    """
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            "This rank is not in `process_group`. Give each rank the group that it trains in: the"
+            " one of those that `torch.distributed.new_group` has made which has this rank."
+        )
+
+
+def refuse_shards(
+    module: Module, names: Mapping[Tensor, str], group: dist.ProcessGroup | None
+) -> None:
     """Refuse parameters of which the ranks of a group hold a part each: an exchange takes them for
     replicas.
 
     Raises:
         ValueError: There are some; the message names the first, and the remedy.
     """
-    ranks = set(dist.get_process_group_ranks(group))
+    ranks = set(dist.get_process_group_ranks(group or dist.group.WORLD))
     for parameter, name in names.items():
         holders = (
             parameter.device_mesh.mesh.flatten().tolist() if isinstance(parameter, DTensor) else []
@@ -246,8 +261,8 @@ def refuse_same_memory(names: Mapping[Tensor, str]) -> None:
         for one, name in names.items()
         if one.requires_grad
         and one.numel()
-        and one.is_contiguous()
         and not (one.is_meta or isinstance(one, DTensor))
+        and _fills_its_memory(one)
     ]
     spans.sort(key=lambda span: (str(span[0]), *span[1:]))
     for (device, _, end, name), (other_device, start, _, other) in pairwise(spans):
@@ -258,6 +273,14 @@ def refuse_same_memory(names: Mapping[Tensor, str]) -> None:
                 " them one parameter, as by `decoder.weight = encoder.weight`, or give each its"
                 " own memory by `one.data = one.data.clone()`."
             )
+
+
+def _fills_its_memory(tensor: Tensor) -> bool:
+    """Whether entries lie side by side, in any order of dimensions, as those of a transposed
+    matrix do.
+    """
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.permute(order).is_contiguous()
 
 
 def exchanges_buffers(ddp_settings: Mapping[str, Any]) -> bool:

@@ -179,6 +179,13 @@ class UpdateSynchronizer(UpdateState):
         )
         return clock
 
+    def refuse_late(self, parameters: Iterable[Tensor]) -> None:
+        """Refuse parameters that have come into the model since it was set up (ValueError): no
+        exchange knows them.
+        """
+        late = set(self._parameters()) - self.parameter_names.keys() - self._classified
+        self._refuse([] if self._alone else [one for one in parameters if one in late])
+
     def _choose_by_gradient(self, clock: OptimizerClock, optimizer: Optimizer) -> None:
         """Choose the parameters of which ranks exchange gradients before a step: those of rows that
         take part for the first time.
