@@ -37,7 +37,7 @@ test-torchrec: .venv-torchrec/installed
 # Libraries that bring LightningModules of their own fit, save, load and predict under `ddp` and `dct`, on two ranks.
 PACKAGES_libraries := chemprop==2.3.1 pytorch-forecasting==1.8.0 darts==0.48.1
 test-libraries: .venv-libraries/installed
-	PYTHONPATH=$(CURDIR)/src .venv-libraries/bin/python tests/libraries/run_all.py
+	.venv-libraries/bin/python tests/libraries/run_all.py
 
 # Lightning's own tests of DDP, with DCT in its place; `LIGHTNING=folder` names a checkout that is there already.
 PACKAGES_lightning := cloudpickle fastapi onnx onnxruntime onnxscript pytest-rerunfailures requests scikit-learn uvicorn
@@ -51,7 +51,7 @@ test-lightning: .venv-lightning/installed $(LIGHTNING)/tests
 
 .venv-%/installed: $(VENV)/installed
 	$(PYTHON) -m venv .venv-$*
-	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
+	{ $(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))"; echo $(CURDIR)/src; } > \
 		$$(.venv-$*/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/first.pth
 	.venv-$*/bin/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt \
 		$(PACKAGES_$*)

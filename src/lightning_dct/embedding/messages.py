@@ -47,15 +47,12 @@ from lightning_dct.compress.threshold import (
     kth_magnitude,
     nudge,
 )
-from lightning_dct.embedding import on_device
-from lightning_dct.embedding.on_device import Reading
 from lightning_dct.embedding.owners import Int64Array
 from lightning_dct.kernels import cpu_kernel, positions_of
 from lightning_dct.kernels.bits import (
     nonzero_indices,
     num_bytes,
     pack_bits,
-    positions_in,
     unpack_bits,
 )
 from lightning_dct.kernels.plain import SMALLEST_THRESHOLD
@@ -231,8 +228,8 @@ def message_about(row_tables: Int64Array, dim: int, density: float, value_format
 
 def compress_changes(
     rows: Tensor, addend: Tensor, message: Message, thresholds: Float64Array, scale: float = 1.0
-) -> Reading[SentRows]:
-    """Add to rows, select entries of the sums, and pack them.
+) -> SentRows:
+    """Add to rows on a CPU, select entries of the sums, and pack them.
 
     Zeros are never sent, because 1bit has none. If a table has infinite or NaN sums, only those are
     sent: ``rows`` keeps its old values there, and ``left`` is NaN or infinite.
@@ -248,9 +245,10 @@ def compress_changes(
     """
     layout = message.layout
     flat = rows.view(-1)
-    added = addend.reshape(-1)
     edges = list(accumulate(layout.tensor_sizes, initial=0))
-    inputs, references = (tensor.split(layout.tensor_sizes) for tensor in (added, flat))
+    inputs, references = (
+        tensor.split(layout.tensor_sizes) for tensor in (addend.reshape(-1), flat)
+    )
     for new, base, table, target in zip(
         inputs, references, message.tables, layout.capacities, strict=True
     ):
@@ -259,53 +257,76 @@ def compress_changes(
         elif thresholds[table] == 0:
             thresholds[table] = kth_magnitude(base + scale * new, target)
     limits = np.maximum(thresholds[message.tables], SMALLEST_THRESHOLD)
-    flags = torch.zeros(layout.flags_num_bytes, dtype=torch.uint8, device=flat.device)
-    finite = np.ones(len(references), dtype=np.bool_)
-    if flat.is_cpu:
-        values, reached = cpu_kernel().select(
-            inputs, references, edges[:-1], limits.tolist(), scale, flags
-        )
-        positions = positions_of(flags, len(values))
-        some_broken = bool(values.isfinite().logical_not_().any())
-    else:
-        positions, values, reached, some_broken = yield from on_device.select(
-            rows, addend, layout, limits, scale
-        )
-        if not some_broken:
-            _guard(message, thresholds, reached, finite.tolist(), references)
-            payload, positions, values, received = on_device.pack(layout, positions, values, limits)
-            return SentRows(payload, positions, received, values - received.to(values.dtype))
-    counts = reached
+    flags = torch.zeros(layout.flags_num_bytes, dtype=torch.uint8)
+    values, reached = cpu_kernel().select(
+        inputs, references, edges[:-1], limits.tolist(), scale, flags
+    )
+    is_finite = not values.isfinite().logical_not_().any()
+    if is_finite and len(values) <= layout.capacity:
+        guard(message, thresholds, reached, references)
+        return _sent(layout, flags, positions_of(flags, len(values)), values, reached)
+    positions = positions_of(flags, len(values))
+    return send_some(rows, message, thresholds, limits, positions, values, reached)
+
+
+def send_some(
+    rows: Tensor,
+    message: Message,
+    thresholds: Float64Array,
+    limits: Float64Array,
+    positions: Tensor,
+    values: Tensor,
+    reached: list[int],
+) -> SentRows:
+    """Pack those of selected entries that may be sent: of a table with infinite or NaN ones only
+    these, and the largest if there are too many.
+
+    Args:
+        rows: What was selected from; not where it is infinite or NaN.
+        message: The form of the message.
+        thresholds: One for each table of the module, which the guard moves.
+        limits: Those of the tables in the message, from which the entries were selected.
+        positions: Shape ``[count]``, int64: the entries' positions in the flattened rows.
+        values: The entries.
+        reached: The number of them of each table.
+    """
+    layout = message.layout
+    references = rows.view(-1).split(layout.tensor_sizes)
+    ends = torch.tensor(list(accumulate(layout.tensor_sizes)), device=rows.device)
+    table_of = torch.searchsorted(ends, positions, right=True)
     broken = values.isfinite().logical_not_()
-    if some_broken or len(values) > layout.capacity:
-        table_of = torch.searchsorted(
-            torch.tensor(edges[1:], device=flat.device), positions, right=True
+    finite = np.ones(len(references), dtype=np.bool_)
+    finite[table_of[broken].cpu().numpy()] = False
+    if not finite.all():
+        keep = broken | torch.from_numpy(finite).to(rows.device)[table_of]
+        positions = positions[keep]
+        values = values[keep]
+        table_of = table_of[keep]
+        reached = torch.bincount(table_of, minlength=len(references)).tolist()
+    guard(message, thresholds, reached, references, finite.tolist())
+    if len(values) > layout.capacity:
+        # Those that exceed their table's threshold by the largest factors are sent.
+        over = torch.from_numpy(np.where(finite, limits, np.inf)).to(rows.device, rows.dtype)
+        # In fp64 the largest float over the smallest threshold is finite; infinite over infinite is
+        # NaN.
+        excess = values.to(torch.float64) / over[table_of]
+        kept = nonzero_indices(
+            keep_largest(excess.nan_to_num_(nan=math.inf), layout.capacity)[0]
         )
-        if some_broken:
-            finite[table_of[broken].cpu().numpy()] = False
-            keep = broken | torch.from_numpy(finite).to(flat.device)[table_of]
-            positions = positions[keep]
-            values = values[keep]
-            table_of = table_of[keep]
-            reached = torch.bincount(table_of, minlength=len(references)).tolist()
-        if len(values) > layout.capacity:
-            # Those that exceed their table's threshold by the largest factors are sent.
-            over = torch.from_numpy(np.where(finite, limits, np.inf)).to(flat.device, flat.dtype)[
-                table_of
-            ]
-            # In fp64 the largest float over the smallest threshold is finite; infinite over
-            # infinite is NaN.
-            excess = (values.to(torch.float64) / over).nan_to_num_(nan=math.inf)
-            kept = nonzero_indices(keep_largest(excess, layout.capacity)[0])
-            positions = positions[kept]
-            values = values[kept]
-            table_of = table_of[kept]
-        counts = torch.bincount(table_of, minlength=len(references)).tolist()
-        flags = torch.zeros_like(flags).index_add_(
-            0, positions >> 3, (1 << (positions & 7)).to(torch.uint8)
-        )
-    _guard(message, thresholds, reached, finite.tolist(), references)
-    payload = pack_payload(layout, flags, values, counts, flat.new_empty(0, dtype=torch.uint8))
+        positions = positions[kept]
+        values = values[kept]
+        table_of = table_of[kept]
+    counts = torch.bincount(table_of, minlength=len(references)).tolist()
+    flags = torch.zeros(layout.flags_num_bytes, dtype=torch.uint8, device=rows.device)
+    flags.index_add_(0, positions >> 3, (1 << (positions & 7)).to(torch.uint8))
+    return _sent(layout, flags, positions, values, counts)
+
+
+def _sent(
+    layout: PayloadLayout, flags: Tensor, positions: Tensor, values: Tensor, counts: list[int]
+) -> SentRows:
+    none = values.new_empty(0, dtype=torch.uint8)
+    payload = pack_payload(layout, flags, values, counts, none)
     received = unpack_values(layout, payload, counts)
     return SentRows(payload, positions, received, values - received.to(values.dtype))
 
@@ -332,24 +353,18 @@ def decode_whole(data: Tensor, num_rows: int, dim: int, value_format: str) -> Te
 
 def encode_some(
     rows: Tensor, known: Tensor, chosen: Tensor, message: Message
-) -> Reading[tuple[Tensor, Tensor, Tensor]]:
-    """Which of the rows, ``[k, dim]``, are chosen (bool, ``[k]``), then these less what is known.
+) -> tuple[Tensor, Tensor]:
+    """Which of the rows, ``[k, dim]``, are chosen (int64, ascending), then these less what is known.
 
     Returns:
-        The bytes, the chosen rows' places among all, ``[count]``, and what a receiver reads of
-        them, ``[count, dim]``, fp32.
+        The bytes, and what a receiver reads of the chosen rows, ``[count, dim]``, fp32.
     """
-    if chosen.is_cpu:
-        some = nonzero_indices(chosen)
-    else:
-        [count] = yield chosen.sum().view(1)
-        some = positions_in(chosen, count)
-    places = PositionCode(message.num_rows, len(some)).encode(some)
+    places = PositionCode(message.num_rows, len(chosen)).encode(chosen)
     value_format = message.layout.value_format
-    changes = rows.index_select(0, some) - finite(known.index_select(0, some))
+    changes = rows.index_select(0, chosen) - finite(known.index_select(0, chosen))
     whole = encode_whole(changes, value_format)
-    received = decode_whole(whole, len(some), message.dim, value_format)
-    return torch.cat([places, whole]), some, received
+    received = decode_whole(whole, len(chosen), message.dim, value_format)
+    return torch.cat([places, whole]), received
 
 
 def finite(copies: Tensor) -> Tensor:
@@ -359,61 +374,33 @@ def finite(copies: Tensor) -> Tensor:
     return copies.nan_to_num(0.0, 0.0, 0.0)
 
 
-def read_answer(
-    message: Message, whole: Tensor, count: int, changes: Tensor, header: bytes | None
-) -> Reading[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Undo :func:`encode_some` of ``count`` rows, and :func:`compress_changes` (PayloadError).
-
-    Args:
-        message: The form of the messages.
-        whole: The bytes of the whole rows.
-        count: The number of them.
-        changes: The payload of the changes.
-        header: The first bytes of that, if the host of a device has them already.
-
-    Returns:
-        The places of the whole rows among all, ``[count]``, and they, ``[count, dim]``, fp32; the
-        positions of changed entries in the flattened rows, int64, and their values, fp32.
-    """
+def decode_some(message: Message, data: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Undo :func:`encode_some` of ``count`` rows (PayloadError): their places, and they."""
     code = PositionCode(message.num_rows, count)
-    coded, rows = whole.tensor_split([code.num_bytes])
+    places, rows = data.tensor_split([code.num_bytes])
     received = decode_whole(rows, count, message.dim, message.layout.value_format)
-    if whole.is_cpu:
-        sent = unpack_payload(message.layout, changes)
-        return code.decode(coded, count), received, sent.positions, sent.values
-    places, facts = code.decode_unchecked(unpack_bits(coded, code.num_bits), count)
-    unpacked = on_device.unpack(message.layout, changes, header)
-    known = yield torch.cat([unpacked.facts, facts])
-    entries = unpacked.values.numel()
-    message.layout.position_code.check(known[: -facts.numel()], entries)
-    code.check(known[-facts.numel() :], count)
-    return places, received, unpacked.positions, unpacked.values
+    return code.decode(places, count), received
 
 
-def read_changes(
-    message: Message, payload: Tensor, header: bytes | None = None
-) -> Reading[tuple[Tensor, Tensor]]:
+def read_changes(message: Message, payload: Tensor) -> tuple[Tensor, Tensor]:
     """Undo :func:`compress_changes`: positions in the flattened rows, int64, and values, fp32
     (PayloadError).
-
-    ``header`` are its first bytes, if the host of a device has them already.
     """
-    if payload.is_cpu:
-        sent = unpack_payload(message.layout, payload)
-        return sent.positions, sent.values
-    unpacked = on_device.unpack(message.layout, payload, header)
-    known = yield unpacked.facts
-    message.layout.position_code.check(known, unpacked.values.numel())
-    return unpacked.positions, unpacked.values
+    sent = unpack_payload(message.layout, payload)
+    return sent.positions, sent.values
 
 
-def _guard(
+def guard(
     message: Message,
     thresholds: Float64Array,
     reached: list[int],
-    finite: list[bool],
     sums: Sequence[Tensor],
+    finite: Sequence[bool] | None = None,
 ) -> None:
+    """Move thresholds towards their targets, or select those anew that far too many entries have
+    reached.
+    """
+    finite = finite or [True] * len(sums)
     parts = zip(sums, message.tables, reached, message.layout.capacities, finite, strict=True)
     for part, table, count, target, is_finite in parts:
         if target == part.numel():

@@ -90,10 +90,12 @@ def nonzero_indices(flags: Tensor) -> Tensor:
 def positions_in(marks: Tensor, count: int) -> Tensor:
     """The numbers of the ``count`` marks (bool, ``[n]``) that are set: int64, ascending.
 
-    If more are set, the first; if fewer, any numbers follow. The host of a device does not wait.
+    If more are set, the first; if fewer, others follow. The host of a device does not wait.
     """
-    places = marks.cumsum(0) - 1
-    places = torch.where(marks & (places < count), places, count)
-    found = torch.zeros(count + 1, dtype=torch.int64, device=marks.device)
-    found.scatter_(0, places, torch.arange(marks.numel(), device=marks.device))
-    return found[:count]
+    return found_in(marks.cumsum(0), count)
+
+
+def found_in(sums: Tensor, count: int) -> Tensor:
+    """:func:`positions_in` of marks by their sums so far, int64, ``[n]``."""
+    numbers = torch.arange(1, count + 1, device=sums.device)
+    return torch.searchsorted(sums, numbers).clamp_(max=max(sums.numel() - 1, 0))

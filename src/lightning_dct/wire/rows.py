@@ -118,26 +118,35 @@ def _largest_magnitudes(values: Tensor, row_of: Tensor | None, num_rows: int) ->
 def _encode_scales(largest: Tensor, levels: int) -> Tensor:
     if largest.numel() == 0:
         return largest.new_empty(0, dtype=torch.uint8)
+    codes, top = code_scales(largest.unsqueeze(0), levels)
+    return torch.cat([top.view(torch.uint8), codes.view(-1)])
+
+
+def code_scales(largest: Tensor, levels: int) -> tuple[Tensor, Tensor]:
+    """The codes of scales, uint8 ``[n, rows]``, and the largest scale of each of ``n`` messages, by
+    the largest magnitude of each row, ``[n, rows]``; rows of zeros may fill a message up.
+    """
     # "Not below" is true for NaN, and one operation where `isfinite` is four.
     broken = (largest < math.inf).logical_not_()
     needed = largest.masked_fill(broken, 0.0).div_(levels)
     # Slightly smaller if `levels` steps would be infinite although the value is finite.
     needed = torch.where(needed * levels < math.inf, needed, needed * (1 - 2**-23))
-    top = needed.amax()
+    top = needed.amax(dim=1)
     # Only zeros get code 0.
-    codes = torch.searchsorted(_fractions(largest.device)[: LARGEST_CODE + 1] * top, needed)
-    codes = codes.to(torch.uint8).masked_fill_(broken, BROKEN_CODE)
-    return torch.cat([top.view(1).view(torch.uint8), codes])
+    limits = _fractions(largest.device)[: LARGEST_CODE + 1] * top.unsqueeze(1)
+    codes = torch.searchsorted(limits, needed)
+    return codes.to(torch.uint8).masked_fill_(broken, BROKEN_CODE), top
 
 
 def _decode_scales(scale_bytes: Tensor) -> Tensor:
     """One scale a row, fp32."""
     top = scale_bytes[:LARGEST_SCALE_BYTES].clone().view(torch.float32)
-    return (
-        _fractions(scale_bytes.device)
-        .index_select(0, scale_bytes[LARGEST_SCALE_BYTES:].int())
-        .mul_(top)
-    )
+    return scales_of(scale_bytes[LARGEST_SCALE_BYTES:], top)
+
+
+def scales_of(codes: Tensor, top: Tensor) -> Tensor:
+    """The scales of codes, ``[rows]``, by the largest scale, ``[1]`` or that of each, fp32."""
+    return _fractions(codes.device).index_select(0, codes.int()).mul_(top)
 
 
 @lru_cache

@@ -65,14 +65,22 @@ def encode_values(
         values = values if values.dtype == torch.float64 else values.float()
         assert not isinstance(counts, Tensor)
         return loops.encode_scaled(values, counts, BITS_PER_VALUE[value_format])
+    lengths = torch.as_tensor(counts, dtype=torch.int64).to(values.device)
+    codes, scales = code_values(values, lengths, value_format)
+    return (pack_bits(codes) if value_format == "1bit" else pack_codes(codes, 2)), scales
+
+
+def code_values(values: Tensor, lengths: Tensor, value_format: str) -> tuple[Tensor, Tensor]:
+    """The codes of values, a byte each, and the scales, in formats with scales; ``lengths``, int64,
+    says how many values are of each tensor.
+    """
     # fp64 sums: a mean of many fp32 magnitudes must not overflow or drift.
     magnitudes = values.to(torch.float64, copy=True).abs_()
-    lengths = torch.as_tensor(counts, dtype=torch.int64).to(values.device)
     numbers = lengths.clamp(min=1)
     totals = _sums(magnitudes, lengths)
     means = totals / numbers
     if value_format == "1bit":
-        return pack_bits(values > 0), means.to(torch.float32)
+        return (values > 0).view(torch.uint8), means.to(torch.float32)
     index = torch.arange(lengths.numel(), device=values.device).repeat_interleave(
         lengths, output_size=values.numel()
     )
@@ -85,7 +93,15 @@ def encode_values(
     fits = (products * products / squares > totals * means) & (scales <= LARGEST_HALF)
     scales = torch.where(fits, scales, means).to(torch.float32)
     codes = (is_large & fits.index_select(0, index)).to(torch.uint8) << 1 | (values > 0)
-    return pack_codes(codes, 2), scales
+    return codes, scales
+
+
+def levels_of(codes: Tensor, value_format: str) -> Tensor:
+    """What codes of :func:`code_values` are times the scale of their tensor: fp32."""
+    if value_format == "1bit":
+        return codes.to(torch.float32).mul_(2).sub_(1)
+    large = ((codes >> 1) + 1).to(torch.float32)
+    return large.copysign_((codes & 1) - 0.5)
 
 
 def decode_values(
