@@ -24,6 +24,8 @@ WAITS = {
     *("_unique2", "unique_consecutive", "unique_dim"),
 }
 READS = {"_local_scalar_dense", "equal"}
+# They start nothing on a device.
+ALLOCATIONS = {"empty", "empty_like", "new_empty", "empty_strided"}
 
 
 class OnDevice(Tensor):
@@ -95,13 +97,16 @@ class PretendedDevice(TorchDispatchMode):
         result = function(*inner[0], **inner[1])
         if not (is_from_device or target):
             return result
-        self.operations += not function.is_view
+        self.operations += not function.is_view and name not in ALLOCATIONS
         mask = name in ("index", "index_put", "index_put_") and any(
             isinstance(index, Tensor) and index.dtype == torch.bool for index in given[1]
         )
         is_read = is_from_device and not target
         is_copied_off = name == "copy_" and not isinstance(given[0], OnDevice)
-        if name in WAITS or mask or is_read or is_copied_off:
+        # CUDA's host waits for all work before a copy that may block.
+        is_sent = target and not is_from_device and not settings.get("non_blocking")
+        blocks = is_sent and name in ("_to_copy", "copy_")
+        if name in WAITS or mask or is_read or is_copied_off or blocks:
             self.wait()
         if name in READS or is_read:
             return result

@@ -382,7 +382,7 @@ def test_add_entries(data: st.DataObject, slots: list[int], dtype: torch.dtype) 
     numbers = torch.tensor(positions, dtype=torch.int64)
     add_entries(
         rows,
-        torch.tensor(slots, dtype=torch.int64),
+        torch.tensor([DIM * (slot - row) for row, slot in enumerate(slots)], dtype=torch.int64),
         numbers,
         torch.tensor(values, dtype=torch.float32),
     )

@@ -1,6 +1,7 @@
 import copy
 import gc
 import io
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -153,8 +154,9 @@ def events_of_a_step() -> tuple[list[str], int]:
         ) -> Any:
             nonlocal evicted
             if name == "gradients":
-                evicted = sum(part.numel() for one in tables.evicted for part in one.sent.values())
-                assert evicted < sum(payload.numel() for payload in payloads.values())
+                of_evicted = [parts for one in tables.evicted for parts in one.sent.values()]
+                evicted = sum(part.numel() for part in chain(*of_evicted))
+                assert evicted < sum(part.numel() for part in chain(*payloads.values()))
             events.append(f"send {name}")
             wait = start(payloads, sizes, traffic, name)
 

@@ -22,6 +22,7 @@ from lightning_dct.embedding.first_parts import (
     read_head,
     write_head,
 )
+from lightning_dct.embedding.on_device import DeferredReads
 from lightning_dct.traffic import Traffic
 from lightning_dct.wire.positions import PayloadError
 
@@ -85,7 +86,10 @@ def sent_with_rooms(lengths: list[list[int]], rooms: list[list[int]]) -> tuple[A
     bodies = {peer: [body(rank, peer, lengths)] for peer in exchange.peers}
     expected = {peer: rooms[peer][rank] for peer in exchange.peers}
     rooms_out = {peer: rooms[rank][peer] for peer in exchange.peers}
-    transfer = FirstParts(exchange, "", heads, bodies, rooms_out, expected, expected, traffic)
+    reads = DeferredReads()
+    transfer = FirstParts(
+        exchange, "", heads, bodies, rooms_out, expected, expected, traffic, reads
+    )
     arrived = {}
     found = {}
     for peer, head in transfer.wait().items():

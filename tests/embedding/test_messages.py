@@ -25,7 +25,6 @@ from lightning_dct.embedding.messages import (
     message_about,
     whole_num_bytes,
 )
-from lightning_dct.embedding.on_device import together
 from lightning_dct.embedding.store import RowStore
 from lightning_dct.kernels.bits import pack_bits, unpack_bits
 from lightning_dct.kernels.plain import SMALLEST_THRESHOLD
@@ -266,10 +265,9 @@ def read(message: Message, payload: Tensor) -> tuple[Tensor, Tensor]:
 
 def compress_changes(accumulated: Tensor, message: Message, thresholds: np.ndarray) -> SentRows:
     """All of it added to nothing."""
-    sending = changes_module.compress_changes(
+    return changes_module.compress_changes(
         torch.zeros_like(accumulated), accumulated, message, thresholds
     )
-    return together({0: sending})[0]
 
 
 # Mostly comparable numbers, with ties and zeros; now and then very large and very small ones.
@@ -341,62 +339,126 @@ def test_equals_the_reference(case: Case, data: st.DataObject) -> None:
     assert torch.equal(values.nan_to_num(7.0), sent.received.nan_to_num(7.0))
 
 
-@given(case=changes(), data=st.data())
+@st.composite
+def several_changes(draw: st.DrawFn) -> tuple[list[Message], Tensor]:
+    """Messages of one form about changes of some rows each, and these."""
+    dim = draw(st.integers(1, 5))
+    density = draw(densities)
+    value_format = draw(st.sampled_from(FORMATS))
+    tables = st.lists(st.integers(0, NUM_TABLES - 1), max_size=12).map(sorted)
+    of_messages = draw(st.lists(tables, min_size=1, max_size=4))
+    size = dim * sum(map(len, of_messages))
+    entries = draw(st.lists(numbers, min_size=size, max_size=size))
+    dtype = draw(st.sampled_from([torch.float32, torch.float64]))
+    forms = [
+        message_about(np.array(one, dtype=np.int64), dim, density, value_format)
+        for one in of_messages
+    ]
+    return forms, torch.tensor(entries, dtype=dtype).view(-1, dim)
+
+
+@given(case=several_changes(), data=st.data())
 @examples(100)
-def test_a_device_sends_and_reads_what_a_cpu_does(case: Case, data: st.DataObject) -> None:
-    """Oracle: the bytes, rows and thresholds of the other form, which runs on any device, here on
-    the CPU.
+def test_a_device_sends_and_reads_what_a_cpu_does(
+    case: tuple[list[Message], Tensor], data: st.DataObject
+) -> None:
+    """Oracle: the bytes and entries of each message by itself, in the other form. That of a device
+    runs on any, here on the CPU.
     """
-    message, accumulated, _ = case
-    thresholds = some_thresholds(data)
-    reselects = thresholds == 0
-    sent = compress_changes(accumulated, message, thresholds.copy())
-    if any(reselects[message.tables]) or not message.tables:
-        return  # whose thresholds the other form is not given
-    limits = np.maximum(thresholds[message.tables], SMALLEST_THRESHOLD)
-    for number, (size, capacity) in enumerate(
-        zip(message.layout.tensor_sizes, message.layout.capacities, strict=True)
+    forms, accumulated = case
+    before = [some_thresholds(data) for _ in forms]
+    starts = np.cumsum([0, *(message.num_rows for message in forms)]).tolist()
+    sent = []
+    limits = []
+    for message, thresholds, rows in zip(
+        forms, before, map(slice, starts, starts[1:]), strict=False
     ):
-        if size == capacity:
-            limits[number] = SMALLEST_THRESHOLD
-    rows = torch.zeros_like(accumulated)
-    found = together({0: on_device.select(rows, accumulated, message.layout, limits, 1.0)})[0]
-    assert torch.equal(rows, accumulated)
-    assert not found.some_broken
-    payload, positions, values, received = on_device.pack(
-        message.layout, found.positions, found.values, limits
+        limits.append(np.maximum(thresholds, SMALLEST_THRESHOLD * (thresholds > 0)))
+        limits[-1] = limits[-1][message.tables]
+        is_full = np.equal(message.layout.tensor_sizes, message.layout.capacities)
+        limits[-1][is_full.astype(bool)] = SMALLEST_THRESHOLD
+        sent.append(compress_changes(accumulated[rows], message, thresholds.copy()))
+    together = on_device.Forms(forms, accumulated.device)
+    reads = on_device.DeferredReads()
+    selected = together.select(
+        reads, torch.zeros_like(accumulated), accumulated, np.concatenate(limits), 1.0
     )
-    assert torch.equal(payload, sent.payload)
-    assert torch.equal(positions, sent.positions)
-    assert torch.equal(received, sent.received)
-    assert torch.equal(values - received.to(values.dtype), sent.left)
-    header = bytes(payload[: HEADER.size].tolist())
-    for known in (header, None):
-        unpacked = on_device.unpack(message.layout, payload, known)
-        message.layout.position_code.check(unpacked.facts.tolist(), unpacked.values.numel())
-        assert torch.equal(unpacked.positions, positions)
-        assert torch.equal(unpacked.values, received)
+    assert torch.equal(selected.sums, accumulated)
+    assert selected.is_finite
+    packed = together.pack(selected)
+    dim = accumulated.shape[1]
+    shifted = [one.positions + start * dim for one, start in zip(sent, starts, strict=False)]
+    assert torch.equal(packed.positions, torch.cat(shifted))
+    assert torch.equal(packed.received, torch.cat([one.received for one in sent]))
+    assert torch.equal(packed.left, torch.cat([one.left for one in sent]))
+    payloads = [torch.cat([*map(as_tensor, parts)]) for parts in packed.payloads]
+    assert all(map(torch.equal, payloads, [one.payload for one in sent]))
+    headers = [bytes(payload[: HEADER.size].tolist()) for payload in payloads]
+    for known in (headers, [None] * len(forms)):
+        positions, values = together.unpack(reads, payloads, known, ["a rank"] * len(forms))
+        reads.now()
+        assert torch.equal(positions, packed.positions)
+        assert torch.equal(values, packed.received)
+
+
+def as_tensor(piece: Tensor | bytes) -> Tensor:
+    return piece if isinstance(piece, Tensor) else torch.tensor([*piece], dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("value_format", FORMATS)
+def test_a_device_codes_whole_rows_as_a_cpu_does(value_format: str) -> None:
+    """Oracle: the bytes of each message by itself."""
+    rows = torch.randn(9, 3, generator=torch.Generator().manual_seed(0)) * 10.0 ** torch.arange(3)
+    rows[4] = 0
+    counts = [2, 0, 7]
+    chosen = torch.tensor([1, 0, 1, 0, 1, 1, 1, 0, 1]).bool()
+    of = torch.tensor([0] * 2 + [2] * 7)
+    within = torch.tensor([*range(2), *range(7)])
+    for mask in (None, chosen):
+        coded = on_device.encode_whole(rows, of, within, counts, value_format, mask)
+        kept = torch.arange(9) if mask is None else chosen.nonzero().view(-1)
+        sizes = torch.bincount(of[kept], minlength=3).tolist()
+        parts = [torch.cat(parts) for parts in coded.some(kept).pieces(sizes)]
+        own = rows[kept].split(sizes)
+        assert all(map(torch.equal, parts, [encode_whole(part, value_format) for part in own]))
+        read = on_device.decode_whole(parts, sizes, 3, value_format)
+        assert torch.equal(read, coded.received[kept])
 
 
 def test_a_device_refuses_what_a_cpu_does() -> None:
-    """Positions that the header does not say, and such as do not ascend."""
-    for code in (PositionCode(1000, 6), PositionCode(20, 15)):
-        positions = torch.arange(6) * 3
-        bits = code.encode_bits(positions)
-        for count in (5, 6, 7):
-            read, facts = code.decode_unchecked(bits, min(count, code.capacity))
-            if count == 6:
-                code.check(facts.tolist(), count)
-                assert torch.equal(read, positions)
-            else:
-                with pytest.raises(PayloadError, match="corrupt"):
-                    code.check(facts.tolist(), count)
-    code = PositionCode(1000, 2)
-    bits = code.encode_bits(torch.tensor([4, 5]))
-    bits[code.num_flags :] = bits[code.num_flags :].view(code.low_bits, 2).flip(1).flatten()
-    _, facts = code.decode_unchecked(bits, 2)
-    with pytest.raises(PayloadError, match="not ascending"):
-        code.check(facts.tolist(), 2)
+    """Positions that the header does not say, and such as do not ascend or are too large; the rank
+    that has sent them is named, whatever the others have sent.
+    """
+    codes = [PositionCode(1000, 6), PositionCode(20, 15), PositionCode(1000, 2)]
+    starts = np.cumsum([1, *(code.num_bytes for code in codes)]).tolist()
+    together = on_device.Codes(codes, [8 * start for start in starts[:-1]])
+    positions = [torch.arange(6) * 3, torch.arange(6) * 3, torch.tensor([4, 5])]
+    bits = [code.encode_bits(part) for code, part in zip(codes, positions, strict=True)]
+    sources = ["rank 0", "rank 2", "rank 3"]
+
+    def read(counts: list[int], given: list[Tensor]) -> Tensor:
+        reads = on_device.DeferredReads()
+        data = torch.cat([torch.zeros(1, dtype=torch.uint8), *map(pack_bits, given)])
+        found = together.read(reads, data, counts, [0, 1000, 1020], sources)
+        assert bool(((found.positions >= 0) & (found.positions < 2020)).all())
+        reads.now()
+        return found.positions
+
+    offsets = torch.tensor([0] * 6 + [1000] * 6 + [1020] * 2)
+    assert torch.equal(read([6, 6, 2], bits), torch.cat(positions) + offsets)
+    for counts, wrong in (([5, 6, 2], 0), ([6, 7, 2], 1), ([6, 6, 1], 2)):
+        with pytest.raises(PayloadError, match=f"{sources[wrong]}: .* are marked"):
+            read(counts, bits)
+    code = codes[2]
+    swapped = bits[2].clone()
+    planes = swapped[code.num_flags :].view(code.low_bits, 2)
+    swapped[code.num_flags :] = planes.flip(1).flatten()
+    with pytest.raises(PayloadError, match=r"rank 3: .* not ascending below 1000"):
+        read([6, 6, 2], [*bits[:2], swapped])
+    large = code.encode_bits(torch.tensor([4, 999]))
+    large[code.num_flags :].view(code.low_bits, 2)[:, 1] = 1
+    with pytest.raises(PayloadError, match=r"rank 3: .* not ascending below 1000"):
+        read([6, 6, 2], [*bits[:2], large])
 
 
 def test_broken_entries_select_no_threshold() -> None:

@@ -37,7 +37,7 @@ def to_device(numbers: Tensor, device: torch.device) -> Tensor:
     return (
         numbers.pin_memory().to(device, non_blocking=True)
         if device.type == "cuda"
-        else numbers.to(device)
+        else numbers.to(device, non_blocking=True)
     )
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_dct.compress.awaited import to_device
 from lightning_dct.embedding.owners import ID_SPACE, Int64Array, RowOwners
 from lightning_dct.embedding.tables import EmbeddingTable
 from lightning_dct.kernels import add_in_order
@@ -253,11 +254,14 @@ class DistinctRows:
         wanted: For each owner, the places there: ascending, distinct.
         sizes: For each owner, the number of them.
         lookups: For each owner, the number of look-ups of these rows.
+        own_there: The places of this rank's own rows, on the device.
         inverse: Shape ``[lookups]``, int64: the distinct row of each look-up, counted through all
             owners.
     """
 
-    def __init__(self, bags: Bags, placement: RowOwners, device: torch.device) -> None:
+    def __init__(
+        self, bags: Bags, placement: RowOwners, own_rank: int, device: torch.device
+    ) -> None:
         owners, places = placement.locate(bags.tables.numpy(), bags.rows.numpy())
         inverse = np.empty(places.size, dtype=np.int64)
         self.bags = bags
@@ -272,4 +276,6 @@ class DistinctRows:
             self.wanted.append(wanted)
         self.sizes = [wanted.size for wanted in self.wanted]
         self.lookups = np.bincount(owners, minlength=placement.world_size)
-        self.inverse = torch.from_numpy(inverse).to(device)
+        own = self.wanted[own_rank]
+        numbers = to_device(torch.from_numpy(np.concatenate([inverse, own])), device)
+        self.inverse, self.own_there = numbers.split([inverse.size, own.size])

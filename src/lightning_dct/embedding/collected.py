@@ -8,7 +8,7 @@ into ``weight.grad``.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn, cast
 
@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dct.agreement import gather_objects
+from lightning_dct.embedding.on_device import DeferredReads
 from lightning_dct.embedding.owners import Int64Array
-from lightning_dct.kernels import add_rows
+from lightning_dct.kernels import add_in_order, add_rows
 from lightning_dct.traffic import Traffic
 from lightning_dct.wire.positions import PayloadError
 
@@ -129,25 +130,31 @@ class RowCollectives:
 
     def start(
         self,
-        payloads: Mapping[int, Tensor],
+        payloads: Mapping[int, Tensor | Sequence[Tensor]],
         sizes: Mapping[int, int],
         traffic: Traffic,
         name: str = "",
     ) -> Callable[[], list[Tensor]]:
-        """Start to send payloads, uint8, and to receive ``sizes`` bytes, both by rank; other ranks
-        exchange nothing. Whoever counts bytes finds what is sent in ``name``.
+        """Start to send payloads, uint8, whole or in parts, and to receive ``sizes`` bytes, both by
+        rank; other ranks exchange nothing. Whoever counts bytes finds what is sent in ``name``.
 
         The result waits for what arrives, and returns it by rank.
         """
-        empty = torch.empty(0, dtype=torch.uint8, device=self.device)
-        sent = [payloads.get(rank, empty) for rank in range(self.world_size)]
+        parts: list[Tensor] = []
+        lengths = []
+        for rank in range(self.world_size):
+            given = payloads.get(rank, ())
+            given = (given,) if isinstance(given, Tensor) else given
+            parts += given
+            lengths.append(sum(part.numel() for part in given))
+        parts = parts or [torch.empty(0, dtype=torch.uint8, device=self.device)]
+        sent = torch.cat(parts)
         if self.group is None:
-            return lambda: sent
-        lengths = [part.numel() for part in sent]
+            return lambda: [sent]
         expected = [sizes.get(rank, 0) for rank in range(self.world_size)]
         received = torch.empty(sum(expected), dtype=torch.uint8, device=self.device)
         work = dist.all_to_all_single(
-            received, torch.cat(sent), expected, lengths, group=self.group, async_op=True
+            received, sent, expected, lengths, group=self.group, async_op=True
         )
         traffic.add(bytes_sent=sum(lengths) - lengths[self.rank])
 
@@ -176,7 +183,8 @@ class CollectedGradients:
     """The gradients of this rank's rows that have arrived since the last backward ended."""
 
     def __init__(self, parts: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
-        # Places among this rank's rows (int64 ``[k]``) and gradients (``[k, dim]``), in order.
+        # In order, places among this rank's rows (int64 ``[k]``) and gradients (``[k, dim]``); or
+        # places and columns (int64 ``[2, k]``) and entries (``[k]``).
         self.parts = list(parts)
         self.ended_by = -1  # the backward that will end with them, of autograd's numbers
 
@@ -184,11 +192,32 @@ class CollectedGradients:
         """Add the gradient of a rank's mean loss at ``places``; a row may occur more than once."""
         self.parts.append((places, gradient))
 
+    def add_entries(self, rows: Tensor, positions: Tensor, values: Tensor, dim: int) -> None:
+        """Add entries of gradients of rows.
+
+        Args:
+            rows: Shape ``[k]``, int64: their places.
+            positions: Shape ``[n]``, int64: positions in the flattened rows.
+            values: Shape ``[n]``.
+            dim: Entries a row.
+        """
+        row = positions // dim
+        if values.is_cpu:
+            touched, number = torch.unique_consecutive(row, return_inverse=True)
+            dense = values.new_zeros(touched.numel(), dim)
+            dense.view(-1).index_copy_(0, number * dim + positions % dim, values)
+            self.add(rows[touched], dense)
+            return
+        # How many rows are touched, only the device knows; its host reads that once, for all parts.
+        columns = torch.add(positions, row, alpha=-dim)
+        self.parts.append((torch.stack([rows.index_select(0, row), columns]), values))
+
     def deliver(
         self,
         weight: Tensor,
         world_size: int,
         resolve: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+        reads: DeferredReads,
     ) -> None:
         """Add the mean over ``world_size`` ranks to ``weight.grad`` as a sparse tensor, and forget
         the parts.
@@ -198,24 +227,44 @@ class CollectedGradients:
         """
         # Some may be of a checkpoint, or of the time before the rows were moved or changed their
         # dtype.
-        places, gradients = zip(*self.parts, strict=True)
+        parts = [(places.to(weight.device), gradient) for places, gradient in self.parts]
         self.parts = []
-        distinct, inverse = torch.unique(
-            torch.cat([p.to(weight.device) for p in places]), return_inverse=True
-        )
+        rows = [places[0] if places.ndim == 2 else places for places, _ in parts]
+        distinct, inverse = _distinct(torch.cat(rows), reads)
         dtype = torch.promote_types(weight.dtype, torch.float32)
-        summed = torch.zeros(
-            distinct.numel(), gradients[0].shape[1], dtype=dtype, device=weight.device
-        )
-        for part, gradient in zip(
-            inverse.split([p.numel() for p in places]), gradients, strict=True
-        ):
-            add_rows(summed, part, gradient.to(summed))
-        rows, mean = resolve(distinct, summed.div_(world_size).to(weight.dtype))
+        dim = next(gradient.shape[1] for _, gradient in parts if gradient.ndim == 2)
+        summed = torch.zeros(distinct.numel(), dim, dtype=dtype, device=weight.device)
+        at_each = inverse.split([part.numel() for part in rows])
+        for at, (places, gradient) in zip(at_each, parts, strict=True):
+            if places.ndim == 2:
+                entries = torch.add(places[1], at, alpha=dim)
+                add_in_order(summed.view(-1), entries, gradient.to(summed))
+            else:
+                add_rows(summed, at, gradient.to(summed))
+        rows_of_weight, mean = resolve(distinct, summed.div_(world_size).to(weight.dtype))
         gradient = torch.sparse_coo_tensor(
-            rows.unsqueeze(0), mean, weight.shape, is_coalesced=True, check_invariants=False
+            rows_of_weight.unsqueeze(0),
+            mean,
+            weight.shape,
+            is_coalesced=True,
+            check_invariants=False,
         )
         weight.grad = gradient if weight.grad is None else (weight.grad + gradient).coalesce()
+
+
+def _distinct(places: Tensor, reads: DeferredReads) -> tuple[Tensor, Tensor]:
+    """Distinct places, ascending, and the number of each place among them."""
+    if places.is_cpu or not places.numel():
+        reads.now()
+        distinct, inverse = torch.unique(places, return_inverse=True)
+        return distinct, inverse
+    # As `torch.unique`, which would make the host wait a second time.
+    ascending, order = places.sort()
+    is_new = torch.nn.functional.pad(ascending[1:] != ascending[:-1], (1, 0))
+    numbers = is_new.cumsum(0)
+    [[last]] = reads.now(numbers[-1:])
+    distinct = places.new_empty(last + 1).scatter_(0, numbers, ascending)
+    return distinct, torch.empty_like(order).scatter_(0, order, numbers)
 
 
 class DeliverRows(torch.autograd.Function):

@@ -32,7 +32,9 @@ class ExactReader:
     """A look-up of exact rows: the constructor reads them, :meth:`pooled` pools them."""
 
     def __init__(self, module: ShardedEmbeddingBags, bags: Bags) -> None:
-        self._rows = DistinctRows(bags, module.placement, module.weight.device)
+        self._rows = DistinctRows(
+            bags, module.placement, module.exchange_group.rank, module.weight.device
+        )
         rows = exact_round(module, self._rows.wanted)
         assert rows is not None  # this rank has not finished
         self._distinct = rows

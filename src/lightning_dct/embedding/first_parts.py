@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_dct.compress.awaited import to_device
+from lightning_dct.embedding.on_device import DeferredReads, Piece
 from lightning_dct.traffic import Traffic
 from lightning_dct.wire.positions import PayloadError
 
@@ -130,11 +132,13 @@ class FirstParts:
         exchange: The ranks.
         name: What is sent, for whoever counts bytes.
         heads: By receiver: its head, from :func:`write_head`.
-        bodies: By receiver: what follows, uint8.
+        bodies: By receiver: what follows, as bytes or uint8. What is on the host is copied to the
+            device of the collectives.
         rooms: By receiver: the room of this rank's message, at least :data:`HEAD_BYTES`.
         expected: By sender: the room of its message.
         most: By sender: the most bytes that it sends if it is at another collective.
         traffic: Counts the bytes.
+        reads: Reads what the host must know.
         to_host: Whether the host reads all that arrives.
     """
 
@@ -143,11 +147,12 @@ class FirstParts:
         exchange: RowCollectives,
         name: str,
         heads: Mapping[int, bytes],
-        bodies: Mapping[int, Sequence[Tensor]],
+        bodies: Mapping[int, Sequence[Piece]],
         rooms: Mapping[int, int],
         expected: Mapping[int, int],
         most: Mapping[int, int],
         traffic: Traffic,
+        reads: DeferredReads,
         to_host: bool = False,
     ) -> None:
         self._to_host = to_host
@@ -155,23 +160,21 @@ class FirstParts:
         self._name = name
         self._expected = expected
         self._traffic = traffic
+        self._reads = reads
         # By receiver, that of its message.
         self.lengths = {
-            peer: len(head) + sum(part.numel() for part in bodies[peer])
-            for peer, head in heads.items()
+            peer: len(head) + sum(map(_length_of, bodies[peer])) for peer, head in heads.items()
         }
         self._has_rest = any(length > rooms[peer] for peer, length in self.lengths.items())
         mark = HAS_REST * self._has_rest
-        device = exchange.device
-        first: dict[int, Tensor] = {}
-        self._rest: dict[int, Tensor] = {}
+        messages: dict[int, list[Piece]] = {}
         for peer, head in heads.items():
-            parts = [torch.tensor([head[0] | mark, *head[1:]], dtype=torch.uint8, device=device)]
-            parts += bodies[peer]
-            missing = rooms[peer] - self.lengths[peer]
-            if missing > 0:
-                parts.append(torch.zeros(missing, dtype=torch.uint8, device=device))
-            first[peer], self._rest[peer] = torch.cat(parts).tensor_split([rooms[peer]])
+            missing = max(rooms[peer] - self.lengths[peer], 0)
+            messages[peer] = [bytes([head[0] | mark]), head[1:], *bodies[peer], bytes(missing)]
+        first: dict[int, list[Tensor]] = {}
+        self._rest: dict[int, list[Tensor]] = {}
+        for peer, parts in on_device(messages, exchange.device).items():
+            first[peer], self._rest[peer] = _cut(parts, rooms[peer])
         self._wait = exchange.start(first, most, traffic, name)
 
     def wait(self) -> dict[int, bytes]:
@@ -185,9 +188,13 @@ class FirstParts:
                 sizes = list(self._expected.values())
                 self._received = dict(zip(self._received, parts.split(sizes), strict=True))
             width = min(READ_BYTES, *self._expected.values())
-            starts = torch.stack([part[:width] for part in self._received.values()])
-            rows = starts.tolist()
-            heads = {peer: bytes(row) for peer, row in zip(self._received, rows, strict=True)}
+            starts = torch.cat([part[:width] for part in self._received.values()])
+            [numbers] = self._reads.now(starts)
+            read = bytes(numbers)
+            heads = {
+                peer: read[number * width : (number + 1) * width]
+                for number, peer in enumerate(self._received)
+            }
         self._has_rest |= any(head[0] & HAS_REST for head in heads.values())
         return heads
 
@@ -206,3 +213,46 @@ class FirstParts:
             else torch.cat([part[: lengths[peer]], rests[peer]])
             for peer, part in self._received.items()
         }
+
+
+def _length_of(piece: Piece) -> int:
+    return piece.numel() if isinstance(piece, Tensor) else len(piece)
+
+
+def on_device(
+    messages: Mapping[int, Sequence[Piece]], device: torch.device
+) -> dict[int, list[Tensor]]:
+    """The parts of messages on a device; those that are on the host go there in one piece."""
+    on_host = bytearray()
+    cuts: list[list[tuple[Piece, int]]] = []
+    for parts in messages.values():
+        cuts.append([])
+        for part in parts:
+            cuts[-1].append((part, len(on_host)))
+            if isinstance(part, bytes):
+                on_host += part
+            elif part.device.type != device.type:
+                on_host += part.numpy().tobytes()
+    # One more byte, because there may be none.
+    copied = to_device(torch.frombuffer(on_host + b"\0", dtype=torch.uint8), device)
+    found = {}
+    for peer, placed in zip(messages, cuts, strict=True):
+        found[peer] = [
+            part
+            if isinstance(part, Tensor) and part.device.type == device.type
+            else copied[start : start + _length_of(part)]
+            for part, start in placed
+        ]
+    return found
+
+
+def _cut(parts: Sequence[Tensor], length: int) -> tuple[list[Tensor], list[Tensor]]:
+    """The first bytes of a message in parts, and the others."""
+    first: list[Tensor] = []
+    rest: list[Tensor] = []
+    for part in parts:
+        one, other = part.tensor_split([min(length, part.numel())])
+        length -= one.numel()
+        first.append(one)
+        rest.append(other)
+    return first, rest

@@ -213,13 +213,12 @@ class GrowingEmbeddingBags(ShardedEmbeddingBags):
         super().__setstate__(state)
         self._watch_optimizers()
 
-    def initial(self, owner: int, places: Int64Array) -> Tensor:
-        """The default rows of keys' tables, ``[n, embedding_dim]``, as ``weight`` holds them."""
-        return self._default_rows[torch.from_numpy(self.placement.tables_of(owner, places))].to(
-            self.weight
-        )
+    def initial_on_host(self, owner: int, places: Int64Array) -> Tensor:
+        """The default rows of keys' tables, ``[n, embedding_dim]``, on the CPU."""
+        tables = torch.from_numpy(self.placement.tables_of(owner, places))
+        return self._default_rows[tables].to(self.weight.dtype)
 
-    def own_rows(self, places: Int64Array) -> Tensor:
+    def own_rows(self, places: Int64Array, places_there: Tensor | None = None) -> Tensor:
         """A copy of this rank's rows by their keys, ``[n, embedding_dim]``; default rows for keys
         without a row.
         """

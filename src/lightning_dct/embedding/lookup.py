@@ -25,16 +25,17 @@ small ones to zero.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from itertools import accumulate, takewhile
+from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_dct.embedding import messages
+from lightning_dct.compress.awaited import to_device
+from lightning_dct.embedding import first_parts, messages, on_device
 from lightning_dct.embedding.bags import Bags, DistinctRows, read_bags
 from lightning_dct.embedding.collected import FAULT, DeliverRows
 from lightning_dct.embedding.exact import ANNOUNCED_EXACT, FINISHED, ExactReader
@@ -45,9 +46,10 @@ from lightning_dct.embedding.first_parts import (
     read_head,
     write_head,
 )
-from lightning_dct.embedding.on_device import Reading, together
+from lightning_dct.embedding.on_device import Piece
 from lightning_dct.embedding.owners import Int64Array
-from lightning_dct.embedding.store import RowStore, add_entries
+from lightning_dct.embedding.requested import RequestedRows
+from lightning_dct.embedding.store import Evicted
 from lightning_dct.kernels import add_rows
 from lightning_dct.traffic import FP32_BYTES, ID_BYTES
 from lightning_dct.wire.payload import HEADER
@@ -55,34 +57,6 @@ from lightning_dct.wire.positions import reading
 
 if TYPE_CHECKING:
     from lightning_dct.embedding.sharded import ShardedEmbeddingBags
-
-
-class _Requested(NamedTuple):
-    """The rows of a request, on the rank that makes it or on the one that answers."""
-
-    rows: RowStore  # the copies: of the rank that has asked, or of its owner
-    peer: int
-    places: Int64Array  # shape `[k]`: on the owner
-    cached: Int64Array  # shape `[k]`: the slots of the copies
-    slots: Tensor  # shape `[k]`: the same, where the copies are
-    message: messages.Message  # the form of the messages about these rows, in both directions
-
-    @property
-    def thresholds(self) -> messages.Float64Array:
-        """One for each table; changed in place."""
-        return self.rows.thresholds[self.peer]
-
-    def check_not_evicted(self) -> None:
-        """Refuse to use copies whose slots other rows have by now (RuntimeError)."""
-        cache = self.rows.cache
-        if (
-            (cache.row_at[self.cached] != self.places) | (cache.peer_at[self.cached] != self.peer)
-        ).any():
-            raise RuntimeError(
-                "Rows were evicted between a request and its backward. If there are several"
-                f" requests before a backward, `cache_rows` ({cache.capacity}) must hold the rows"
-                " of all requests. Raise it."
-            )
 
 
 # The kinds of heads. That of a request has the bytes of ids, look-ups and the bytes of the ids of
@@ -98,15 +72,20 @@ GRADIENTS = "gradients"
 MOST_WAITING = 16
 
 
+# By owner, the residuals of evicted rows, as the bytes of parts.
+Residuals = dict[int, list[Tensor]]
+
+
 class EvictedRows(NamedTuple):
     """Of one look-up, the rows that have left caches, whose residuals wait for a backward."""
 
-    sent: dict[int, Tensor]  # by owner, the residuals of this rank as bytes
+    sent: Residuals  # of this rank
     expected: dict[int, Int64Array]  # by user, the places of the rows that it has evicted
 
     def on(self, device: torch.device) -> EvictedRows:
         """The same, with the bytes on a device."""
-        return self._replace(sent={peer: data.to(device) for peer, data in self.sent.items()})
+        moved = {peer: [part.to(device) for part in data] for peer, data in self.sent.items()}
+        return self._replace(sent=moved)
 
     def sizes(self, dim: int, value_format: str) -> dict[int, int]:
         """The bytes that each user sends."""
@@ -162,7 +141,9 @@ class ChangesLookup:
         self._peers = module.exchange_group.peers
         self.is_new = True  # until a backward ends
         with module.traffic.timed():
-            self._rows = DistinctRows(bags, module.placement, module.weight.device)
+            self._rows = DistinctRows(
+                bags, module.placement, module.exchange_group.rank, module.weight.device
+            )
             heads, ids, evicted = self._make_requests()
         transfer = _start_requests(module, heads, ids)
         found = transfer.wait()
@@ -182,9 +163,7 @@ class ChangesLookup:
             module.traffic.add(
                 steps=1, bytes_dense=own * (ID_BYTES + row_bytes) + others * row_bytes
             )
-            module.note_requests(
-                [self._rows.wanted[self._rank], *(one.places for one in self._received.values())]
-            )
+            module.note_requests([self._rows.wanted[self._rank], *self._received.wanted.values()])
         # The answers under way; None once they are taken.
         self._answers: FirstParts | None = self._start_answers()
         self.gradient: Tensor | None = (
@@ -205,22 +184,32 @@ class ChangesLookup:
         module = self._module
         rooms = module.rooms
         heads = {}
-        answers = {}
+        bodies = {}
         sizes = {}
         with module.traffic.timed():
-            parts = together({peer: self._answer(one) for peer, one in self._received.items()})
-            for peer, (whole, changes, count) in parts.items():
-                heads[peer] = write_head(ANSWER, [count])
-                answers[peer] = [changes, whole]
-                sizes[peer] = changes.numel() + rooms.sent_rows[peer].size(changes.numel())
-                rooms.sent_rows[peer].note(len(heads[peer]) + whole.numel())
-            expected = {}
-            for peer, request in self._sent.items():
-                known = request.message.layout.num_bytes
-                expected[peer] = known + rooms.received_rows[peer].size(known)
-        return FirstParts(
-            module.exchange_group, "rows", heads, answers, sizes, expected, expected, module.traffic
+            answers = self._received.answer()
+            for peer, num_changes in self._received.num_bytes.items():
+                heads[peer] = write_head(ANSWER, [answers.counts[peer]])
+                bodies[peer] = [*answers.changes[peer], *answers.whole[peer]]
+                sizes[peer] = num_changes + rooms.sent_rows[peer].size(num_changes)
+            expected = {
+                peer: known + rooms.received_rows[peer].size(known)
+                for peer, known in self._sent.num_bytes.items()
+            }
+        transfer = FirstParts(
+            module.exchange_group,
+            "rows",
+            heads,
+            bodies,
+            sizes,
+            expected,
+            expected,
+            module.traffic,
+            module.reads,
         )
+        for peer, num_changes in self._received.num_bytes.items():
+            rooms.sent_rows[peer].note(transfer.lengths[peer] - num_changes)
+        return transfer
 
     def take_answers(self) -> None:
         """Wait for the answers and add them to the copies, once."""
@@ -232,35 +221,19 @@ class ChangesLookup:
         found = transfer.wait()
         heads = {peer: self._read(peer, head, 1) for peer, head in found.items()}
         lengths = {}
+        known = self._sent.num_bytes
         for peer, ([count], size) in heads.items():
-            message = self._sent[peer].message
             with reading(f"Rank {peer} of the process group"):
-                lengths[peer] = size + message.some_num_bytes(count)
+                lengths[peer] = size + self._sent.messages[peer].some_num_bytes(count)
             module.rooms.received_rows[peer].note(lengths[peer])
-            lengths[peer] += message.layout.num_bytes
+            lengths[peer] += known[peer]
         answers = transfer.complete(lengths)
         with module.traffic.timed():
-            together(
-                {
-                    peer: self._take_answer(peer, answers[peer], *heads[peer], found[peer])
-                    for peer in self._sent
-                }
+            self._sent.take_answers(
+                {peer: answers[peer][size:] for peer, (_, size) in heads.items()},
+                {peer: count for peer, ([count], _) in heads.items()},
+                {peer: header_at(found[peer], size) for peer, (_, size) in heads.items()},
             )
-
-    def _take_answer(
-        self, owner: int, answer: Tensor, numbers: list[int], start: int, read: bytes
-    ) -> Reading[None]:
-        """Add an answer, of which ``read`` are the first bytes, to the copies."""
-        request = self._sent[owner]
-        request.check_not_evicted()
-        known = request.message.layout.num_bytes
-        _, others, whole = answer.tensor_split([start, start + known])
-        with reading(f"Embedding rows from rank {owner} of the process group"):
-            places, rows, positions, values = yield from messages.read_answer(
-                request.message, whole, numbers[0], others, header_at(read, start)
-            )
-        self._add_whole(request, places, rows)
-        add_entries(request.rows.copies, request.slots, positions, values)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def pooled(self) -> Tensor:
@@ -284,17 +257,12 @@ class ChangesLookup:
         rows = self._rows
         self.take_answers()
         with module.traffic.timed():
-            found = module.weight.new_empty(
-                sum(rows.sizes), module.embedding_dim, dtype=module.remembered_dtype
-            )
-            for rank, part in enumerate(found.split(rows.sizes)):
-                if rank == self._rank:
-                    part.copy_(module.own_rows(rows.wanted[rank]))
-                    continue
-                self._sent[rank].check_not_evicted()
-                torch.index_select(
-                    self._sent[rank].rows.copies, 0, self._sent[rank].slots, out=part
-                )
+            self._sent.check_not_evicted()
+            own = module.own_rows(rows.wanted[self._rank], rows.own_there)
+            copies = module.own_copies.copies
+            before = sum(rows.sizes[: self._rank])
+            first, last = copies.index_select(0, self._sent.slots).tensor_split([before])
+            found = torch.cat([first, own.to(copies.dtype), last])
             return found.to(module.weight.dtype).index_select(0, rows.inverse)
 
     def reach(self, gradient: Tensor) -> None:
@@ -317,10 +285,9 @@ class ChangesLookup:
 
     def gradient_sizes(self, of_owners: bool) -> dict[int, int]:
         """The bytes of the gradient's messages: to owners, or from users of this rank's rows."""
-        requests = self._sent if of_owners else self._received
-        return {peer: one.message.layout.num_bytes for peer, one in requests.items()}
+        return (self._sent if of_owners else self._received).num_bytes
 
-    def gradient_payloads(self) -> dict[int, Tensor]:
+    def gradient_payloads(self) -> Mapping[int, Sequence[Piece]]:
         """By owner, the gradient of its rows as bytes. What is not sent joins the residuals."""
         module = self._module
         rows = self._rows
@@ -331,14 +298,12 @@ class ChangesLookup:
             gradient = module.weight.new_zeros(
                 sum(rows.sizes), module.embedding_dim, dtype=module.remembered_dtype
             )
-        parts = gradient.split(rows.sizes)
-        self._own_gradient = parts[self._rank]
-        return together(
-            {
-                peer: self._gradient_payload(request, parts[peer])
-                for peer, request in self._sent.items()
-            }
+        before = sum(rows.sizes[: self._rank])
+        first, self._own_gradient, last = gradient.tensor_split(
+            [before, before + rows.sizes[self._rank]]
         )
+        others = [part for part in (first, last) if len(part)] or [first]
+        return self._sent.compress_gradient(others[0] if len(others) == 1 else torch.cat(others))
 
     def collect(self, payloads: Mapping[int, Tensor], headers: Mapping[int, bytes | None]) -> None:
         """Collect the gradient of this rank's rows: its own, and what each user has sent.
@@ -346,38 +311,20 @@ class ChangesLookup:
         ``headers`` are those of payloads that the host has read already.
         """
         module = self._module
-        dim = module.embedding_dim
         gradient = self._own_gradient
         del self._own_gradient
-        own = torch.from_numpy(self._rows.wanted[self._rank]).to(gradient.device)
-        module.collected.add(own, gradient)
-        arrived = together(
-            {
-                peer: self._read_gradient(peer, payloads[peer], headers.get(peer))
-                for peer in self._received
-            }
-        )
-        if not arrived:
+        module.collected.add(self._rows.own_there, gradient)
+        if not self._peers:
             return
-        places = [torch.from_numpy(one.places) for one in self._received.values()]
-        ends = accumulate([one.numel() for one in places], initial=0)
-        starts = dict(zip(self._received, ends, strict=False))
-        # Numbers through the rows of all users, one after the other.
-        rows = torch.cat([at // dim + starts[peer] for peer, (at, _) in arrived.items()])
-        within = torch.cat([at % dim for at, _ in arrived.values()])
-        values = torch.cat([part for _, part in arrived.values()])
-        touched, numbers = torch.unique_consecutive(rows, return_inverse=True)
-        dense = gradient.new_zeros(touched.numel(), dim)
-        dense.view(-1).index_copy_(0, numbers * dim + within, values.to(dense.dtype))
-        module.collected.add(torch.cat(places).to(gradient.device)[touched], dense)
+        positions, values = self._received.read(payloads, headers)
+        module.collected.add_entries(
+            self._received.places_there,
+            positions,
+            values.to(gradient.dtype),
+            module.embedding_dim,
+        )
 
-    def _read_gradient(
-        self, user: int, payload: Tensor, header: bytes | None
-    ) -> Reading[tuple[Tensor, Tensor]]:
-        with reading(f"Embedding rows from rank {user} of the process group"):
-            return (yield from messages.read_changes(self._received[user].message, payload, header))
-
-    def _make_requests(self) -> tuple[dict[int, bytes], dict[int, list[Tensor]], dict[int, Tensor]]:
+    def _make_requests(self) -> tuple[dict[int, bytes], dict[int, list[Piece]], Residuals]:
         """By owner: a head, the bytes of ids and those of evicted rows, and their residuals."""
         module = self._module
         wanted = {peer: self._rows.wanted[peer] for peer in self._peers}
@@ -386,21 +333,16 @@ class ChangesLookup:
         }
         slots, gone = module.own_copies.admit(wanted)
         heads = {}
-        payloads = {}
-        residuals = {}
-        for peer, (places, residual) in gone.items():
+        payloads: dict[int, list[Piece]] = {}
+        for peer, (places, _) in gone.items():
             # Most requests evict nothing, and then say so in no byte.
             evicted = module.own_copies.codes[peer].encode(places) if places.size else ids[peer][:0]
             payloads[peer] = [ids[peer], evicted]
-            residuals[peer] = messages.encode_whole(residual, module.value_format)
             lookups = int(self._rows.lookups[peer])
             heads[peer] = write_head(REQUEST, [ids[peer].numel(), lookups, evicted.numel()])
+        residuals = _residuals_of(gone, module.value_format)
         module.own_copies.learn()
-        # By owner, the requests of this rank.
-        self._sent = {
-            peer: self._requested(module.own_copies, peer, peer, wanted[peer], slots[peer])
-            for peer in wanted
-        }
+        self._sent = RequestedRows(module, module.own_copies, wanted, slots, is_sent=True)
         return heads, payloads, residuals
 
     def _read_requests(
@@ -424,65 +366,23 @@ class ChangesLookup:
             module.peer_copies.release(peer, self._evicted[peer])
         slots, _ = module.peer_copies.admit(wanted)
         module.peer_copies.learn()
-        # By user, the requests that this rank has received.
-        self._received = {
-            peer: self._requested(module.peer_copies, peer, self._rank, places, slots[peer])
-            for peer, places in wanted.items()
-        }
+        self._received = RequestedRows(module, module.peer_copies, wanted, slots, is_sent=False)
 
-    def _requested(
-        self, rows: RowStore, peer: int, owner: int, places: Int64Array, cached: Int64Array
-    ) -> _Requested:
-        module = self._module
-        tables = module.placement.tables_of(owner, places)
-        message = messages.message_about(
-            tables, module.embedding_dim, module.density, module.value_format
-        )
-        return _Requested(
-            rows, peer, places, cached, torch.from_numpy(cached).to(module.weight.device), message
-        )
 
-    def _answer(self, request: _Requested) -> Reading[tuple[Tensor, Tensor, int]]:
-        """The bytes for a rank, of whole rows and of changes, and the number of whole rows."""
-        module = self._module
-        mirror = request.rows
-        slots = request.slots
-        now = module.own_rows(request.places).to(module.remembered_dtype)
-        known = mirror.copies.index_select(0, slots)
-        outdated = (now != known).any(dim=1) & mirror.take_outdated(slots)
-        whole, places, rows = yield from messages.encode_some(now, known, outdated, request.message)
-        self._add_whole(request, places, rows)
-        known = mirror.copies.index_select(0, slots)
-        sent = yield from messages.compress_changes(
-            now, known, request.message, request.thresholds, scale=-1
-        )
-        add_entries(mirror.copies, slots, sent.positions, sent.received)
-        count = len(places)
-        num_sent = count * module.embedding_dim + sent.positions.numel()
-        module.traffic.add(entries_sent=num_sent, entries=now.numel())
-        return whole, sent.payload, count
-
-    def _add_whole(self, request: _Requested, places: Tensor, values: Tensor) -> None:
-        """Add whole rows, ``[count, dim]``, to the copies of the requested rows at some places."""
-        copies = request.rows.copies
-        slots = request.slots.index_select(0, places)
-        copies.index_copy_(
-            0, slots, messages.finite(copies.index_select(0, slots)) + values.to(copies)
-        )
-
-    def _gradient_payload(self, request: _Requested, gradient: Tensor) -> Reading[Tensor]:
-        request.check_not_evicted()
-        rows = request.rows.residual.index_select(0, request.slots)
-        sent = yield from messages.compress_changes(
-            rows, gradient, request.message, request.thresholds
-        )
-        flat = rows.view(-1)
-        left = torch.where(sent.left.isfinite(), sent.left, flat.index_select(0, sent.positions))
-        request.rows.residual.index_copy_(
-            0, request.slots, flat.index_copy_(0, sent.positions, left).view_as(rows)
-        )
-        self._module.traffic.add(entries_sent=sent.positions.numel(), entries=gradient.numel())
-        return sent.payload
+def _residuals_of(gone: Mapping[int, Evicted], value_format: str) -> Residuals:
+    """By owner, the residuals of evicted rows as bytes."""
+    if not any(places.size for places, _ in gone.values()):
+        return {peer: [] for peer in gone}
+    parts = [residual for _, residual in gone.values()]
+    if parts[0].is_cpu:
+        coded = [[messages.encode_whole(part, value_format)] for part in parts]
+        return dict(zip(gone, coded, strict=True))
+    counts = [len(part) for part in parts]
+    numbers = [np.repeat(np.arange(len(counts)), counts), np.concatenate([*map(np.arange, counts)])]
+    of, index = on_device.numbers_on(parts[0].device, *numbers)
+    rows = torch.cat(parts)
+    together = on_device.encode_whole(rows, of, index, counts, value_format)
+    return dict(zip(gone, together.pieces(counts), strict=True))
 
 
 def header_at(read: bytes, start: int) -> bytes | None:
@@ -517,7 +417,9 @@ def _end_backward(modules: Sequence[ShardedEmbeddingBags]) -> None:
         if due:
             with module.traffic.timed():
                 _refuse_dense_gradient(module)
-                module.collected.deliver(module.weight, module.placement.world_size, module.resolve)
+                module.collected.deliver(
+                    module.weight, module.placement.world_size, module.resolve, module.reads
+                )
 
 
 def _exchange_gradients(module: ShardedEmbeddingBags) -> list[ChangesLookup]:
@@ -541,9 +443,9 @@ def _exchange_gradients(module: ShardedEmbeddingBags) -> list[ChangesLookup]:
     missing_bytes = _sizes_of(peers, [one for one in likely if one not in early], of_owners=True)
     bodies = {
         peer: [
-            *(payloads[peer] for payloads in own),
-            torch.zeros(missing_bytes[peer], dtype=torch.uint8, device=exchange.device),
-            *(one.sent[peer] for one in module.evicted),
+            *(part for payloads in own for part in payloads[peer]),
+            bytes(missing_bytes[peer]),
+            *(part for one in module.evicted for part in one.sent[peer]),
         ]
         for peer in peers
     }
@@ -551,7 +453,9 @@ def _exchange_gradients(module: ShardedEmbeddingBags) -> list[ChangesLookup]:
         exchange.check_order("rows")
     most = _most(module, expected, {peer: module.rooms.received_ids[peer].size() for peer in peers})
     heads = dict.fromkeys(peers, head)
-    transfer = FirstParts(exchange, GRADIENTS, heads, bodies, rooms, expected, most, module.traffic)
+    transfer = FirstParts(
+        exchange, GRADIENTS, heads, bodies, rooms, expected, most, module.traffic, module.reads
+    )
     found = transfer.wait()
     _check_kinds(module, found, END)
     bits = {peer: int.from_bytes(found[peer][1 : len(head)], "little") for peer in peers}
@@ -575,7 +479,8 @@ def _exchange_gradients(module: ShardedEmbeddingBags) -> list[ChangesLookup]:
     if any(len(sent) < len(due) for sent in sent_first.values()):
         with module.traffic.timed():
             late = [one.gradient_payloads() for one in due if one not in early]
-        rest = {peer: torch.cat([each[peer] for each in late]) for peer in peers if late}
+        bodies = {peer: [part for each in late for part in each[peer]] for peer in peers if late}
+        rest = first_parts.on_device(bodies, exchange.device)
         missing = {peer: [one for one in due if one not in sent_first[peer]] for peer in peers}
         sizes = {
             peer: sum(one.gradient_sizes(of_owners=False)[peer] for one in ones)
@@ -637,7 +542,7 @@ def _end_sizes(
     parts = [dict.fromkeys(sizes, len(_end_head(module, 0)))]
     for one in module.evicted:
         parts.append(
-            {peer: data.numel() for peer, data in one.sent.items()}
+            {peer: sum(part.numel() for part in data) for peer, data in one.sent.items()}
             if of_owners
             else one.sizes(module.embedding_dim, module.value_format)
         )
@@ -657,20 +562,33 @@ def _sizes_of(
 
 def _collect_evicted(module: ShardedEmbeddingBags, received: dict[int, Tensor]) -> None:
     """Collect the residuals that other ranks have sent, which it takes out of ``received``."""
-    dim = module.embedding_dim
     with module.traffic.timed():
         for one in module.evicted:
-            for peer, size in one.sizes(dim, module.value_format).items():
-                data, received[peer] = received[peer].tensor_split([size])
-                places = one.expected[peer]
-                if not places.size:
-                    continue
-                rows = messages.decode_whole(data, places.size, dim, module.value_format)
+            parts = {}
+            for peer, size in one.sizes(module.embedding_dim, module.value_format).items():
+                parts[peer], received[peer] = received[peer].tensor_split([size])
+            for places, rows in _read_residuals(module, one.expected, parts):
                 if rows.any():  # not of look-ups without a backward
-                    module.collected.add(
-                        torch.from_numpy(places).to(rows.device), rows.to(module.remembered_dtype)
-                    )
+                    there = to_device(torch.from_numpy(places), rows.device)
+                    module.collected.add(there, rows.to(module.remembered_dtype))
     module.evicted = []
+
+
+def _read_residuals(
+    module: ShardedEmbeddingBags, expected: Mapping[int, Int64Array], parts: Mapping[int, Tensor]
+) -> Iterator[tuple[Int64Array, Tensor]]:
+    """Places of rows and their residuals: on a CPU by user, else of all users."""
+    dim = module.embedding_dim
+    value_format = module.value_format
+    some = {peer: places for peer, places in expected.items() if places.size}
+    if module.weight.is_cpu:
+        for peer, places in some.items():
+            yield places, messages.decode_whole(parts[peer], places.size, dim, value_format)
+    elif some:
+        counts = [places.size for places in some.values()]
+        data = [parts[peer] for peer in some]
+        rows = on_device.decode_whole(data, counts, dim, value_format)
+        yield np.concatenate([*some.values()]), rows
 
 
 def send_evicted(module: ShardedEmbeddingBags) -> None:
@@ -682,7 +600,7 @@ def send_evicted(module: ShardedEmbeddingBags) -> None:
     module.take_answers()
     sizes = [one.sizes(module.embedding_dim, module.value_format) for one in module.evicted]
     peers = module.exchange_group.peers
-    sent = {peer: torch.cat([one.sent[peer] for one in module.evicted]) for peer in peers}
+    sent = {peer: [part for one in module.evicted for part in one.sent[peer]] for peer in peers}
     expected = {peer: sum(size[peer] for size in sizes) for peer in peers}
     received = module.exchange_group.start(sent, expected, module.traffic, "evicted")()
     _collect_evicted(module, {peer: received[peer] for peer in peers})
@@ -701,7 +619,7 @@ def _refuse_dense_gradient(module: ShardedEmbeddingBags) -> None:
 
 
 def _start_requests(
-    module: ShardedEmbeddingBags, heads: Mapping[int, bytes], bodies: Mapping[int, list[Tensor]]
+    module: ShardedEmbeddingBags, heads: Mapping[int, bytes], bodies: Mapping[int, list[Piece]]
 ) -> FirstParts:
     """Send each owner a head and ids."""
     exchange = module.exchange_group
@@ -710,11 +628,17 @@ def _start_requests(
     rooms = {peer: room.size() for peer, room in module.rooms.sent_ids.items()}
     expected = {peer: room.size() for peer, room in module.rooms.received_ids.items()}
     most = _most(module, expected, _end_sizes(module, _likely_reached(module), of_owners=False))
-    on_device = {
-        peer: [part.to(exchange.device) for part in bodies.get(peer, [])] for peer in heads
-    }
     return FirstParts(
-        exchange, "ids", heads, on_device, rooms, expected, most, module.traffic, to_host=True
+        exchange,
+        "ids",
+        heads,
+        {peer: bodies.get(peer, []) for peer in heads},
+        rooms,
+        expected,
+        most,
+        module.traffic,
+        module.reads,
+        to_host=True,
     )
 
 

@@ -211,6 +211,7 @@ class SentRows(NamedTuple):
     positions: Tensor  # shape `[count]`, int64: positions in the flattened rows
     received: Tensor  # shape `[count]`, fp32: the values as the receiver reads them
     left: Tensor  # shape `[count]`: what remains to be sent at these positions
+    is_finite: bool  # whether no sum is infinite or NaN
 
 
 def message_about(row_tables: Int64Array, dim: int, density: float, value_format: str) -> Message:
@@ -264,7 +265,7 @@ def compress_changes(
     is_finite = not values.isfinite().logical_not_().any()
     if is_finite and len(values) <= layout.capacity:
         guard(message, thresholds, reached, references)
-        return _sent(layout, flags, positions_of(flags, len(values)), values, reached)
+        return _sent(layout, flags, positions_of(flags, len(values)), values, reached, True)
     positions = positions_of(flags, len(values))
     return send_some(rows, message, thresholds, limits, positions, values, reached)
 
@@ -310,25 +311,29 @@ def send_some(
         # In fp64 the largest float over the smallest threshold is finite; infinite over infinite is
         # NaN.
         excess = values.to(torch.float64) / over[table_of]
-        kept = nonzero_indices(
-            keep_largest(excess.nan_to_num_(nan=math.inf), layout.capacity)[0]
-        )
+        kept = nonzero_indices(keep_largest(excess.nan_to_num_(nan=math.inf), layout.capacity)[0])
         positions = positions[kept]
         values = values[kept]
         table_of = table_of[kept]
     counts = torch.bincount(table_of, minlength=len(references)).tolist()
     flags = torch.zeros(layout.flags_num_bytes, dtype=torch.uint8, device=rows.device)
     flags.index_add_(0, positions >> 3, (1 << (positions & 7)).to(torch.uint8))
-    return _sent(layout, flags, positions, values, counts)
+    return _sent(layout, flags, positions, values, counts, bool(finite.all()))
 
 
 def _sent(
-    layout: PayloadLayout, flags: Tensor, positions: Tensor, values: Tensor, counts: list[int]
+    layout: PayloadLayout,
+    flags: Tensor,
+    positions: Tensor,
+    values: Tensor,
+    counts: list[int],
+    is_finite: bool,
 ) -> SentRows:
     none = values.new_empty(0, dtype=torch.uint8)
     payload = pack_payload(layout, flags, values, counts, none)
     received = unpack_values(layout, payload, counts)
-    return SentRows(payload, positions, received, values - received.to(values.dtype))
+    left = values - received.to(values.dtype)
+    return SentRows(payload, positions, received, left, is_finite)
 
 
 def encode_whole(rows: Tensor, value_format: str) -> Tensor:

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from lightning_dct.compress.awaited import to_device
-from lightning_dct.kernels.bits import found_in, pack_codes, positions_in, unpack_codes
+from lightning_dct.embedding.owners import Int64Array
+from lightning_dct.kernels.bits import as_bytes, pack_codes, unpack_codes
 from lightning_dct.kernels.plain import SMALLEST_THRESHOLD
 from lightning_dct.wire.payload import FORMAT_CODES, HEADER, MAGIC, read_count, write_header
 from lightning_dct.wire.positions import PayloadError, PositionCode, reading
@@ -36,6 +37,7 @@ from lightning_dct.wire.rows import (
     scales_of,
 )
 from lightning_dct.wire.values import (
+    BITS_PER_VALUE,
     SCALED_FORMATS,
     code_values,
     decode_values,
@@ -57,44 +59,50 @@ def numbers_on(device: torch.device, *arrays: npt.ArrayLike) -> list[Tensor]:
 
 
 class DeferredReads:
-    """Whole numbers on a device that its host needs at some time: it reads them together with the
-    next ones for which it waits. A copy begins without any.
+    """Numbers on a device that its host needs at some time: it reads them together with the next
+    ones for which it waits. A copy begins without any.
     """
 
     def __init__(self) -> None:
-        self._deferred: list[tuple[Tensor, Callable[[list[int]], None]]] = []
+        self._deferred: list[tuple[Sequence[Tensor], Callable[..., None]]] = []
 
     def __reduce__(self) -> tuple[type[DeferredReads], tuple[()]]:
         return DeferredReads, ()
 
-    def later(self, numbers: Tensor, then: Callable[[list[int]], None]) -> None:
-        """Call a function with numbers, int64 ``[n]``, once they are read."""
+    def later(self, then: Callable[..., None], *numbers: Tensor) -> None:
+        """Call a function with lists of numbers, ``[n]`` each of any dtype, once they are read."""
         self._deferred.append((numbers, then))
 
-    def now(self, *numbers: Tensor) -> list[int]:
-        """Wait for numbers, int64 ``[n]`` each, and for those that were deferred."""
+    def now(self, *numbers: Tensor) -> list[list[Any]]:
+        """Wait for numbers, ``[n]`` each of any dtype, and for those that were deferred."""
         deferred = self._deferred
         self._deferred = []
-        parts = [*(part for part, _ in deferred), *numbers]
+        parts = [*(part for given, _ in deferred for part in given), *numbers]
         if not parts:
             return []
-        found = torch.cat(parts).tolist()
-        for part, then in deferred:
-            own = found[: part.numel()]
-            found = found[part.numel() :]
-            then(own)
+        in_bytes = [as_bytes(part) for part in parts]
+        data = bytes((in_bytes[0] if len(parts) == 1 else torch.cat(in_bytes)).tolist())
+        found = []
+        start = 0
+        for part in parts:
+            end = start + part.numel() * part.itemsize
+            dtype = str(part.dtype).removeprefix("torch.")
+            found.append(np.frombuffer(data[start:end], dtype=dtype).tolist())
+            start = end
+        for given, then in deferred:
+            own = found[: len(given)]
+            found = found[len(given) :]
+            then(*own)
         return found
 
 
-def as_whole_numbers(values: Tensor) -> Tensor:
-    """The bits of fp64 values, as :class:`DeferredReads` reads them; see :func:`as_floats`."""
-    return values.view(torch.int64)
+class ReadCodes(NamedTuple):
+    """Positions of several messages, one message after the other."""
 
-
-def as_floats(numbers: Sequence[int]) -> list[float]:
-    """Undo :func:`as_whole_numbers`."""
-    found: list[float] = np.array(numbers, dtype=np.int64).view(np.float64).tolist()
-    return found
+    positions: Tensor  # shape `[n]`, int64
+    numbers: Tensor  # shape `[n]`, int64: from 1 on
+    columns: tuple[Tensor, ...]  # shape `[n]` each, int64: the messages' other numbers
+    bits: Tensor  # shape `[8 * bytes]`, uint8: the bytes that were read
 
 
 class Codes:
@@ -103,93 +111,159 @@ class Codes:
     Args:
         codes: That of each message.
         starts: The bit at which each begins, ascending; at least 1.
-        device: Where the bits are.
     """
 
-    def __init__(
-        self, codes: Sequence[PositionCode], starts: Sequence[int], device: torch.device
-    ) -> None:
+    def __init__(self, codes: Sequence[PositionCode], starts: Sequence[int]) -> None:
         self._codes = codes
-        self._most_low_bits = max((code.low_bits for code in codes), default=0)
-        columns = [
-            (start, code.low_bits, not code.is_bitmap, code.capacity, start + code.num_flags)
-            for code, start in zip(codes, starts, strict=True)
-        ]
+        self._starts = starts
+        # As many as the message with the most low bits has.
+        self.planes = np.arange(max((code.low_bits for code in codes), default=0))
         ends = [start + code.num_flags for code, start in zip(codes, starts, strict=True)]
-        universes = [code.universe for code in codes]
-        edges = np.array([starts, ends]).T.reshape(-1) - 1
-        table, self._edges, self._universes = numbers_on(device, columns, edges, universes)
-        self._table = table.view(len(codes), 5)
+        # The bits before the flags of each message, and the last of them.
+        self._edges = np.array([starts, ends], dtype=np.int64).T - 1
 
-    def bits_of(
-        self, of: Tensor, index: Tensor, positions: Tensor, spare: int
-    ) -> tuple[Tensor, Tensor]:
-        """Where bits are to be written, and which.
+    def table(self, counts: Sequence[int], offsets: Sequence[int], spare: int = 0) -> Int64Array:
+        """What differs between messages of ``counts`` positions, ``[messages, 9]``; ``offsets`` are
+        added to positions, and are the last column.
+
+        Positions have numbers ``i`` from 1 on, through all messages. The flag of one is at ``start
+        + i * is_coded + (position >> low)``, and its bit of plane ``p`` at ``planes_at + i + p *
+        capacity``. Planes that a message lacks are read and written as its last one; a bitmap has
+        none, and writes to ``spare + i``, which nobody reads.
+        """
+        rows = []
+        firsts = _starts_of(counts)
+        for code, start, first, offset in zip(
+            self._codes, self._starts, firsts, offsets, strict=True
+        ):
+            end = offset + code.universe - 1
+            if code.is_bitmap:
+                rows.append((start, 0, 0, 0, spare, 0, 1, end, offset))
+                continue
+            before = start - first - 1
+            low = code.low_bits
+            planes_at = before + code.num_flags
+            rows.append((before, low, 1, code.capacity, planes_at, low - 1, 1 << low, end, offset))
+        return np.array(rows, dtype=np.int64)
+
+    def write(
+        self, bits: Tensor, columns: Sequence[Tensor], numbers: Tensor, positions: Tensor
+    ) -> None:
+        """Write positions into ``bits``, which are zero.
 
         Args:
-            of: Of each position, the number of its message: ``[n]``, int64.
-            index: Its number in the message.
-            positions: The positions.
-            spare: A bit that nobody reads.
+            bits: A byte each.
+            columns: Those of :meth:`table` for each position, ``[n]`` each.
+            numbers: From 1 on, ``[n]``.
+            positions: Shape ``[n]``, with their offsets.
         """
-        start, low, is_coded, capacity, planes_at = self._table.index_select(0, of).unbind(1)
-        flags = torch.addcmul(start, index, is_coded).add_(positions >> low)
-        if not self._most_low_bits:
-            return flags, torch.ones_like(flags, dtype=torch.uint8)
-        planes = torch.arange(self._most_low_bits, device=of.device).unsqueeze(1)
-        at = torch.addcmul(planes_at + index, planes, capacity).masked_fill_(planes >= low, spare)
-        codes = (positions >> planes).bitwise_and_(1)
-        where = torch.cat([flags, at.view(-1)])
-        set_bits = torch.cat([torch.ones_like(flags), codes.view(-1)])
-        return where, set_bits.to(torch.uint8)
+        start, low, is_coded = columns[:3]
+        local = positions - columns[8]
+        bits.index_fill_(0, torch.addcmul(start, numbers, is_coded).add_(local >> low), 1)
+        if self.planes.size:
+            planes = torch.arange(self.planes.size, device=bits.device).unsqueeze(1)
+            at, plane = _low_bits_at(columns, numbers, planes)
+            codes = (local >> plane).bitwise_and_(1).to(torch.uint8)
+            bits.index_copy_(0, at.view(-1), codes.view(-1))
 
     def read(
-        self, bits: Tensor, of: Tensor, index: Tensor, counts: Sequence[int], counts_there: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Read ``counts`` positions of each message, and what :meth:`check` needs to know.
+        self,
+        reads: DeferredReads,
+        data: Tensor,
+        counts: Sequence[int],
+        offsets: Sequence[int],
+        sources: Sequence[str],
+        *more: npt.ArrayLike,
+    ) -> ReadCodes:
+        """Read ``counts`` positions of each message from bytes.
 
-        ``of`` and ``index`` are as in :meth:`bits_of`, ``counts_there`` has the counts on the
-        device. Positions are below their universes, whatever the bits.
+        Damage is found when the host reads the next numbers (PayloadError); until then positions
+        are below their universes, whatever the bytes.
+
+        Args:
+            reads: Reads what shows damage.
+            data: The bytes.
+            counts: How many positions each message has.
+            offsets: What is added to the positions of each message, ascending.
+            sources: Of each message, who has sent it.
+            more: Other numbers of each message.
         """
+        extra = [np.asarray(one, dtype=np.int64).reshape(-1, 1) for one in more]
+        columns = np.concatenate([self.table(counts, offsets), *extra], axis=1)
+        table, edges, counts_there, firsts, planes, weights = numbers_on(
+            data.device,
+            columns,
+            self._edges,
+            counts,
+            _starts_of(counts),
+            self.planes,
+            1 << self.planes,
+        )
+        bits = unpack_codes(data, 1)
         sums = bits.cumsum(0)
-        edges = sums.index_select(0, self._edges).view(-1, 2)
-        facts = [edges[:, 1] - edges[:, 0]]
-        if not of.numel():
-            return of, facts[0]
-        start, low, is_coded, capacity, planes_at = self._table.index_select(0, of).unbind(1)
-        wanted = edges[:, 0].index_select(0, of).add_(index).add_(1)
-        flags = torch.searchsorted(sums, wanted)
-        positions = torch.addcmul(flags - start, index, is_coded, value=-1)
-        if self._most_low_bits:
-            planes = torch.arange(self._most_low_bits, device=of.device).unsqueeze(1)
-            is_none = planes >= low
-            at = torch.addcmul(planes_at + index, planes, capacity).masked_fill_(is_none, 0)
-            codes = bits.index_select(0, at.view(-1)).view_as(at).long() << planes
-            positions = (positions << low).add_(codes.masked_fill_(is_none, 0).sum(0))
-        universe = self._universes.index_select(0, of)
-        falls = positions.diff(prepend=positions[:1]) <= 0
-        is_wrong = (falls & (index > 0)) | (positions >= universe)
-        # The number of a message with a wrong position, or that of all messages.
-        last = torch.full_like(of, len(counts))
-        facts.append(torch.where(is_wrong, of, last).amin().view(1))
-        return torch.minimum(positions, universe - 1).clamp_(min=0), torch.cat(facts)
+        at_edges = sums.index_select(0, edges)
+        number = sum(counts)
+        of = torch.repeat_interleave(counts_there, output_size=number)
+        numbers = torch.arange(1, number + 1, device=data.device)
+        each = table.view(columns.shape).index_select(0, of).unbind(1)
+        if not number:
+            reads.later(lambda marked: self._check_marks(marked, counts, sources), at_edges)
+            return ReadCodes(of, numbers, each[9:], bits)
+        start, _, is_coded, _, _, _, factor, end, offset = each[:9]
+        wanted = (at_edges[::2] - firsts).index_select(0, of).add_(numbers)
+        local = torch.searchsorted(sums, wanted).sub_(start)
+        local.addcmul_(numbers, is_coded, value=-1)
+        if planes.numel():
+            at, _ = _low_bits_at(each, numbers, planes.unsqueeze(1))
+            codes = bits.index_select(0, at.view(-1)).view_as(at)
+            # Planes that a message lacks were read, too.
+            low = (codes * weights.unsqueeze(1)).sum(0).remainder_(factor)
+            local = low.addcmul_(local, factor)
+        unchecked = local + offset
+        positions = torch.minimum(unchecked, end)
+        facts = [(unchecked - positions).amax().view(1)]
+        if number > 1:
+            facts.append(unchecked.diff().amin().view(1))
 
-    def check(self, facts: Sequence[int], counts: Sequence[int], sources: Sequence[str]) -> None:
-        """Refuse what :meth:`read` has found if a message does not hold it (PayloadError)."""
-        for marked, count, source in zip(facts, counts, sources, strict=False):
+        def check(marked: list[int], over: list[int], least_step: Sequence[int] = (1,)) -> None:
+            self._check_marks(marked, counts, sources)
+            if over[0] > 0 or least_step[0] <= 0:
+                self._refuse(local, counts, sources)
+
+        reads.later(check, at_edges, *facts)
+        return ReadCodes(positions, numbers, each[9:], bits)
+
+    def _check_marks(
+        self, marked: Sequence[int], counts: Sequence[int], sources: Sequence[str]
+    ) -> None:
+        for before, end, count, source in zip(
+            marked[::2], marked[1::2], counts, sources, strict=True
+        ):
             with reading(source):
-                if marked != count:
+                if end - before != count:
                     raise PayloadError(
-                        f"the positions are corrupt: {marked} positions are marked, but the header"
+                        f"the positions are corrupt: {end - before} positions are marked, but the header"
                         f" says {count}"
                     )
-        for wrong in facts[len(counts) :]:
-            if wrong < len(counts):
-                with reading(sources[wrong]):
+
+    def _refuse(self, local: Tensor, counts: Sequence[int], sources: Sequence[str]) -> None:
+        """Name who has sent the wrong positions (PayloadError)."""
+        parts = local.cpu().split(list(counts))
+        for part, code, source in zip(parts, self._codes, sources, strict=True):
+            with reading(source):
+                if bool((part.diff() <= 0).any() | (part[-1:] >= code.universe).any()):
                     raise PayloadError(
-                        "the positions are corrupt: they are not ascending below"
-                        f" {self._codes[wrong].universe}"
+                        f"the positions are corrupt: they are not ascending below {code.universe}"
                     )
+
+
+def _low_bits_at(
+    columns: Sequence[Tensor], numbers: Tensor, planes: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Where the low bits of positions are, ``[planes, n]``, and which plane each is."""
+    capacity, planes_at, last = columns[3:6]
+    plane = torch.minimum(planes, last)
+    return torch.addcmul(planes_at + numbers, plane, capacity), plane
 
 
 class Selected(NamedTuple):
@@ -198,11 +272,12 @@ class Selected(NamedTuple):
     sums: Tensor  # shape `[k, dim]`; where they are infinite or NaN, the old rows
     positions: Tensor  # shape `[count]`, int64, ascending: in the flattened rows
     values: Tensor  # shape `[count]`
+    numbers: Tensor  # shape `[count]`, int64: from 1 on
     counts: list[int]  # how many are of each segment
     limits: npt.NDArray[np.float64]  # shape `[segments]`: what they have reached
-    limits_there: Tensor  # the same on the device
+    limits_there: Tensor  # the same on the device, in the dtype of rows
     is_finite: bool  # whether no sum is infinite or NaN
-    more: list[int]  # other numbers that were read
+    more: list[list[Any]]  # other numbers that were read
 
 
 class Packed(NamedTuple):
@@ -215,43 +290,44 @@ class Packed(NamedTuple):
 
 
 class Forms:
-    """The forms of messages with several ranks about rows on a device."""
+    """The forms of messages with several ranks about rows on a device.
 
-    def __init__(self, messages: Sequence[Message], device: torch.device) -> None:
-        self.messages = messages
+    Args:
+        messages: The form of each.
+        device: Where the rows are.
+        more: Other numbers that are needed there.
+    """
+
+    def __init__(
+        self, messages: Sequence[Message], device: torch.device, *more: npt.ArrayLike
+    ) -> None:
         self.layouts = [message.layout for message in messages]
         self.device = device
         self.value_format = messages[0].layout.value_format
-        self.num_rows = [message.num_rows for message in messages]
-        sizes = [size for layout in self.layouts for size in layout.tensor_sizes]
+        # Of each segment, its entries and how many of them are sent.
+        self.sizes = [size for layout in self.layouts for size in layout.tensor_sizes]
         self.targets = [part for layout in self.layouts for part in layout.capacities]
-        # Where the entries of each segment begin, and where payloads begin in bytes.
-        self.edges = list(accumulate(sizes, initial=0))
-        self._starts = list(accumulate((one.num_bytes for one in self.layouts), initial=0))
-        entries = [sum(layout.tensor_sizes) for layout in self.layouts]
-        self._first_entries = list(accumulate(entries, initial=0))
-        dim = messages[0].dim
-        number = [len(layout.tensor_sizes) for layout in self.layouts]
-        (
-            self._edges_there,
-            self._message_of,
-            self._rows_of,
-            self._first_there,
-            self._capacities,
-            self._values_at,
-        ) = numbers_on(
-            device,
-            self.edges,
-            np.repeat(np.arange(len(messages)), number),
-            np.array(sizes, dtype=np.int64) // dim,
-            self._first_entries[:-1],
-            [layout.capacity for layout in self.layouts],
-            [8 * (s + one.edges[3]) for s, one in zip(self._starts, self.layouts, strict=False)],
-        )
+        self.capacities = [layout.capacity for layout in self.layouts]
+        # Where the entries of each segment begin, those of each message, and in bytes its payload.
+        self.edges = list(accumulate(self.sizes, initial=0))
+        self._first_entries = _starts_of([sum(layout.tensor_sizes) for layout in self.layouts])
+        self._starts = _starts_of([layout.num_bytes for layout in self.layouts])
+        self._num_bits = 8 * sum(layout.num_bytes for layout in self.layouts)
         self._codes = Codes(
             [layout.position_code for layout in self.layouts],
-            [8 * (s + one.edges[2]) for s, one in zip(self._starts, self.layouts, strict=False)],
-            device,
+            [8 * (at + one.edges[2]) for at, one in zip(self._starts, self.layouts, strict=True)],
+        )
+        self._segments_of = [len(layout.tensor_sizes) for layout in self.layouts]
+        rows_of = np.array(self.sizes, dtype=np.int64) // messages[0].dim
+        self._ends, self._last_entries, self._message_of, self._segment_of_row, *self.more = (
+            numbers_on(
+                device,
+                self.edges,
+                np.array(self.edges[1:], dtype=np.int64) - 1,
+                np.repeat(np.arange(len(messages)), self._segments_of),
+                np.repeat(np.arange(len(self.sizes)), rows_of),
+                *more,
+            )
         )
 
     def select(
@@ -268,36 +344,37 @@ class Forms:
 
         A limit of 0 becomes the one that selects as many entries as the segment sends.
         """
-        scaled = addend.to(rows.dtype)
-        sums = torch.add(rows, scaled, alpha=scale)
+        sums = torch.add(rows, addend.to(rows.dtype), alpha=scale)
         flat = sums.view(-1)
         missing = np.flatnonzero(limits == 0)
-        limits_there = to_device(torch.from_numpy(limits), rows.device)
+        limits_there = to_device(torch.from_numpy(limits).to(rows.dtype), rows.device)
         found = limits_there[:0]
         if missing.size:
             found = self.kth_magnitudes(flat, missing.tolist())
             [at] = numbers_on(rows.device, missing)
-            limits_there.index_copy_(0, at, found)
-        of_rows = torch.repeat_interleave(
-            limits_there.to(rows.dtype), self._rows_of, output_size=len(rows)
-        )
-        # "Not below" instead of "at or above", because it is true for NaN.
-        marks = (sums.abs() < of_rows.unsqueeze(1)).logical_not_().view(-1)
-        finite = sums.isfinite()
-        so_far = marks.cumsum(0)
-        reached = so_far.index_select(0, self._edges_there[1:] - 1)
-        num_finite = finite.sum().view(1)
-        numbers = reads.now(reached, num_finite, as_whole_numbers(found), *more)
-        number = len(self.targets)
-        counts = np.diff(numbers[:number], prepend=0).tolist()
-        is_finite = numbers[number] == sums.numel()
-        now = sums if is_finite else torch.where(finite, sums, rows)
+            limits_there.index_copy_(0, at, found.to(rows.dtype))
+        of_rows = limits_there.index_select(0, self._segment_of_row).unsqueeze(1)
+        magnitudes = sums.abs()
+        so_far = (magnitudes >= of_rows).view(-1).cumsum(0)
+        reached = so_far.index_select(0, self._last_entries)
+        # Infinite or NaN if an entry is.
+        total = magnitudes.sum(dtype=torch.float64).view(1)
+        [numbers, [of_all], kths, *others] = reads.now(reached, total, found, *more)
         limits = limits.copy()
-        limits[missing] = as_floats(numbers[number + 1 : number + 1 + missing.size])
-        positions = found_in(so_far, sum(counts))
+        limits[missing] = kths
+        is_finite = bool(np.isfinite(of_all))
+        if not is_finite:
+            # "Not below" instead of "at or above", because it is true for NaN.
+            so_far = (magnitudes < of_rows).logical_not_().view(-1).cumsum(0)
+            numbers = so_far.index_select(0, self._last_entries).tolist()
+            sums = torch.where(sums.isfinite(), sums, rows)
+        counts = np.diff(numbers, prepend=0).tolist()
+        each = torch.arange(1, sum(counts) + 1, device=rows.device)
+        positions = torch.searchsorted(so_far, each)
         values = flat.index_select(0, positions)
-        rest = numbers[number + 1 + missing.size :]
-        return Selected(now, positions, values, counts, limits, limits_there, is_finite, rest)
+        return Selected(
+            sums, positions, values, each, counts, limits, limits_there, is_finite, others
+        )
 
     def kth_magnitudes(self, flat: Tensor, segments: Sequence[int]) -> Tensor:
         """The magnitudes of flattened rows that so many entries of segments reach as each sends:
@@ -307,10 +384,8 @@ class Forms:
         parts = [flat[self.edges[one] : self.edges[one + 1]] for one in segments]
         magnitudes = torch.cat(parts).abs_().nan_to_num_(nan=0.0, posinf=0.0)
         sizes = [part.numel() for part in parts]
-        ends = list(accumulate(sizes))
         targets = [self.targets[one] for one in segments]
-        places = [end - target for end, target in zip(ends, targets, strict=True)]
-        places_there, sizes_there = numbers_on(flat.device, places, sizes)
+        places_there, sizes_there = numbers_on(flat.device, np.cumsum(sizes) - targets, sizes)
         of = torch.repeat_interleave(sizes_there, output_size=magnitudes.numel())
         order = _sorted_in(of, magnitudes, descending=False)
         kth = magnitudes.index_select(0, order.index_select(0, places_there))
@@ -322,64 +397,71 @@ class Forms:
         """
         positions = selected.positions
         values = selected.values
-        ends = self._edges_there[1:]
-        segment = torch.searchsorted(ends, positions, right=True)
-        of = self._message_of.index_select(0, segment)
-        counts = self._by_message(selected.counts)
-        capacities = [layout.capacity for layout in self.layouts]
-        if any(count > most for count, most in zip(counts, capacities, strict=True)):
-            over = values.abs().to(torch.float64).div_(selected.limits_there.index_select(0, segment))
+        segment = torch.searchsorted(self._ends[1:], positions, right=True)
+        ends = np.cumsum([0, *selected.counts])[np.cumsum([0, *self._segments_of])]
+        found = np.diff(ends).tolist()
+        counts = np.minimum(found, self.capacities).tolist()
+        if counts == found:
+            table, lengths = self._table(counts, selected.counts)
+        else:
+            over = values.abs().to(torch.float64)
+            over.div_(selected.limits_there.index_select(0, segment))
+            of = self._message_of.index_select(0, segment)
             order = _sorted_in(of, over, descending=True)
-            [firsts] = numbers_on(self.device, _starts_of(counts))
-            rank = torch.arange(sum(counts), device=self.device) - firsts.index_select(0, of)
-            is_kept = torch.zeros_like(of, dtype=torch.bool)
-            is_kept.index_copy_(0, order, rank < self._capacities.index_select(0, of))
-            counts = [min(count, most) for count, most in zip(counts, capacities, strict=True)]
-            kept = positions_in(is_kept, sum(counts))
+            first = [np.arange(at, at + k) for at, k in zip(ends[:-1], counts, strict=True)]
+            table, first_there = self._table(counts, np.concatenate(first))
+            kept = order.index_select(0, first_there).sort().values
             positions = positions.index_select(0, kept)
             values = values.index_select(0, kept)
             segment = segment.index_select(0, kept)
-            of = of.index_select(0, kept)
-        return self._packed(positions, values, segment, of, counts)
-
-    def _packed(
-        self, positions: Tensor, values: Tensor, segment: Tensor, of: Tensor, counts: list[int]
-    ) -> Packed:
-        [firsts] = numbers_on(self.device, _starts_of(counts))
-        index = torch.arange(positions.numel(), device=self.device).sub_(
-            firsts.index_select(0, of)
-        )
-        local = positions - self._first_there.index_select(0, of)
-        num_bits = 8 * self._starts[-1]
-        where, set_bits = self._codes.bits_of(of, index, local, spare=num_bits)
-        is_scaled = self.value_format in SCALED_FORMATS
-        if is_scaled:
-            lengths = torch.searchsorted(positions, self._edges_there).diff()
+            lengths = torch.searchsorted(positions, self._ends).diff()
+        columns = table.index_select(0, segment).unbind(1)
+        numbers = selected.numbers[: positions.numel()]
+        # What nobody reads follows the payloads.
+        bits = zero_bits(self._num_bits + positions.numel(), self.device)
+        self._codes.write(bits, columns, numbers, positions)
+        if self.value_format in SCALED_FORMATS:
             codes, scales = code_values(values, lengths, self.value_format)
-            received = levels_of(codes, self.value_format).mul_(scales.index_select(0, segment))
-            places, parts = self._places_of_values(of, index, codes)
-            where = torch.cat([where, places])
-            set_bits = torch.cat([set_bits, parts])
+            received = _scaled(scales.index_select(0, segment), codes, self.value_format, values)
+            self._write_codes(bits, columns[-1], numbers, codes)
             scale_bytes = scales.view(torch.uint8)
             data = scale_bytes[:0]
         else:
             data, scales = encode_values(values, [], self.value_format)
             received = decode_values(data, [values.numel()], scales, self.value_format)
             scale_bytes = data[:0]
-        # A word more, for the bit that nobody reads.
-        bits = torch.zeros(num_bits + 64, dtype=torch.uint8, device=self.device)
-        coded = pack_codes(bits.index_copy_(0, where, set_bits), 1)
-        payloads = self._put_together(counts, scale_bytes, coded, data)
+        payloads = self._put_together(counts, scale_bytes, pack_codes(bits, 1), data)
         return Packed(payloads, positions, received, values - received.to(values.dtype))
 
-    def _places_of_values(self, of: Tensor, index: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
-        """The bits of values of one or two bits, and what is in them."""
-        at = self._values_at.index_select(0, of)
+    def _table(self, counts: Sequence[int], more: npt.ArrayLike) -> list[Tensor]:
+        """What differs between the messages of segments, and other numbers, on the device."""
+        of_messages = [
+            self._codes.table(counts, self._first_entries, spare=self._num_bits),
+            self._values_at(counts).reshape(-1, 1),
+        ]
+        table = np.repeat(np.concatenate(of_messages, axis=1), self._segments_of, axis=0)
+        table_there, more_there = numbers_on(self.device, table, more)
+        return [table_there.view(table.shape), more_there]
+
+    def _write_codes(self, bits: Tensor, values_at: Tensor, numbers: Tensor, codes: Tensor) -> None:
+        """Write values of one or two bits each."""
         if self.value_format == "1bit":
-            return at.add_(index), codes
-        pair = torch.arange(2, dtype=torch.uint8, device=self.device)
-        places = at.add_(index, alpha=2).unsqueeze(1) + pair
-        return places.view(-1), (codes.unsqueeze(1) >> pair).bitwise_and_(1).view(-1)
+            bits.index_copy_(0, values_at + numbers, codes)
+            return
+        low = torch.add(values_at, numbers, alpha=2)
+        bits.index_copy_(0, low, codes & 1)
+        bits.index_copy_(0, low + 1, codes >> 1)
+
+    def _values_at(self, counts: Sequence[int]) -> Int64Array:
+        """By message, the bit of the value whose number is 0; of numbers from 1 on."""
+        width = BITS_PER_VALUE[self.value_format]
+        at = [
+            8 * (start + layout.edges[3]) - width * (first + 1)
+            for start, layout, first in zip(
+                self._starts, self.layouts, _starts_of(counts), strict=True
+            )
+        ]
+        return np.array(at, dtype=np.int64)
 
     def _put_together(
         self, counts: Sequence[int], scales: Tensor, coded: Tensor, data: Tensor
@@ -387,7 +469,7 @@ class Forms:
         """Of each message, the parts of its payload."""
         payloads: list[list[Piece]] = []
         entry_bytes = data.numel() // max(sum(counts), 1)
-        for layout, start, count in zip(self.layouts, self._starts, counts, strict=False):
+        for layout, start, count in zip(self.layouts, self._starts, counts, strict=True):
             code = FORMAT_CODES[layout.value_format]
             own_scales, scales = scales.tensor_split([4 * layout.num_scales])
             own_data, data = data.tensor_split([entry_bytes * count])
@@ -402,12 +484,6 @@ class Forms:
             payloads.append(parts)
         return payloads
 
-    def _by_message(self, counts: Sequence[int]) -> list[int]:
-        """The sums of the numbers of segments over each message."""
-        number = [len(layout.tensor_sizes) for layout in self.layouts]
-        ends = list(accumulate(number, initial=0))
-        return [sum(counts[low:high]) for low, high in zip(ends, ends[1:], strict=False)]
-
     def unpack(
         self,
         reads: DeferredReads,
@@ -421,37 +497,26 @@ class Forms:
         ``headers`` are their first bytes, as far as the host has them. What is wrong with a header
         is found at once, and other damage when the host reads the next numbers (PayloadError).
         """
-        headers = self._all_headers(reads, payloads, headers)
         counts = []
+        known = self._all_headers(reads, payloads, headers)
         for layout, payload, header, source in zip(
-            self.layouts, payloads, headers, sources, strict=True
+            self.layouts, payloads, known, sources, strict=True
         ):
             with reading(source):
                 counts.append(read_count(layout, payload, header=header))
         together = torch.cat(list(payloads))
-        bits = unpack_codes(together, 1)
-        counts_there, firsts = numbers_on(self.device, counts, _starts_of(counts))
-        number = sum(counts)
-        of = torch.repeat_interleave(counts_there, output_size=number)
-        index = torch.arange(number, device=self.device).sub_(firsts.index_select(0, of))
-        local, facts = self._codes.read(bits, of, index, counts, counts_there)
-        reads.later(facts, lambda found: self._codes.check(found, counts, sources))
-        positions = local.add_(self._first_there.index_select(0, of))
-        return positions, self._read_values(payloads, counts, bits, of, index, positions)
+        values_at = self._values_at(counts)
+        read = self._codes.read(reads, together, counts, self._first_entries, sources, values_at)
+        return read.positions, self._read_values(payloads, counts, read)
 
     def _read_values(
-        self,
-        payloads: Sequence[Tensor],
-        counts: Sequence[int],
-        bits: Tensor,
-        of: Tensor,
-        index: Tensor,
-        positions: Tensor,
+        self, payloads: Sequence[Tensor], counts: Sequence[int], read: ReadCodes
     ) -> Tensor:
         if self.value_format not in SCALED_FORMATS:
+            width = BITS_PER_VALUE[self.value_format] // 8
             data = torch.cat(
                 [
-                    payload[layout.edges[3] :][: count * (4 if self.value_format == "fp32" else 2)]
+                    payload[layout.edges[3] :][: width * count]
                     for payload, layout, count in zip(payloads, self.layouts, counts, strict=True)
                 ]
             )
@@ -462,14 +527,14 @@ class Forms:
             for payload, layout in zip(payloads, self.layouts, strict=True)
         ]
         scales = torch.cat(parts).view(torch.float32)
-        at = self._values_at.index_select(0, of)
+        [values_at] = read.columns
         if self.value_format == "1bit":
-            codes = bits.index_select(0, at.add_(index))
+            codes = read.bits.index_select(0, values_at + read.numbers)
         else:
-            at.add_(index, alpha=2)
-            codes = bits.index_select(0, at + 1).mul_(2).add_(bits.index_select(0, at))
-        segment = torch.searchsorted(self._edges_there[1:], positions, right=True)
-        return levels_of(codes, self.value_format).mul_(scales.index_select(0, segment))
+            low = torch.add(values_at, read.numbers, alpha=2)
+            codes = read.bits.index_select(0, low + 1).mul_(2).add_(read.bits.index_select(0, low))
+        segment = torch.searchsorted(self._ends[1:], read.positions, right=True)
+        return _scaled(scales.index_select(0, segment), codes, self.value_format)
 
     def _all_headers(
         self,
@@ -477,10 +542,22 @@ class Forms:
         payloads: Sequence[Tensor],
         headers: Sequence[bytes | None],
     ) -> list[bytes]:
-        if all(header is not None for header in headers):
-            return [header for header in headers if header is not None]
-        found = bytes(reads.now(torch.cat([part[: HEADER.size] for part in payloads]).long()))
-        return [found[at : at + HEADER.size] for at in range(0, len(found), HEADER.size)]
+        known = [header for header in headers if header is not None]
+        if len(known) == len(headers):
+            return known
+        [found] = reads.now(torch.cat([part[: HEADER.size] for part in payloads]))
+        return [bytes(found[at : at + HEADER.size]) for at in range(0, len(found), HEADER.size)]
+
+
+def _scaled(
+    scales: Tensor, codes: Tensor, value_format: str, signs: Tensor | None = None
+) -> Tensor:
+    """Values by the scale of each, fp32, and its code. ``signs`` may be numbers with the signs of
+    the values, none of which is zero.
+    """
+    if value_format == "1bit":
+        return scales.copysign_(codes - 0.5 if signs is None else signs.to(torch.float32))
+    return levels_of(codes, value_format).mul_(scales)
 
 
 class CodedRows(NamedTuple):
@@ -491,13 +568,18 @@ class CodedRows(NamedTuple):
     largest: Tensor | None  # shape `[messages, 4]`, uint8: the largest scale of each message
     received: Tensor  # shape `[n, dim]`, fp32: the rows as receivers read them
 
-    def pieces(self, counts: Sequence[int]) -> list[list[Piece]]:
+    def some(self, at: Tensor) -> CodedRows:
+        """Some of the rows."""
+        scales = None if self.scales is None else self.scales.index_select(0, at)
+        return self._replace(data=self.data.index_select(0, at), scales=scales)
+
+    def pieces(self, counts: Sequence[int]) -> list[list[Tensor]]:
         """Of each message, the bytes of so many rows."""
-        found: list[list[Piece]] = []
+        found = []
         start = 0
         for number, count in enumerate(counts):
             end = start + count
-            parts: list[Piece] = [self.data[start:end].reshape(-1)]
+            parts = [self.data[start:end].reshape(-1)]
             if self.scales is not None and self.largest is not None and count:
                 parts += [self.largest[number], self.scales[start:end]]
             found.append(parts)
@@ -506,15 +588,20 @@ class CodedRows(NamedTuple):
 
 
 def encode_whole(
-    rows: Tensor, of: Tensor, index: Tensor, counts: Sequence[int], value_format: str, chosen: Any
+    rows: Tensor,
+    of: Tensor,
+    within: Tensor,
+    counts: Sequence[int],
+    value_format: str,
+    chosen: Tensor | None = None,
 ) -> CodedRows:
-    """Code rows of several messages, ``[n, dim]``, ``counts`` of each, as
-    :func:`lightning_dct.embedding.messages.encode_whole` does those of one.
+    """Code rows of several messages as :func:`lightning_dct.embedding.messages.encode_whole` does
+    those of one.
 
     Args:
-        rows: The rows.
-        of: Of each row, the number of its message.
-        index: Its number in the message.
+        rows: Shape ``[n, dim]``.
+        of: Shape ``[n]``: of each row, the number of its message.
+        within: Shape ``[n]``: its number in the message.
         counts: The number of rows of each message.
         value_format: That of changes.
         chosen: Which rows are sent, bool ``[n]``; None for all.
@@ -522,15 +609,15 @@ def encode_whole(
     row_format = WHOLE_FORMATS[value_format]
     if row_format not in LEVELS:
         data = encode_values(rows.reshape(-1), [], row_format)[0]
-        none = rows.new_empty(0, dtype=torch.float32)
+        none = data.new_empty(0, dtype=torch.float32)
         received = decode_values(data, [rows.numel()], none, row_format).view_as(rows)
         return CodedRows(data.view(len(rows), -1), None, None, received)
     values = rows.to(torch.float32)
     largest = values.abs().amax(dim=1)
     if chosen is not None:
-        largest = largest.masked_fill(~chosen, 0.0)
+        largest = largest.masked_fill_(~chosen, 0.0)
     side_by_side = largest.new_zeros(len(counts) * max(counts))
-    places = torch.add(index, of, alpha=max(counts))
+    places = torch.add(within, of, alpha=max(counts))
     side_by_side.index_copy_(0, places, largest)
     codes, tops = code_scales(side_by_side.view(len(counts), -1), LEVELS[row_format])
     codes = codes.view(-1).index_select(0, places)
@@ -546,21 +633,27 @@ def decode_whole(
 ) -> Tensor:
     """Read the whole rows of several messages: fp32 ``[sum(counts), dim]``."""
     row_format = WHOLE_FORMATS[value_format]
-    given = [(part, count) for part, count in zip(parts, counts, strict=True) if count]
-    cuts = [row_values_num_bytes(row_format, count * dim) for _, count in given]
-    data = torch.cat([part[:cut] for (part, _), cut in zip(given, cuts, strict=True)])
+    given = [part for part, count in zip(parts, counts, strict=True) if count]
+    some = [count for count in counts if count]
+    cuts = [row_values_num_bytes(row_format, count * dim) for count in some]
+    data = torch.cat([part[:cut] for part, cut in zip(given, cuts, strict=True)])
     number = sum(counts)
     if row_format not in LEVELS:
         none = data.new_empty(0, dtype=torch.float32)
         return decode_values(data, [number * dim], none, row_format).view(number, dim)
     ends = [cut + LARGEST_SCALE_BYTES for cut in cuts]
-    edges = list(zip(given, cuts, ends, strict=True))
-    largest = torch.cat([part[cut:end] for (part, _), cut, end in edges]).view(torch.float32)
-    codes = torch.cat([part[end:] for (part, _), _, end in edges])
-    [counts_there] = numbers_on(data.device, [count for _, count in given])
+    tops = [part[cut:end] for part, cut, end in zip(given, cuts, ends, strict=True)]
+    largest = torch.cat(tops).view(torch.float32)
+    codes = torch.cat([part[end:] for part, end in zip(given, ends, strict=True)])
+    [counts_there] = numbers_on(data.device, some)
     of = torch.repeat_interleave(counts_there, output_size=number)
     scales = scales_of(codes, largest.index_select(0, of)).unsqueeze(1)
     return data.view(torch.int8).to(torch.float32).view(number, dim).mul_(scales)
+
+
+def zero_bits(num_bits: int, device: torch.device) -> Tensor:
+    """Bits that can be packed, a byte each: so many, and one or more that nobody reads."""
+    return torch.zeros(num_bits + 16 - num_bits % 8, dtype=torch.uint8, device=device)
 
 
 def _sorted_in(of: Tensor, keys: Tensor, descending: bool) -> Tensor:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dct.activations.module import CompressedModule
+from lightning_dct.compress.awaited import to_device
 from lightning_dct.embedding.bags import Features
 from lightning_dct.embedding.collected import RowCollectives
 from lightning_dct.embedding.optimizers import refuse_optimizers_without_rows
@@ -185,11 +186,15 @@ class OwnedRows(CompressedModule):
 
         Zeros for tables whose rows a function makes: only their owners know them.
         """
+        return to_device(self.initial_on_host(owner, places), self.weight.device)
+
+    def initial_on_host(self, owner: int, places: Int64Array) -> Tensor:
+        """The same on the CPU."""
         tables, rows = self.placement.rows_of(owner, places)
         made = initial_rows(
             self.seed, tables, rows, self.initial_bound, self.embedding_dim, self._centres
         )
-        return made.to(self.weight)
+        return made.to(self.weight.dtype)
 
     def reset_memory(self) -> None:
         """Drop all that is remembered of other ranks, as before the first step."""
@@ -201,12 +206,15 @@ class OwnedRows(CompressedModule):
         """
         raise NotImplementedError
 
-    def own_rows(self, places: Int64Array) -> Tensor:
-        """A copy of this rank's rows at some places, ``[n, embedding_dim]``, without a gradient."""
+    def own_rows(self, places: Int64Array, places_there: Tensor | None = None) -> Tensor:
+        """A copy of this rank's rows at some places, ``[n, embedding_dim]``, without a gradient.
+
+        ``places_there`` are the same on the device of the rows, if they are there already.
+        """
         if self.kept is None:
-            return self.weight.detach().index_select(
-                0, torch.from_numpy(places).to(self.weight.device)
-            )
+            if places_there is None:
+                places_there = to_device(torch.from_numpy(places), self.weight.device)
+            return self.weight.detach().index_select(0, places_there)
         initial = self.initial(self.exchange_group.rank, places)
         return self.kept.expand(self.weight.detach(), places, initial)
 

@@ -18,6 +18,7 @@ from lightning_dct.embedding.collected import CollectedGradients
 from lightning_dct.embedding.exact import ExactReader, exact_round
 from lightning_dct.embedding.first_parts import Rooms
 from lightning_dct.embedding.lookup import ChangesLookup, EvictedRows, look_up, send_evicted
+from lightning_dct.embedding.on_device import DeferredReads
 from lightning_dct.embedding.owned_rows import OwnedRows
 from lightning_dct.embedding.owners import Int64Array
 from lightning_dct.embedding.store import RowStore, default_room
@@ -208,12 +209,13 @@ class ShardedEmbeddingBags(OwnedRows):
         of_users = dict.fromkeys(peers, owned[rank])
         # This rank's copies of other ranks' rows, and the other ranks' copies of this rank's rows.
         self.own_copies: RowStore = RowStore(
-            self.room(), of_owners, num_peers, num_tables, self.initial, empty, True
+            self.room(), of_owners, num_peers, num_tables, self.initial_on_host, empty, True
         )
         self.peer_copies: RowStore = RowStore(
             UNBOUNDED, of_users, num_peers, num_tables, self._own_initial, empty, False
         )
         self.collected: CollectedGradients = CollectedGradients()
+        self.reads: DeferredReads = DeferredReads()  # numbers that the host will need
         self.lookups: list[ChangesLookup] = []  # those whose gradients may be sent
         # Which of the look-ups before the last backward it has reached.
         self.usually_reached: tuple[bool, ...] = ()
@@ -224,7 +226,7 @@ class ShardedEmbeddingBags(OwnedRows):
 
     def _own_initial(self, user: int, places: Int64Array) -> Tensor:
         """The initial values of this rank's rows, whoever uses them."""
-        return self.initial(self.exchange_group.rank, places)
+        return self.initial_on_host(self.exchange_group.rank, places)
 
     def room(self) -> int:
         """The number of other ranks' rows that this rank remembers."""
@@ -259,6 +261,8 @@ class ShardedEmbeddingBags(OwnedRows):
 
     def thresholds_in_use(self) -> list[float]:
         """The thresholds of both directions."""
+        if self.is_materialized:
+            self.reads.now()
         return [float(value) for rows in self.remembered for value in rows.thresholds.flat if value]
 
     def residual_norm(self) -> float:
@@ -276,6 +280,7 @@ class ShardedEmbeddingBags(OwnedRows):
             return {}
         self.take_answers()
         send_evicted(self)
+        self.reads.now()
         return {
             "placement": asdict(self.placement),
             "held": self.own_copies.state_dict(),
@@ -307,6 +312,7 @@ class ShardedEmbeddingBags(OwnedRows):
                     )
                 rows.load_state_dict(states[0][end])
             self.collected = CollectedGradients(states[0]["collected"])
+            self.reads = DeferredReads()
             self.evicted = []
             self.rooms = Rooms.between(self.exchange_group.peers)
             self.rows_replaced(self.evicted_on_load)
@@ -322,12 +328,14 @@ class ShardedEmbeddingBags(OwnedRows):
         """The state of a copy or a file, with all messages that are under way."""
         if self.is_materialized:
             self.take_answers()
+            self.reads.now()
         return {**self.__dict__, "lookups": []}  # their backward ends at the original
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         """Move copies and residuals together with the rows, and change their dtype."""
         super()._apply(fn, recurse)
         if self.is_materialized:
+            self.reads.now()
             self.exchange_group.device = self.weight.device
             self.evicted = [one.on(self.weight.device) for one in self.evicted]
             for rows in self.remembered:

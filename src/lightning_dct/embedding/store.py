@@ -14,16 +14,18 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from lightning_dct.compress.awaited import to_device
 from lightning_dct.embedding.cache import INDEX_BYTES, RowCache
 from lightning_dct.embedding.messages import CODE_BYTES, HALVE_EVERY, REGROUP_EVERY, RequestCode
 from lightning_dct.embedding.owners import Int64Array
 from lightning_dct.wire.positions import PayloadError
 
-# Parts with an entry for each slot.
-ROW_STATE = ("copies", "residual", "outdated")
+# Parts with an entry for each slot, where the rows are.
+ROW_STATE = ("copies", "residual")
 # Own copies, residuals, peers' copies and the index of both take less than so many times the bytes
 # of a rank's own rows, or so many bytes if that is more: a small table is remembered whole.
 SHARES = 2
@@ -63,7 +65,7 @@ class RowStore:
         universes: By peer, the number of rows that places are of.
         num_peers: The number of ranks.
         num_tables: The number of tables.
-        initial: Gives the initial values of rows of a peer by their places, shape ``[n, dim]``.
+        initial: Gives the initial values of rows of a peer by their places, shape ``[n, dim]``, on the CPU.
         empty: Shape ``[0, dim]``, with the copies' dtype and device.
         with_residual: Whether to keep residuals.
     """
@@ -84,7 +86,8 @@ class RowStore:
         self._initial = initial
         self.copies = empty
         self.residual = empty if with_residual else empty[:, :0]
-        self.outdated = empty.new_empty(0, dtype=torch.bool)  # of each copy, where the rows are
+        # Of each slot, whether its copy is outdated; on the CPU.
+        self.outdated: npt.NDArray[np.bool_] = np.empty(0, dtype=np.bool_)
 
     def find(self, peer: int, places: Int64Array) -> Int64Array:
         """The slots of rows of a peer, ``[k]``, -1 for missing rows."""
@@ -104,7 +107,11 @@ class RowStore:
         order = np.lexsort((admission.evicted, admission.evicted_peers))
         gone = admission.evicted[order]
         gone_peers = admission.evicted_peers[order]
-        residuals = self.residual.index_select(0, self._on_device(admission.evicted_slots[order]))
+        residuals = self.residual[:0]
+        if gone.size:
+            residuals = self.residual.index_select(
+                0, self._on_device(admission.evicted_slots[order])
+            )
         cuts = np.searchsorted(
             gone_peers, np.array([[peer, peer + 1] for peer in wanted]).reshape(-1, 2)
         )
@@ -138,22 +145,24 @@ class RowStore:
             return
         # A quarter more, up to the capacity of the cache, makes reallocations rare.
         ahead = min(len(self.copies) // 4, self.cache.capacity - len(self.copies))
+        more = max(missing, ahead)
         for name in ROW_STATE:
             before = getattr(self, name)
-            setattr(
-                self,
-                name,
-                torch.cat([before, before.new_zeros(max(missing, ahead), *before.shape[1:])]),
-            )
+            setattr(self, name, torch.cat([before, before.new_zeros(more, *before.shape[1:])]))
+        self.outdated = np.concatenate([self.outdated, np.zeros(more, dtype=np.bool_)])
 
     def _begin(self, peers: Int64Array, places: Int64Array, slots: Int64Array) -> None:
         """Give new rows their initial values."""
+        if not slots.size:
+            return
+        rows = torch.empty(slots.size, *self.copies.shape[1:], dtype=self.copies.dtype)
         for peer in np.unique(peers).tolist():
-            own = peers == peer
-            at = self._on_device(slots[own])
-            self.copies.index_copy_(0, at, self._initial(peer, places[own]).to(self.copies))
-            self.residual.index_fill_(0, at, 0)
-            self.outdated.index_fill_(0, at, True)
+            own = np.flatnonzero(peers == peer)
+            rows[torch.from_numpy(own)] = self._initial(peer, places[own]).to(rows.dtype)
+        at = self._on_device(slots)
+        self.copies.index_copy_(0, at, to_device(rows, self.copies.device))
+        self.residual.index_fill_(0, at, 0)
+        self.outdated[slots] = True
 
     def learn(self) -> None:
         """Group rows anew by how often they are requested, at the same requests on both ends: after
@@ -168,32 +177,31 @@ class RowStore:
             self.cache.counts >>= 1  # so that old requests lose weight
 
     def _on_device(self, slots: Int64Array) -> Tensor:
-        return torch.from_numpy(slots).to(self.copies.device)
+        return to_device(torch.from_numpy(slots), self.copies.device)
 
     def replaced(self, places: Int64Array | None = None) -> None:
         """Note that the owner has replaced the rows at these places, or all rows: their copies of
         all peers.
         """
         if places is None:
-            self.outdated.fill_(True)
+            self.outdated[:] = True
             return
         for peer in self.codes:
             slots = self.find(peer, places)
-            self.outdated[self._on_device(slots[slots >= 0])] = True
+            self.outdated[slots[slots >= 0]] = True
 
-    def take_outdated(self, slots: Tensor) -> Tensor:
+    def take_outdated(self, slots: Int64Array) -> npt.NDArray[np.bool_]:
         """Whether the copies in slots, ``[k]``, are outdated; they count as current after this
         call.
         """
-        outdated = self.outdated.index_select(0, slots)
-        self.outdated.index_fill_(0, slots, False)
+        outdated = self.outdated[slots]
+        self.outdated[slots] = False
         return outdated
 
     def move(self, device: torch.device, dtype: torch.dtype) -> None:
         """Move copies and residuals, and change their dtype."""
         self.copies = self.copies.to(device, dtype)
         self.residual = self.residual.to(device, dtype)
-        self.outdated = self.outdated.to(device)
 
     def state_dict(self) -> dict[str, Any]:
         """The state as numbers and CPU tensors."""
@@ -203,6 +211,7 @@ class RowStore:
             "codes": {peer: code.state_dict() for peer, code in self.codes.items()},
             "thresholds": torch.from_numpy(self.thresholds.copy()),
             **{name: getattr(self, name)[:used].to("cpu", copy=True) for name in ROW_STATE},
+            "outdated": torch.from_numpy(self.outdated[:used].copy()),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -213,11 +222,13 @@ class RowStore:
         self.thresholds = state["thresholds"].numpy().copy()
         for name in ROW_STATE:
             setattr(self, name, state[name].to(getattr(self, name), copy=True))
+        self.outdated = state["outdated"].numpy().copy()
 
 
-def add_entries(rows: Tensor, slots: Tensor, positions: Tensor, values: Tensor) -> None:
-    """Add values to ``rows[slots]``, in place, at distinct positions in these rows, flattened."""
-    dim = rows.shape[1]
-    flat = rows.view(-1)
-    entries = slots.index_select(0, positions // dim) * dim + positions % dim
-    flat.index_copy_(0, entries, flat.index_select(0, entries).add_(values.to(rows.dtype)))
+def add_entries(rows: Tensor, farther: Tensor, positions: Tensor, values: Tensor) -> None:
+    """Add values to some of the rows, in place, at distinct positions in these, flattened.
+
+    ``farther`` says by how many entries those of each row, ``[k]``, are farther on in all rows.
+    """
+    entries = positions + farther.index_select(0, positions // rows.shape[1])
+    rows.view(-1).index_add_(0, entries, values.to(rows.dtype))

@@ -87,7 +87,7 @@ def _joined(by_peer: Mapping[int, Any], num_tables: int, dim: int) -> Mapping[st
         "cache": {**cache, "peer_at": peers, "requests": parts[0]["cache"]["requests"]},
         "codes": {peer: by_peer[peer]["code"] for peer in by_peer},
         "thresholds": thresholds,
-        **{name: torch.cat([part[name] for part in parts]) for name in ROW_STATE},
+        **{name: torch.cat([part[name] for part in parts]) for name in (*ROW_STATE, "outdated")},
     }
 
 

@@ -92,10 +92,5 @@ def positions_in(marks: Tensor, count: int) -> Tensor:
 
     If more are set, the first; if fewer, others follow. The host of a device does not wait.
     """
-    return found_in(marks.cumsum(0), count)
-
-
-def found_in(sums: Tensor, count: int) -> Tensor:
-    """:func:`positions_in` of marks by their sums so far, int64, ``[n]``."""
-    numbers = torch.arange(1, count + 1, device=sums.device)
-    return torch.searchsorted(sums, numbers).clamp_(max=max(sums.numel() - 1, 0))
+    numbers = torch.arange(1, count + 1, device=marks.device)
+    return torch.searchsorted(marks.cumsum(0), numbers).clamp_(max=max(marks.numel() - 1, 0))
