@@ -8,13 +8,16 @@ it has printed.
 
 import ctypes
 import importlib
+import inspect
+import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -89,32 +92,58 @@ class Room:
         return self.start(function, *arguments, **places, **more)
 
     def torchrun(
-        self, script: str, *words: str, rank: int, master: str, restarts: int = 0, **more: str
+        self,
+        function: Callable[..., None],
+        *arguments: Any,
+        rank: int,
+        master: str,
+        restarts: int = 0,
+        **more: str,
     ) -> Any:
-        """Start a training by torchrun, whose agent forks this host's rank."""
+        """Start a training by torchrun as ``docs/two_machines.md`` has it; the agent forks this
+        host's rank.
+
+        The module of the function, run as a program, calls a function by its name and arguments.
+        """
+        script = inspect.getfile(function)
         command = ["--nnodes=2", "--nproc-per-node=1", f"--node-rank={rank}"]
         command += [f"--master-addr={master}", f"--master-port={PORT}"]
-        command += [f"--max-restarts={restarts}", "--run-path", "--start-method=fork", script]
-        return self.start(torch.distributed.run.main, [*command, *words], **more)
+        command += [
+            f"--max-restarts={restarts}",
+            "--rdzv-conf=timeout=25",
+            "--run-path",
+            "--start-method=fork",
+        ]
+        command += [script, function.__name__, json.dumps(arguments, default=str)]
+        return self.start(torch.distributed.run.main, command, **more)
 
     @property
     def text(self) -> str:
         """All that this host has printed, with every white space as one blank."""
         return " ".join(self.log.read_text(errors="replace").split())
 
-    def has_said(self, words: str, patience_s: float = PATIENCE_S) -> float:
-        """Wait until this host has printed these words; an AssertionError says what it has printed
-        instead.
+    def has_said(self, words: str, after: str = "", patience_s: float = PATIENCE_S) -> float:
+        """Wait until this host has printed these words, after others if some are given; an
+        AssertionError says what it has printed instead.
         """
+
+        def is_said() -> bool:
+            return words in (self.text.rpartition(after)[2] if after else self.text)
+
         began = time.monotonic()
-        while words not in self.text:
+        while not is_said():
             ended = all(process.exitcode is not None for process in self.processes)
-            if (ended and words not in self.text) or time.monotonic() > began + patience_s:
+            if (ended and not is_said()) or time.monotonic() > began + patience_s:
                 raise AssertionError(
                     f"{self.name} has not said {words!r}:\n{self.log.read_text(errors='replace')}"
                 )
             time.sleep(0.1)
         return time.monotonic() - began
+
+    @property
+    def step(self) -> int:
+        """The last step that this host has printed; 0 if there is none."""
+        return int(self.text.rpartition("step ")[2].split(" ", 1)[0] or 0)
 
     def ends(self, status: int) -> None:
         """Wait until all processes of this host have ended, with this exit status."""
@@ -149,12 +178,21 @@ class Room:
         """Let everything in again."""
         self.run("nft", "flush", "ruleset")
 
+    def kill_all(self) -> None:
+        """Kill all processes of this host, those that its processes have started, too."""
+        found = subprocess.run(
+            ["ip", "netns", "pids", str(self.host.namespace)], capture_output=True, text=True
+        )
+        for process in found.stdout.split():
+            with suppress(ProcessLookupError):
+                os.kill(int(process), signal.SIGKILL)
+        for started_one in self.processes:
+            started_one.join()
+        self.processes.clear()
+
     def end(self) -> None:
         """Kill all processes of this host, and forget what they have said."""
-        for process in self.processes:
-            process.kill()
-            process.join()
-        self.processes.clear()
+        self.kill_all()
         self.log.write_text("")
 
 

@@ -4,6 +4,7 @@ Skipped without network namespaces.
 """
 
 import shutil
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -20,6 +21,7 @@ from reliability.two_hosts import (
 
 LIFELINES = 29501
 RANGE = "40000-40999"
+SHORT_DROP_S = 1.5  # much less than the ranks of two_hosts.py wait for a host
 
 
 @pytest.fixture(scope="module")
@@ -311,3 +313,46 @@ def test_a_link_that_drops_ends_both_hosts_and_they_continue(rooms: list[Room]) 
         room.has_said("trained")
         room.ends(0)
         assert "step 1 " not in room.text
+
+
+@pytest.mark.parametrize("what", ["drops", "reboots"])
+def test_torchrun_starts_both_ranks_again(rooms: list[Room], what: str) -> None:
+    """A link that drops, or a host that loses power and then starts its command again.
+
+    Oracle: whom the hosts name; and the step of the last save, from which both go on.
+    """
+    ada, bob = rooms
+
+    def start(rank: int) -> None:
+        place = rooms[rank].disk / rooms[rank].name / what
+        restarts = {"rank": rank, "master": ada.address, "restarts": 1}
+        rooms[rank].torchrun(train_for_long, place, 100_000, **restarts)
+
+    for rank in (0, 1):
+        start(rank)
+    for room in rooms:
+        room.has_said("step 12 ")
+    try:
+        if what == "drops":
+            bob.host.plug(False)
+            time.sleep(SHORT_DROP_S)
+            bob.host.plug(True)
+            for room in rooms:
+                room.has_said(f"step {room.step + 12} ")
+                assert "cannot be reached" not in room.text
+        bob.host.plug(False)
+        if what == "reboots":
+            bob.run("sysctl", "-w", "net.ipv4.tcp_orphan_retries=1")
+            bob.kill_all()
+        else:
+            bob.has_said("Rank 0 (process")
+        ada.has_said("Rank 1 (process")
+    finally:
+        bob.host.plug(True)
+    if what == "reboots":
+        bob.end()
+        start(1)
+    ada.has_said("step ", after="Restored all states from the checkpoint")
+    bob.has_said("step ", after="" if what == "reboots" else "Rank 0 (process")
+    assert ada.text.count("step 1 ") == 1
+    assert bob.text.count("step 1 ") == (0 if what == "reboots" else 1)

@@ -1,12 +1,14 @@
 """Trainings on two hosts, as users write them.
 
-The environment may have ``FIRST_S``, after which a rank says for whom it waits, and ``VERSION``, of
-which the package then pretends to be.
+Ranks soon say for whom they wait, and soon give up a host, unless the environment has ``PATIENT``.
+With ``VERSION`` the package pretends to be of that version.
 """
 
+import json
 import os
 import sys
 import time
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +26,11 @@ from lightning_dct import DCTFSDPStrategy, DCTStrategy, ShardedEmbeddingBags, Up
 from lightning_dct.checksums import checksums_of
 from lightning_dct.commands import main
 from lightning_dct.compress.bucket_plan import local_of
-from lightning_dct.failures import meeting, waiting
-from lightning_dct.failures.lifeline import Lifeline
+from lightning_dct.failures import lifeline, meeting, sockets, waiting
 
 PORT = 29500
+# A host that does not answer for 4 seconds is lost; kernels answer, however busy a machine is.
+LOST_SOON = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 4_000}
 
 
 class Model(pl.LightningModule):
@@ -120,15 +123,18 @@ def batches(rank: int) -> Any:
 
 
 def as_environment_says() -> None:
-    """Take what the environment says of the package; ranks soon say for whom they wait."""
-    waiting.FIRST_S = float(os.environ.get("FIRST_S", "2"))
+    """Take what the environment says of the package."""
+    if "PATIENT" not in os.environ:
+        waiting.FIRST_S = 2.0
+        lifeline.GRACE_S = 2.0
+        sockets.KEEP_ALIVE.update(LOST_SOON)
     meeting.__version__ = os.environ.get("VERSION", meeting.__version__)
 
 
-def tell_port(lifeline: Lifeline | None) -> None:
+def tell_port(own: lifeline.Lifeline | None) -> None:
     """Rank 0 prints at which port it listens."""
-    if lifeline is not None and lifeline._hub is not None:
-        print(f"listens at {lifeline._hub.port}.", flush=True)
+    if own is not None and own._hub is not None:
+        print(f"listens at {own._hub.port}.", flush=True)
 
 
 class TellsPort(pl.Callback):
@@ -154,8 +160,17 @@ def train_one_replica(folder: Path) -> None:
     print("trained", flush=True)
 
 
-def train_in_loop(kind: str, lifelines: bool | int = True) -> None:
-    """The same without a Trainer: in Fabric's loop, or in a plain one."""
+def train_in_loop(
+    kind: str,
+    lifelines: bool | int = True,
+    steps: int = 16,
+    seconds: float = 0.0,
+    folder: Path | None = None,
+    resumes: bool = False,
+) -> None:
+    """The same without a Trainer: in Fabric's loop, which saves into a folder, or in a plain
+    one.
+    """
     as_environment_says()
     model: Any = nn.Linear(64, 64)
     optimizer: Any = torch.optim.Adam(model.parameters(), 1e-3)
@@ -164,16 +179,23 @@ def train_in_loop(kind: str, lifelines: bool | int = True) -> None:
         fabric = Fabric(strategy=strategy, accelerator="cpu", devices=1, num_nodes=2)
         fabric.launch()
         model, optimizer = fabric.setup(model, optimizer)
-        lifeline = strategy.lifeline
+        tell_port(strategy.lifeline)
     else:
         lightning_dct.init_process_group("gloo", lifelines=lifelines)
-        updates = Updates(model, optimizer, steps=16)
-        lifeline = updates.lifeline
-    tell_port(lifeline)
-    for (batch,) in batches(dist.get_rank()):
+        updates = Updates(model, optimizer, steps=steps)
+        tell_port(updates.lifeline)
+    state = {"model": model, "optimizer": optimizer}
+    if folder is not None and resumes:
+        fabric.load(folder / "x.ckpt", state)
+    for step, (batch,) in zip(range(steps), cycle(batches(dist.get_rank())), strict=False):
         model(batch).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+        if seconds:
+            time.sleep(seconds)
+            print(f"step {step}", flush=True)
+        if folder is not None and step % 8 == 7:
+            fabric.save(folder / "x.ckpt", state)
     if kind != "fabric":
         updates.close()
     print("trained", flush=True)
@@ -193,6 +215,7 @@ class Slow(pl.Callback):
 
 def train_for_long(folder: Path, steps: int, seconds: float = 0.1) -> None:
     """Steps that take a while, saved often and continued from the last save."""
+    as_environment_says()
     trainer = trainer_on_two_hosts(
         folder,
         max_steps=steps,
@@ -203,5 +226,5 @@ def train_for_long(folder: Path, steps: int, seconds: float = 0.1) -> None:
 
 
 if __name__ == "__main__":
-    name, *words = sys.argv[1:]
-    globals()[name](*words)
+    # Under torchrun: a function of this module, and its arguments as words.
+    globals()[sys.argv[1]](*json.loads(sys.argv[2]))
