@@ -332,8 +332,7 @@ class DCTStrategy(DDPStrategy):
         # Left by a save of more modules.
         while saved.files_beside(earlier := _part(path, len(parts))):
             parts.append(earlier)
-        if self.is_global_zero:
-            lock(path)
+        write_on_all_ranks(partial(lock, path) if self.is_global_zero else bool, path)
         # The first rank of a node may have to clean the node's disk.
         outdated = {part: saved.files_beside(part) for part in parts if self.local_rank == 0}
         # No rank writes before these are known.
@@ -364,8 +363,10 @@ class DCTStrategy(DDPStrategy):
                 manifest, write_on_all_ranks(write, place), places_of(self, place, manifest)
             )
             manifests.append({**complete, "module": key})
-        super().save_checkpoint(path, {**state, saved.CHECKPOINT_KEY: manifests}, *args, **kwargs)
+        whole = {**state, saved.CHECKPOINT_KEY: manifests}
+        write_lightnings = partial(super().save_checkpoint, path, whole, *args, **kwargs)
         self.barrier()
+        write_on_all_ranks(write_lightnings, path)
         if self.is_global_zero or cleans_own_disk(self, path):
             for part in parts:
                 saved.remove_outdated(self.checkpoint_io, part, outdated[part])

@@ -4,6 +4,7 @@ checkpoint.
 
 import errno
 import os
+import resource
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -110,6 +111,52 @@ def test_a_failed_disk_is_no_damage(ranks: Any, tmp_path: Path) -> None:
             assert "damaged" not in message
 
 
+def save_in_fabric(path: Path) -> Callable[[], Any]:
+    fabric: Any = launched(lightning_dct.fabric.DCTStrategy(density=0.5))
+    module = torch.nn.Linear(40, 8)
+    module, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), 0.1))
+    return partial(fabric.save, path, {"module": module, "optimizer": optimizer})
+
+
+def save_in_a_trainer(path: Path) -> Callable[[], Any]:
+    trainer = trainer_of_tables()
+    trainer.fit(Hybrid({"density": 0.2}), batches(2))
+    return partial(trainer.save_checkpoint, path)
+
+
+def save_where_files_must_be_small(folder: Path, in_fabric: bool) -> list[Seen]:
+    """The kernel refuses more bytes in the middle of a file, as on a full disk; then there is no
+    folder to write to.
+    """
+    answers = []
+    for who in (0, 1):
+        save = (save_in_fabric if in_fabric else save_in_a_trainer)(folder / "a.ckpt")
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (800 if rank() == who else limits[0], limits[1]))
+        try:
+            answers.append(seen(save))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        save()
+    (folder / "file").touch()
+    save = (save_in_fabric if in_fabric else save_in_a_trainer)(folder / "file" / "a.ckpt")
+    answers.append(seen(save))
+    return answers
+
+
+@pytest.mark.parametrize("in_fabric", [True, False])
+def test_a_disk_that_fails_in_the_middle_of_a_file_is_named(
+    ranks: Any, tmp_path: Path, in_fabric: bool
+) -> None:
+    for first, second, third in ranks(2).run(save_where_files_must_be_small, tmp_path, in_fabric):
+        for who, (kind, number, message) in enumerate((first, second)):
+            assert (kind, number) == (OSError, errno.EFBIG)
+            assert f"is not saved, because rank {who} on " in message
+            assert "File too large" in message
+        assert third[:2] == (FileExistsError, errno.EEXIST)
+        assert "is not saved, because rank 0 on " in third[2]
+
+
 class StoreError(Exception):
     """As those of storage services, which take other arguments than a message."""
 
@@ -133,18 +180,8 @@ def test_an_error_of_a_class_that_other_ranks_do_not_know(ranks: Any, tmp_path: 
 
 def locks_after_a_failed_save(folder: Path, in_fabric: bool) -> list[str]:
     """What keeps other processes from saving the checkpoint while this process goes on."""
-    if in_fabric:
-        fabric: Any = launched(lightning_dct.fabric.DCTStrategy(density=0.5))
-        module = torch.nn.Linear(40, 8)
-        module, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), 0.1))
-        state = {"module": module, "optimizer": optimizer}
-        strategy = fabric.strategy
-        save = lambda: fabric.save(folder / "a.ckpt", state)  # noqa: E731
-    else:
-        trainer = trainer_of_tables()
-        trainer.fit(Hybrid({"density": 0.2}), batches(2))
-        strategy = trainer.strategy
-        save = lambda: trainer.save_checkpoint(folder / "a.ckpt")  # noqa: E731
+    save: Any = (save_in_fabric if in_fabric else save_in_a_trainer)(folder / "a.ckpt")
+    strategy = save.func.__self__.strategy
     strategy.checkpoint_io = AtomicCheckpointIO()
     strategy.checkpoint_io.save_checkpoint = fails(OSError(errno.ENOSPC, "No space left on device"))
     assert "No space left on device" in message_of(save)

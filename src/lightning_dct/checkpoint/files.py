@@ -74,14 +74,18 @@ def write_on_all_ranks(write: Callable[[], Result], path: str) -> list[Result]:
 
 
 def _of_writing(path: str, error: Exception) -> Exception:
-    if not isinstance(error, OSError):
+    failure: BaseException | None = error
+    # `torch.save` ends its file where the disk has failed, and reports that the end does not fit.
+    if isinstance(error, RuntimeError) and "inline_container" in str(error):
+        failure = error.__context__
+    if not isinstance(failure, OSError):
         return error
     rank = dist.get_rank() if dist.is_initialized() else 0
     place = f"rank {rank} on {socket.gethostname()}"
     return like(
-        error,
+        failure,
         f"The checkpoint {path!r} is not saved, because {place} cannot write its part"
-        f" ({type(error).__name__}: {error}). What was saved there before is whole. Look at the"
+        f" ({type(failure).__name__}: {failure}). What was saved there before is whole. Look at the"
         " disk and the folder, or choose others: `default_root_dir` of the Trainer, `dirpath` of"
         " `ModelCheckpoint`.",
     )

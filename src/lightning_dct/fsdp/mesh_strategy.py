@@ -177,7 +177,9 @@ class MeshStrategy(ModelParallelStrategy):
             if self.is_global_zero:
                 of_all = {name: one for theirs in gathered for name, one in theirs.items()}
                 (part / SUMS).write_bytes(with_checksum(json.dumps(of_all).encode()))
-                torch.save(checkpoint, part / METADATA_FILENAME)
+                # Given a name, `torch.save` does not tell how a disk has failed.
+                with open(part / METADATA_FILENAME, "wb") as file:
+                    torch.save(checkpoint, file)
                 replace(part, path)
 
         write_on_all_ranks(finish, str(path))
