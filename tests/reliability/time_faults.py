@@ -31,7 +31,11 @@ START_S = 240.0  # for a training to begin, on a busy machine
 SILENT_S = 60.0  # without a word, a host counts as silent
 BACK_S = 60.0  # for ranks to go on, after the link is back
 REBOOT_S = 15.0
-EXCERPT = 70  # characters of a message
+EXCERPT = 80  # characters of a message
+SOON_S = 30.0
+SILENT = "nothing of it"
+LOOPS = ("trainer", "fabric", "plain")
+LAUNCHERS = ("hand", "torchrun")
 
 
 class Job:
@@ -145,7 +149,8 @@ def lost_disk(job: Job) -> float:
     job.is_under_way()
     for room in job.rooms:
         room.end()
-    shutil.rmtree(job.rooms[1].folder / "bob")
+    for folder in job.rooms[1].folder.iterdir():
+        shutil.rmtree(folder)
     for rank in (0, 1):
         job.start(rank, resumes=True)
     return time.monotonic()
@@ -189,7 +194,7 @@ FAULTS = {
 }
 # The agents of torchrun wait for each other before any code of the package runs.
 MISSING = "waiting for clients. 1/2 clients joined"
-NO_ANSWER = "timed out after 25000ms while trying to connect to"
+NO_ANSWER = "The client socket has"
 AGENTS_SAY = {
     "A not started": ("", NO_ANSWER),
     "B not started": (MISSING, ""),
@@ -219,7 +224,7 @@ def watch(job: Job, fault: Fault, began: float) -> list[Seen]:
             place = job.rooms[rank].text.find(fault.words[rank])
             if place >= 0 and rank not in seen:
                 excerpt = job.rooms[rank].text[place : place + EXCERPT]
-                seen[rank] = Seen(now - began, f"... {excerpt} ...")
+                seen[rank] = Seen(now - began, f"{excerpt} ...")
         if ends is not None and now > ends and not before:
             job.rooms[1].host.plug(True)
             before = [room.step for room in job.rooms]
@@ -228,13 +233,13 @@ def watch(job: Job, fault: Fault, began: float) -> list[Seen]:
             if all(new > old + 3 for new, old in zip(after, before, strict=False)):
                 return [Seen(now - began, "goes on")] * 2
         time.sleep(0.1)
-    silent = Seen(None, f"nothing of it in {given_up - began:.0f} s")
+    silent = Seen(None, f"{SILENT} in {given_up - began:.0f} s")
     absent = Seen(None, "")
     return [seen.get(rank, silent if rank in awaited else absent) for rank in (0, 1)]
 
 
-def measure(launcher: str, kind: str, name: str) -> list[str]:
-    """A row of the table."""
+def measure(launcher: str, kind: str, name: str) -> tuple[Seen, Seen]:
+    """What each host has said of a fault, in one kind of loop."""
     with tempfile.TemporaryDirectory() as folder, two_rooms(Path(folder)) as rooms:
         job = Job(rooms, launcher, kind)
         fault = FAULTS[name]
@@ -243,41 +248,57 @@ def measure(launcher: str, kind: str, name: str) -> list[str]:
         began = fault.happens(job)
         ada, bob = watch(job, fault, began)
         logs = [room.log.read_text(errors="replace")[-1000:] for room in rooms]
-    if "nothing" in ada.message + bob.message:
+    if SILENT in ada.message + bob.message:
         print(f"--- {launcher} {kind}, {name}:", *logs, sep="\n", file=sys.stderr, flush=True)
-    times = ["-" if one.seconds is None else f"{one.seconds:.1f} s" for one in (ada, bob)]
-    messages = list(dict.fromkeys(one.message for one in (ada, bob) if one.message))
-    row = [name, f"{launcher} {kind}".strip(), *times, "; B: ".join(messages)]
-    print(" | ".join(row), flush=True)
-    return row
+    print(f"{name}, {launcher} {kind}: {ada} {bob}", file=sys.stderr, flush=True)
+    return ada, bob
+
+
+def in_words(seconds: list[float | None]) -> str:
+    """Their range; a dash if a host is not there, or has said nothing."""
+    known = [one for one in seconds if one is not None]
+    if len(known) < len(seconds):
+        return "-"
+    first, last = (f"{one:.0f}" for one in (min(known), max(known)))
+    return f"{last} s" if first == last else f"{first} to {last} s"
 
 
 def main() -> int:
-    """Print a table; 1 if a host has not named a fault within half a minute."""
+    """Print a table, each row of all loops; 1 if a host that is there took over half a minute."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--faults", nargs="+", choices=list(FAULTS), default=list(FAULTS))
-    parser.add_argument("--loops", nargs="+", default=["trainer", "fabric", "plain"])
-    parser.add_argument("--launchers", nargs="+", choices=["", "torchrun"], default=[""])
+    parser.add_argument("--loops", nargs="+", choices=LOOPS, default=LOOPS)
+    parser.add_argument("--launchers", nargs="+", choices=LAUNCHERS, default=LAUNCHERS)
     parser.add_argument("--at-once", type=int, default=3, help="trainings beside each other")
     chosen = parser.parse_args()
+    rows = [(name, launcher) for launcher in chosen.launchers for name in chosen.faults]
     cases = [
         (launcher, kind, name)
-        for name in chosen.faults
-        for launcher in chosen.launchers
+        for name, launcher in rows
         for kind in chosen.loops
         if (kind, name) not in LEFT_OUT
     ]
     # Processes, because a start changes the environment of its process for a moment.
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(chosen.at_once, mp_context=spawn) as pool:
-        rows = list(pool.map(measure, *zip(*cases, strict=True)))
-    for row in [
-        ["fault", "loop", "A", "B", "message"],
-        ["---", "---", "---:", "---:", "---"],
-        *rows,
-    ]:
-        print(f"| {' | '.join(row)} |")
-    return 0
+        seen = dict(zip(cases, pool.map(measure, *zip(*cases, strict=True)), strict=True))
+    print("| fault | started by | A | B | A's message | B's message |")
+    print("|---|---|---:|---:|---|---|")
+    is_late = False
+    for name, launcher in rows:
+        of_loops = [seen[case] for case in cases if case[0] == launcher and case[2] == name]
+        if not of_loops:
+            continue
+        hosts = list(zip(*of_loops, strict=True))
+        times = [in_words([one.seconds for one in host]) for host in hosts]
+        messages = [host[0].message for host in hosts]
+        print(f"| {' | '.join([name, launcher, *times, *messages])} |")
+        is_late |= any(
+            one.message and (one.seconds is None or one.seconds > SOON_S)
+            for host in hosts
+            for one in host
+        )
+    return int(is_late)
 
 
 if __name__ == "__main__":
