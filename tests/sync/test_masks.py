@@ -104,8 +104,8 @@ def test_a_mask_of_a_ranks_own_gradients_is_told_soon(ranks: Any, case: str) -> 
 
 
 def mask_in_a_loop(way: str, clamps: bool) -> list[tuple[int, str]]:
-    """Mask weights after each step of a plain loop; the warnings, with the step before which each
-    was given.
+    """Mask weights after each step of a plain loop, or gradients before it; the warnings, with the
+    step before which each was given.
     """
     model = perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -116,17 +116,21 @@ def mask_in_a_loop(way: str, clamps: bool) -> list[tuple[int, str]]:
     )
     updates = Updates(model, optimizer, project=project, **SETTINGS)
     kept = torch.arange(model.second.weight.numel()).view_as(model.second.weight) % 3 != (
-        rank() if way == "own" else 0
+        rank() if way in ("own", "of gradients") else 0
     )
+    if way == "of gradients":
+        model.second.weight.kept = kept  # type: ignore[attr-defined]
     said: list[tuple[int, str]] = []
     for step in range(STEPS):
         inputs = torch.randn(4, 40, generator=torch.Generator().manual_seed(2 * step + rank()))
 
         def work(inputs: Tensor = inputs) -> None:
             model(inputs).square().mean().backward()
+            if way == "of gradients":
+                model.second.weight.grad *= kept
             optimizer.step()
             optimizer.zero_grad()
-            if way != "none":
+            if way in ("own", "alike"):
                 model.second.weight.data.mul_(kept)
 
         said += [(step, one) for one in warnings_of(work) if "rank 0" in one]
@@ -143,5 +147,8 @@ def test_weights_that_stay_zero_on_one_rank_are_told(ranks: Any) -> None:
     assert step <= 10
     assert said.startswith("Other entries of 'second.weight' stay zero on rank 0 than on rank 1")
     assert "For bounds of weights, use `project=`." in said
+    ((step, said), *_) = ranks(2).run(mask_in_a_loop, "of gradients", False)[0]
+    assert step <= 10
+    assert said.startswith("The mask 'second.weight.kept' is another one on rank 0 than on rank 1")
     for way, clamps in (("alike", False), ("none", False), ("none", True)):
         assert ranks(2).run(mask_in_a_loop, way, clamps) == [[], []]

@@ -57,8 +57,9 @@ ORDER = 8  # places before one that make it another
 # says that all is well.
 LATE_S = 10.0
 SAME_BATCHES = (
-    "Give every rank the same number of batches, and let all ranks log, gather, stop, validate and"
-    " save after the same step"
+    "Give every rank the same number of batches, step in the same of them (a loss scaler must not"
+    " skip one on one rank alone), and let all ranks log, gather, stop, validate and save after the"
+    " same step"
 )
 SAME_PARAMETERS = (
     "Change `requires_grad` and the optimizers' `param_groups` on every rank alike, before the same"

@@ -12,6 +12,7 @@ what looks like a mask soon after the first steps, and now and then:
 """
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -77,10 +78,13 @@ class Masks:
             self._next *= 2
 
     def _kept_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Attributes of modules that have the shape of a weight, and zeros and ones."""
+        """Attributes of modules and parameters that have the shape of a weight, and zeros and
+        ones.
+        """
         shapes = {one.shape for one in self._model.parameters() if one.dim() >= FEWEST_DIMENSIONS}
-        for prefix, module in self._model.named_modules():
-            for attribute, value in vars(module).items():
+        owners = chain(self._model.named_modules(), self._model.named_parameters())
+        for prefix, owner in owners:
+            for attribute, value in vars(owner).items():
                 for key, tensor in _tensors_of(value) if attribute not in _LISTED else ():
                     if tensor.shape in shapes and _is_mask(tensor):
                         yield f"{prefix}.{attribute}{key}".lstrip("."), tensor.detach() != 0
