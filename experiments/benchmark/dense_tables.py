@@ -136,7 +136,9 @@ class DenseLookup:
             with module.traffic.timed():
                 for places, data in zip(self._places, received, strict=True):
                     module.collected.add(places, module.decode(data, len(places)))
-                module.collected.deliver(module.weight, module.placement.world_size, module.resolve)
+                module.collected.deliver(
+                    module.weight, module.placement.world_size, module.resolve, module.reads
+                )
 
         torch.autograd.Variable._execution_engine.queue_callback(finish)
 

@@ -5,6 +5,7 @@ clicks.
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
+from itertools import chain
 from time import process_time
 from typing import Any
 
@@ -96,14 +97,13 @@ class ClickSteps(LightningModule):
             start = exchange.start
 
             def counted(
-                payloads: dict[int, Tensor], sizes: dict[int, int], traffic: Any, name: str
+                payloads: dict[int, list[Tensor]], sizes: dict[int, int], traffic: Any, name: str
             ) -> Any:
-                number = sum(
-                    payload.numel() for peer, payload in payloads.items() if peer != exchange.rank
-                )
+                number = sum(part.numel() for part in chain(*payloads.values()))
                 # The residuals of evicted rows travel with gradients.
                 waiting = tables.evicted if name == "gradients" else []
-                evicted = sum(part.numel() for one in waiting for part in one.sent.values())
+                parts = [part for one in waiting for part in chain(*one.sent.values())]
+                evicted = sum(part.numel() for part in parts)
                 self._sent["evicted"] += evicted
                 self._sent[name] += number - evicted
                 return start(payloads, sizes, traffic, name)
