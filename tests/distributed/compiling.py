@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from lightning_dct.activations.codec import ActivationLayout, decode_forward, encode_forward
+from lightning_dct.embedding.bags import distinct
 from lightning_dct.embedding.cache import RowCache
 from lightning_dct.embedding.owners import initial_rows
 from lightning_dct.kernels import add_rows, cpu_kernel, positions_of
@@ -48,3 +49,4 @@ def compile_all() -> None:
     cache = RowCache(2)
     for _ in range(2):
         cache.admit(np.arange(2))
+    distinct(np.arange(2))

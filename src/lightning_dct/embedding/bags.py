@@ -4,7 +4,7 @@ into bags.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_dct.compress.awaited import to_device
 from lightning_dct.embedding.owners import ID_SPACE, Int64Array, RowOwners
 from lightning_dct.embedding.tables import EmbeddingTable
-from lightning_dct.kernels import add_in_order
+from lightning_dct.kernels import add_in_order, compiled
 
 # Told where an id of a growing table is negative.
 HASHES = (
@@ -246,6 +246,14 @@ def _check_range(flat: Tensor, tables: Tensor, features: Features) -> None:
     )
 
 
+def distinct(keys: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """Distinct keys from 0, ascending, and the number of each key among them."""
+    if (loops := compiled("cpu", loops="numba_ids")) is not None:
+        return cast(tuple[Int64Array, Int64Array], loops.distinct(keys))
+    found, inverse = np.unique(keys, return_inverse=True)
+    return found, inverse.reshape(-1)
+
+
 class DistinctRows:
     """The distinct rows of some bags, by owner.
 
@@ -263,17 +271,23 @@ class DistinctRows:
         self, bags: Bags, placement: RowOwners, own_rank: int, device: torch.device
     ) -> None:
         owners, places = placement.locate(bags.tables.numpy(), bags.rows.numpy())
-        inverse = np.empty(places.size, dtype=np.int64)
         self.bags = bags
         self.wanted: list[Int64Array] = []
-        start = 0
-        # Owner by owner, because keys of growing tables leave no bits for the owner.
-        for rank in range(placement.world_size):
-            here = np.flatnonzero(owners == rank)
-            wanted, which = np.unique(places[here], return_inverse=True)
-            inverse[here] = start + which.reshape(-1)
-            start += wanted.size
-            self.wanted.append(wanted)
+        if placement.has_numbers:
+            ends = np.cumsum([0, *placement.owned_rows])
+            found, inverse = distinct(ends[owners] + places)
+            cuts = np.searchsorted(found, ends).tolist()
+            for rank, start in enumerate(cuts[:-1]):
+                self.wanted.append(found[start : cuts[rank + 1]] - ends[rank])
+        else:
+            inverse = np.empty(places.size, dtype=np.int64)
+            number = 0
+            for rank in range(placement.world_size):
+                here = np.flatnonzero(owners == rank)
+                wanted, which = distinct(places[here])
+                inverse[here] = number + which
+                number += wanted.size
+                self.wanted.append(wanted)
         self.sizes = [wanted.size for wanted in self.wanted]
         self.lookups = np.bincount(owners, minlength=placement.world_size)
         own = self.wanted[own_rank]

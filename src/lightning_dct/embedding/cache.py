@@ -8,13 +8,14 @@ proportional to its rows, not to those of the index.
 """
 
 from collections import deque
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from lightning_dct.embedding.owners import GOLDEN, Int64Array
+from lightning_dct.kernels import compiled
 
 
 class Admission(NamedTuple):
@@ -77,15 +78,16 @@ class RowCache:
         self._fill_queue()
 
     def _fill_queue(self) -> None:
-        # Slots and the times of their requests, oldest first, then lowest first. An entry is stale,
-        # and is skipped, if its slot was requested again or has another row now.
+        # Slots and the times of their requests, oldest first. An entry is stale, and is skipped, if
+        # its slot was requested again or has another row now. Slots of one request are sorted, the
+        # lowest first, when the first of them is to go: most requests never come to that.
         used = (
             np.flatnonzero(self.row_at >= 0)
             if self.capacity < UNBOUNDED
             else np.empty(0, dtype=np.int64)
         )
         order = used[np.argsort(self.last_used[used], kind="stable")]
-        self._queue = deque([(order, self.last_used[order])])
+        self._queue = deque([(order, self.last_used[order], True)])
         self._queued = order.size
 
     def __len__(self) -> int:
@@ -111,6 +113,19 @@ class RowCache:
         if not self.num_slots:
             return slots
         places = self._homes(rows, peers)
+        if (loops := compiled("cpu", loops="numba_ids")) is not None:
+            none = self.peer_at[:0]
+            return cast(
+                Int64Array,
+                loops.find(
+                    self._table,
+                    places,
+                    self.row_at,
+                    self.peer_at,
+                    np.ascontiguousarray(rows),  # numba compiles anew for other orders
+                    none if peers is None else peers.astype(self.peer_at.dtype),
+                ),
+            )
         sought = np.arange(rows.size)
         while sought.size:
             found = self._table[places]
@@ -176,9 +191,8 @@ class RowCache:
         else:
             self._put(taken)
         if self.capacity < UNBOUNDED:
-            self._queue.append(
-                (np.sort(slots), np.broadcast_to(np.int64(self.requests), slots.shape))
-            )
+            times = np.broadcast_to(np.int64(self.requests), slots.shape)
+            self._queue.append((slots, times, False))
             self._queued += slots.size
             if self._queued > 2 * self.num_slots + 1:  # half of it is stale
                 self._fill_queue()
@@ -202,13 +216,15 @@ class RowCache:
         """The least recently requested slots, ascending, never those of the present request."""
         oldest = [np.empty(0, dtype=np.int64)]
         while number > 0:
-            slots, times = self._queue.popleft()
+            slots, times, is_sorted = self._queue.popleft()
+            if not is_sorted:
+                slots = np.sort(slots)
             # Most entries at the head are current, so twice the number is usually enough.
             piece = min(2 * number, slots.size)
             due = np.flatnonzero(self.last_used[slots[:piece]] == times[:piece])[:number]
             seen = int(due[-1]) + 1 if due.size == number else piece
             if seen < slots.size:
-                self._queue.appendleft((slots[seen:], times[seen:]))
+                self._queue.appendleft((slots[seen:], times[seen:], True))
             self._queued -= seen
             oldest.append(slots[due])
             number -= due.size
@@ -225,6 +241,9 @@ class RowCache:
         """Insert slots, ``[k]``, with new rows into the hash table."""
         self._entries += slots.size
         places = self._homes(self.row_at[slots], self.peer_at[slots] if self.peer_at.size else None)
+        if (loops := compiled("cpu", loops="numba_ids")) is not None:
+            loops.put(self._table, places, slots)
+            return
         while slots.size:
             free = self._table[places] < 0
             self._table[places[free]] = slots[free]

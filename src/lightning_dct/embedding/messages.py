@@ -262,12 +262,35 @@ def compress_changes(
     values, reached = cpu_kernel().select(
         inputs, references, edges[:-1], limits.tolist(), scale, flags
     )
-    is_finite = not values.isfinite().logical_not_().any()
-    if is_finite and len(values) <= layout.capacity:
-        guard(message, thresholds, reached, references)
-        return _sent(layout, flags, positions_of(flags, len(values)), values, reached, True)
-    positions = positions_of(flags, len(values))
-    return send_some(rows, message, thresholds, limits, positions, values, reached)
+    if not values.isfinite().all():
+        positions = positions_of(flags, len(values))
+        return send_some(rows, message, thresholds, limits, positions, values, reached)
+    guard(message, thresholds, reached, references)
+    if len(values) > layout.capacity:
+        values, reached = _fit(layout, limits.astype(values.numpy().dtype), flags, values, reached)
+    return _sent(layout, flags, positions_of(flags, len(values)), values, reached, True)
+
+
+def _fit(
+    layout: PayloadLayout,
+    limits: npt.NDArray[Any],
+    flags: Tensor,
+    values: Tensor,
+    reached: list[int],
+) -> tuple[Tensor, list[int]]:
+    """Leave out those values that exceed their table's limit by the smallest factors, so that the
+    others fit: the values that stay, and how many each table has. Their flags stay set.
+    """
+    table_of = np.repeat(np.arange(len(reached)), reached)
+    # In fp64 the largest float over the smallest threshold is finite.
+    excess = values.to(torch.float64) / torch.from_numpy(limits[table_of])
+    keep = keep_largest(excess, layout.capacity)[0].numpy()
+    left_out = np.flatnonzero(~keep)
+    at = positions_of(flags, len(values)).numpy()[left_out]
+    # Distinct flags that are set, so no other one changes.
+    np.subtract.at(flags.numpy(), at >> 3, (1 << (at & 7)).astype(np.uint8))
+    counts = np.array(reached) - np.bincount(table_of[left_out], minlength=len(reached))
+    return torch.from_numpy(values.numpy()[keep]), counts.tolist()
 
 
 def send_some(

@@ -54,6 +54,9 @@ def in_parts(start: int, stop: int) -> Iterator[Int64Array]:
 class RowOwners:
     """The owner and the place of every row, the same on every rank."""
 
+    # Whether places lie below `owned_rows`. Keys of growing tables leave no bits for the owner.
+    has_numbers: ClassVar[bool] = True
+
     world_size: int
     table_rows: tuple[int, ...]  # rows of each table
     block_rows: tuple[int, ...]  # rows per block of each table; all rows where the table is not cut
@@ -155,6 +158,8 @@ def place_tables(table_rows: Sequence[int], world_size: int) -> RowOwners:
 @dataclass(frozen=True)
 class HashedOwners(RowOwners):
     """The owner and the key of every possible row of growing tables; see :func:`place_by_hash`."""
+
+    has_numbers: ClassVar[bool] = False
 
     @cached_property
     def _id_bits(self) -> int:

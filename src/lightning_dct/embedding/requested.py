@@ -19,7 +19,7 @@ from lightning_dct.compress.threshold import GUARD_RESELECT, nudge
 from lightning_dct.embedding import messages, on_device
 from lightning_dct.embedding.on_device import Codes, Forms, Piece, Selected
 from lightning_dct.embedding.owners import Int64Array
-from lightning_dct.embedding.store import RowStore, add_entries
+from lightning_dct.embedding.store import RowStore, add_entries, put_rows
 from lightning_dct.kernels.bits import pack_codes, positions_in
 from lightning_dct.kernels.plain import SMALLEST_THRESHOLD
 from lightning_dct.wire.positions import PositionCode, reading
@@ -288,7 +288,7 @@ class RequestedRows:
         if not sent.is_finite:
             left = torch.where(left.isfinite(), left, flat.index_select(0, sent.positions))
         flat.index_copy_(0, sent.positions, left)
-        residual.index_copy_(0, self.slots, sent.sums)
+        put_rows(residual, self.slots, sent.sums)
         self._module.traffic.add(entries_sent=sent.positions.numel(), entries=gradient.numel())
         return sent.payloads
 

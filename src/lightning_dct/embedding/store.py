@@ -232,3 +232,11 @@ def add_entries(rows: Tensor, farther: Tensor, positions: Tensor, values: Tensor
     """
     entries = positions + farther.index_select(0, positions // rows.shape[1])
     rows.view(-1).index_add_(0, entries, values.to(rows.dtype))
+
+
+def put_rows(rows: Tensor, slots: Tensor, values: Tensor) -> None:
+    """Overwrite the rows in distinct slots."""
+    if rows.is_cpu:
+        rows.numpy()[slots.numpy()] = values.numpy()  # several times faster than torch
+    else:
+        rows.index_copy_(0, slots, values)

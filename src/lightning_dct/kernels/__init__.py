@@ -10,7 +10,8 @@ triton    torch, CUDA  on a GPU, the only one there
 
 :mod:`~lightning_dct.kernels.plain` describes each function on a CPU. All kernels give the same
 bits, so ranks may mix them. :mod:`~lightning_dct.kernels.numba_rows` codes rows of activations as
-:mod:`lightning_dct.wire.rows` does.
+:mod:`lightning_dct.wire.rows` does, and :mod:`~lightning_dct.kernels.numba_ids` finds rows of
+tables.
 """
 
 import atexit
