@@ -150,6 +150,22 @@ def test_an_interface_that_is_not_there_is_named_on_both_hosts(rooms: list[Room]
     both_train(rooms)
 
 
+def test_an_address_that_the_other_host_cannot_reach_is_named(rooms: list[Room]) -> None:
+    """An interface of a network in which the other host is not, such as that of a VPN."""
+    bob = rooms[1]
+    bob.run("ip", "link", "add", "vpn0", "type", "veth", "peer", "name", "vpn1")
+    try:
+        bob.run("ip", "address", "add", "10.9.0.1/24", "dev", "vpn0")
+        for end in ("vpn0", "vpn1"):
+            bob.run("ip", "link", "set", end, "up")
+        start_both(rooms, GLOO_SOCKET_IFNAME="vpn0")
+        both_say(rooms, "'ada' cannot connect to 'bob' at 10.9.0.1")
+        start_both(rooms, GLOO_SOCKET_IFNAME="eth0")
+        both_train(rooms)
+    finally:
+        bob.run("ip", "link", "delete", "vpn0")
+
+
 def test_hosts_whose_names_lead_back_to_them_train(rooms: list[Room]) -> None:
     """As on Debian and Ubuntu, where a host's own name is 127.0.1.1."""
     for room in rooms:
