@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from reliability.rooms import PORT, Room, two_rooms
+from reliability.time_faults import in_words, measure
 from reliability.two_hosts import (
     check,
     train,
@@ -148,6 +149,16 @@ def test_an_interface_that_is_not_there_is_named_on_both_hosts(rooms: list[Room]
     )
     start_both(rooms, GLOO_SOCKET_IFNAME="eth0")
     both_train(rooms)
+
+
+@pytest.mark.usefixtures("rooms")
+def test_the_command_times_faults() -> None:
+    """Oracle: both hosts are seen to name a fault, and one that is not there is not."""
+    for seen in measure("hand", "plain", "wrong interface on B"):
+        assert seen.seconds is not None
+        assert seen.message.startswith("GLOO_SOCKET_IFNAME=eth9` names an interface")
+    assert in_words([12.3, 12.7]) == "12 to 13 s"
+    assert in_words([12.3, None]) == "-"
 
 
 def test_an_address_that_the_other_host_cannot_reach_is_named(rooms: list[Room]) -> None:

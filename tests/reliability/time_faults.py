@@ -57,7 +57,7 @@ class Job:
             arguments: tuple[object, ...] = (folder, ENDLESS, STEP_S)
         else:
             function = train_in_loop
-            saves = folder if self.kind == "fabric" else None
+            saves = folder if self.kind == "fabric" else ""
             arguments = (self.kind, True, ENDLESS, STEP_S, saves, resumes)
         if self.launcher == "torchrun":
             room.torchrun(function, *arguments, rank=rank, master=master, restarts=3, **more)
@@ -194,11 +194,12 @@ FAULTS = {
 }
 # The agents of torchrun wait for each other before any code of the package runs.
 MISSING = "waiting for clients. 1/2 clients joined"
-NO_ANSWER = "The client socket has"
+NO_ANSWER = "while trying to connect to ("
+NO_ROUTE = "failed to connect to any network address of ("
 AGENTS_SAY = {
     "A not started": ("", NO_ANSWER),
     "B not started": (MISSING, ""),
-    "MASTER_ADDR out of B's reach": (MISSING, NO_ANSWER),
+    "MASTER_ADDR out of B's reach": (MISSING, NO_ROUTE),
     "MASTER_ADDR is B's own name": (MISSING, NO_ANSWER),
 }
 # Nothing of these is handed over, or read, by the package.

@@ -165,7 +165,7 @@ def train_in_loop(
     lifelines: bool | int = True,
     steps: int = 16,
     seconds: float = 0.0,
-    folder: Path | None = None,
+    folder: Path | str = "",
     resumes: bool = False,
 ) -> None:
     """The same without a Trainer: in Fabric's loop, which saves into a folder, or in a plain
@@ -185,8 +185,9 @@ def train_in_loop(
         updates = Updates(model, optimizer, steps=steps)
         tell_port(updates.lifeline)
     state = {"model": model, "optimizer": optimizer}
-    if folder is not None and resumes:
-        fabric.load(folder / "x.ckpt", state)
+    checkpoint = Path(folder) / "x.ckpt"
+    if folder and resumes:
+        fabric.load(checkpoint, state)
     for step, (batch,) in zip(range(steps), cycle(batches(dist.get_rank())), strict=False):
         model(batch).square().mean().backward()
         optimizer.step()
@@ -194,8 +195,8 @@ def train_in_loop(
         if seconds:
             time.sleep(seconds)
             print(f"step {step}", flush=True)
-        if folder is not None and step % 8 == 7:
-            fabric.save(folder / "x.ckpt", state)
+        if folder and step % 8 == 7:
+            fabric.save(checkpoint, state)
     if kind != "fabric":
         updates.close()
     print("trained", flush=True)
