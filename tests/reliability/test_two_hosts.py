@@ -122,15 +122,30 @@ def test_ports_that_a_firewall_closes_are_named_on_both_hosts(rooms: list[Room])
 
 
 @needs_firewall
-@pytest.mark.parametrize("kind", ["trainer", "fabric", "plain"])
+@pytest.mark.parametrize("kind", ["trainer", "fabric", "plain", "torchrun"])
 def test_a_few_open_ports_are_enough(rooms: list[Room], kind: str) -> None:
-    """Oracle: they train behind a firewall, and rank 0 listens where it shall."""
+    """Oracle: they train behind a firewall, and rank 0 listens where it shall; under torchrun it
+    also has a store at the next port.
+    """
     for room in rooms:
         room.run("sysctl", "-w", f"net.ipv4.ip_local_port_range={RANGE.replace('-', ' ')}")
         room.let_in_only(PORT, LIFELINES, RANGE)
     try:
+        if kind == "torchrun":
+            for rank, room in enumerate(rooms):
+                room.torchrun(train, room.disk, LIFELINES, rank=rank, master=rooms[0].address)
+            for room in rooms:
+                at = f"at {rooms[0].address}, port {LIFELINES + 1} (no answer"
+                room.has_said(f"'bob' cannot connect to 'ada' {at}")
+            for room in rooms:
+                room.end()
+                room.open_firewall()
+                room.let_in_only(PORT, LIFELINES, LIFELINES + 1, RANGE)
         if kind == "trainer":
             start_both(rooms, LIFELINES)
+        elif kind == "torchrun":
+            for rank, room in enumerate(rooms):
+                room.torchrun(train, room.disk, LIFELINES, rank=rank, master=rooms[0].address)
         else:
             for rank in (0, 1):
                 start_loop(rooms, rank, kind, LIFELINES)

@@ -269,11 +269,12 @@ class Meeting:
         firsts = plan["firsts"]
         me = firsts[own["machine"]]
         if me["rank"] == self.job.rank:
-            found: dict[str, str] = {}
+            found: dict[str, tuple[str, int, str]] = {}
+            store = plan["extra"].get("store")
             threads = [
                 threading.Thread(
                     target=lambda other=other: found.update(
-                        {str(other["rank"]): self._reach(other)}
+                        {str(other["rank"]): self._reach_all_of(other, store)}
                     )
                 )
                 for other in firsts.values()
@@ -290,6 +291,17 @@ class Meeting:
             self._until(lambda: self.store.check([self._key("verdict")]), self._why_no_plan)
         if problem := self.store.get(self._key("verdict")).decode():
             self._fail(problem)
+
+    def _reach_all_of(self, other: RankNote, store: tuple[str, int] | None) -> tuple[str, int, str]:
+        """Where this host has tried to connect to another one, and why it cannot; empty if it can.
+
+        Rank 0 may have a store of this start, too, at a port that a firewall may not know.
+        """
+        assert other["port"] is not None
+        why = self._reach(other)
+        if why or store is None or other["rank"] != 0:
+            return other["address"], other["port"], why
+        return *store, knock(*store, REACH_S)
 
     def _reach(self, other: RankNote) -> str:
         """Why this host cannot connect to another one's listener; empty if it can."""
@@ -314,10 +326,10 @@ class Meeting:
         with self._waits(self._why_no_plan):
             self._until(lambda: self.store.check(list(keys.values())), self._why_no_plan)
         by_rank = {one["rank"]: one for one in firsts.values()}
-        failed = [
-            (by_rank[rank], by_rank[int(other)], why)
+        failed: list[tuple[RankNote, RankNote, str]] = [
+            (by_rank[rank], {**by_rank[int(other)], "address": address, "port": port}, why)
             for rank, key in keys.items()
-            for other, why in json.loads(self.store.get(key)).items()
+            for other, (address, port, why) in json.loads(self.store.get(key)).items()
             if why
         ]
         return unreachable(failed, self.job.backend)
