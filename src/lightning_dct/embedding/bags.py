@@ -81,9 +81,9 @@ class Bags:
         pooled = rows
         if self.bags is not None:
             pooled = rows.new_zeros(int(np.prod(self.shape)), rows.shape[1])
-            add_in_order(pooled, self.bags.to(rows.device), rows)
+            add_in_order(pooled, to_device(self.bags, rows.device), rows)
         if self.divisors is not None:
-            pooled = pooled / self.divisors.to(rows.device)
+            pooled = pooled / to_device(self.divisors, rows.device)
         return pooled.view(*self.shape, rows.shape[1])
 
     def spread(self, gradient: Tensor) -> Tensor:
@@ -92,8 +92,10 @@ class Bags:
         """
         flat = gradient.reshape(-1, gradient.shape[-1])
         if self.divisors is not None:
-            flat = flat / self.divisors.to(flat.device)
-        return flat if self.bags is None else flat.index_select(0, self.bags.to(flat.device))
+            flat = flat / to_device(self.divisors, flat.device)
+        return (
+            flat if self.bags is None else flat.index_select(0, to_device(self.bags, flat.device))
+        )
 
 
 class PoolRows(torch.autograd.Function):
@@ -136,7 +138,7 @@ def read_bags(
             raise ValueError(
                 f"`{name}` must be whole numbers, int64 or int32; they are {given.dtype}."
             )
-    ids = ids.detach().to("cpu", torch.int64)
+    ids, offsets = _on_host(ids, offsets)
     table_of = torch.tensor(features.table_of, device=ids.device)
     bags: Tensor | None
     divisors: Tensor | None
@@ -153,8 +155,7 @@ def read_bags(
         bags = divisors = None
     else:
         flat = ids
-        ends = offsets.detach().to(ids.device, torch.int64)
-        bags, divisors, shape = _read_offsets(flat, ends, features, samples)
+        bags, divisors, shape = _read_offsets(flat, offsets, features, samples)
         feature = (
             bags % number
             if len(shape) == 2
@@ -168,6 +169,18 @@ def read_bags(
         )
     _check_range(flat, tables, features)
     return Bags(tables, flat, bags, divisors, weights, shape)
+
+
+def _on_host(ids: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Both as int64 on the CPU; the host of a device waits once."""
+    ids = ids.detach()
+    if offsets is None:
+        return ids.to("cpu", torch.int64), None
+    offsets = offsets.detach()
+    if ids.is_cpu or ids.device != offsets.device:
+        return ids.to("cpu", torch.int64), offsets.to("cpu", torch.int64)
+    both = torch.cat([ids.reshape(-1).long(), offsets.reshape(-1).long()]).cpu()
+    return both[: ids.numel()].view(ids.shape), both[ids.numel() :].view(offsets.shape)
 
 
 def _check_is_tensor(name: str, given: Any) -> None:

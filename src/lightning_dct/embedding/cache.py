@@ -90,6 +90,16 @@ class RowCache:
         self._queue = deque([(order, self.last_used[order], True)])
         self._queued = order.size
 
+    def _drop_stale(self) -> None:
+        """Drop stale entries of the queue."""
+        queue: deque[tuple[Int64Array, Int64Array, bool]] = deque()
+        for slots, times, is_sorted in self._queue:
+            current = np.flatnonzero(self.last_used[slots] == times)
+            if current.size:
+                queue.append((slots[current], times[current], is_sorted))
+        self._queue = queue
+        self._queued = sum(slots.size for slots, _, _ in queue)
+
     def __len__(self) -> int:
         return self.num_slots - self._free.size
 
@@ -195,7 +205,7 @@ class RowCache:
             self._queue.append((slots, times, False))
             self._queued += slots.size
             if self._queued > 2 * self.num_slots + 1:  # half of it is stale
-                self._fill_queue()
+                self._drop_stale()
         return Admission(slots, new, evicted, evicted_slots, evicted_peers)
 
     def state_dict(self) -> dict[str, Any]:

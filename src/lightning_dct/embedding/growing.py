@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_dct.compress.awaited import to_device
 from lightning_dct.config import check_integer
 from lightning_dct.embedding.cache import CACHE_ARRAYS, RowCache
 from lightning_dct.embedding.optimizers import group_of
@@ -223,7 +224,7 @@ class GrowingEmbeddingBags(ShardedEmbeddingBags):
         without a row.
         """
         rows = self.initial(self.exchange_group.rank, places)
-        slots = torch.from_numpy(self.directory.rows.find(places)).to(self.weight.device)
+        slots = to_device(torch.from_numpy(self.directory.rows.find(places)), self.weight.device)
         return torch.where(
             (slots >= 0).unsqueeze(1), self.weight.detach()[slots.clamp(min=0)], rows
         )
@@ -236,7 +237,7 @@ class GrowingEmbeddingBags(ShardedEmbeddingBags):
         self.rows_replaced(evicted)
         if not keys.size:
             return
-        slots = torch.from_numpy(new_slots).to(self.weight.device)
+        slots = to_device(torch.from_numpy(new_slots), self.weight.device)
         self.weight[slots] = self.initial(self.exchange_group.rank, keys)
         if self.weight.grad is not None:  # of an earlier micro-batch
             self.weight.grad = _without(self.weight.grad, slots)
@@ -245,7 +246,8 @@ class GrowingEmbeddingBags(ShardedEmbeddingBags):
 
     def resolve(self, places: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
         """The slots of keys, ascending, and their gradients, without keys that have no row."""
-        slots = torch.from_numpy(self.directory.rows.find(places.cpu().numpy())).to(places.device)
+        found = torch.from_numpy(self.directory.rows.find(places.cpu().numpy()))
+        slots = to_device(found, places.device)
         order = slots.argsort()
         order = order[slots[order] >= 0]
         return slots[order], gradient[order]

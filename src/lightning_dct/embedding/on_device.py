@@ -147,7 +147,12 @@ class Codes:
         return np.array(rows, dtype=np.int64)
 
     def write(
-        self, bits: Tensor, columns: Sequence[Tensor], numbers: Tensor, positions: Tensor
+        self,
+        bits: Tensor,
+        columns: Sequence[Tensor],
+        numbers: Tensor,
+        positions: Tensor,
+        planes: Tensor,
     ) -> None:
         """Write positions into ``bits``, which are zero.
 
@@ -156,13 +161,13 @@ class Codes:
             columns: Those of :meth:`table` for each position, ``[n]`` each.
             numbers: From 1 on, ``[n]``.
             positions: Shape ``[n]``, with their offsets.
+            planes: The numbers of planes, on the device.
         """
         start, low, is_coded = columns[:3]
         local = positions - columns[8]
         bits.index_fill_(0, torch.addcmul(start, numbers, is_coded).add_(local >> low), 1)
-        if self.planes.size:
-            planes = torch.arange(self.planes.size, device=bits.device).unsqueeze(1)
-            at, plane = _low_bits_at(columns, numbers, planes)
+        if planes.numel():
+            at, plane = _low_bits_at(columns, numbers, planes.unsqueeze(1))
             codes = (local >> plane).bitwise_and_(1).to(torch.uint8)
             bits.index_copy_(0, at.view(-1), codes.view(-1))
 
@@ -350,7 +355,8 @@ class Forms:
         limits_there = to_device(torch.from_numpy(limits).to(rows.dtype), rows.device)
         found = limits_there[:0]
         if missing.size:
-            found = self.kth_magnitudes(flat, missing.tolist())
+            finite = flat.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+            found = self.kth_magnitudes(finite, missing.tolist())
             [at] = numbers_on(rows.device, missing)
             limits_there.index_copy_(0, at, found.to(rows.dtype))
         of_rows = limits_there.index_select(0, self._segment_of_row).unsqueeze(1)
@@ -378,11 +384,10 @@ class Forms:
 
     def kth_magnitudes(self, flat: Tensor, segments: Sequence[int]) -> Tensor:
         """The magnitudes of flattened rows that so many entries of segments reach as each sends:
-        fp64 ``[n]``, at least the smallest normal fp32 number. Infinite and NaN entries count as
-        zero.
+        fp64 ``[n]``, at least the smallest normal fp32 number. All entries are finite.
         """
         parts = [flat[self.edges[one] : self.edges[one + 1]] for one in segments]
-        magnitudes = torch.cat(parts).abs_().nan_to_num_(nan=0.0, posinf=0.0)
+        magnitudes = torch.cat(parts).abs_()
         sizes = [part.numel() for part in parts]
         targets = [self.targets[one] for one in segments]
         places_there, sizes_there = numbers_on(flat.device, np.cumsum(sizes) - targets, sizes)
@@ -402,14 +407,14 @@ class Forms:
         found = np.diff(ends).tolist()
         counts = np.minimum(found, self.capacities).tolist()
         if counts == found:
-            table, lengths = self._table(counts, selected.counts)
+            table, planes, lengths = self._table(counts, selected.counts)
         else:
             over = values.abs().to(torch.float64)
             over.div_(selected.limits_there.index_select(0, segment))
             of = self._message_of.index_select(0, segment)
             order = _sorted_in(of, over, descending=True)
             first = [np.arange(at, at + k) for at, k in zip(ends[:-1], counts, strict=True)]
-            table, first_there = self._table(counts, np.concatenate(first))
+            table, planes, first_there = self._table(counts, np.concatenate(first))
             kept = order.index_select(0, first_there).sort().values
             positions = positions.index_select(0, kept)
             values = values.index_select(0, kept)
@@ -419,7 +424,7 @@ class Forms:
         numbers = selected.numbers[: positions.numel()]
         # What nobody reads follows the payloads.
         bits = zero_bits(self._num_bits + positions.numel(), self.device)
-        self._codes.write(bits, columns, numbers, positions)
+        self._codes.write(bits, columns, numbers, positions, planes)
         if self.value_format in SCALED_FORMATS:
             codes, scales = code_values(values, lengths, self.value_format)
             received = _scaled(scales.index_select(0, segment), codes, self.value_format, values)
@@ -434,14 +439,16 @@ class Forms:
         return Packed(payloads, positions, received, values - received.to(values.dtype))
 
     def _table(self, counts: Sequence[int], more: npt.ArrayLike) -> list[Tensor]:
-        """What differs between the messages of segments, and other numbers, on the device."""
+        """What differs between the messages of segments, the numbers of planes, and other numbers,
+        on the device.
+        """
         of_messages = [
             self._codes.table(counts, self._first_entries, spare=self._num_bits),
             self._values_at(counts).reshape(-1, 1),
         ]
         table = np.repeat(np.concatenate(of_messages, axis=1), self._segments_of, axis=0)
-        table_there, more_there = numbers_on(self.device, table, more)
-        return [table_there.view(table.shape), more_there]
+        table_there, planes, more_there = numbers_on(self.device, table, self._codes.planes, more)
+        return [table_there.view(table.shape), planes, more_there]
 
     def _write_codes(self, bits: Tensor, values_at: Tensor, numbers: Tensor, codes: Tensor) -> None:
         """Write values of one or two bits each."""

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_dct.compress.awaited import to_device
 from lightning_dct.compress.threshold import kth_magnitude
 from lightning_dct.embedding.owners import ROWS_AT_A_TIME, Int64Array, in_parts
 
@@ -80,7 +81,7 @@ class KeptPieces:
 
         ``values`` is ``[kept pieces, ...]``.
         """
-        found, at = (part.to(values.device) for part in self.find(places))
+        found, at = (to_device(part, values.device) for part in self.find(places))
         rows.view(-1, *values.shape[1:])[found] = values[at]
         return rows
 
@@ -88,7 +89,7 @@ class KeptPieces:
         """Write the kept pieces of ``rows``, ``[k, ...]``, into ``values``: the opposite of
         :meth:`expand`.
         """
-        found, at = (part.to(values.device) for part in self.find(places))
+        found, at = (to_device(part, values.device) for part in self.find(places))
         values[at] = rows.reshape(-1, *values.shape[1:])[found]
 
 

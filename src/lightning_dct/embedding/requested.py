@@ -70,6 +70,9 @@ class RequestedRows:
         self._store = store
         self.peers = list(wanted)
         self.wanted = wanted
+        # Until another request is admitted, or a state is loaded, slots keep their rows.
+        self._requests = store.cache.requests
+        self._row_at = store.cache.row_at
         none = np.empty(0, dtype=np.int64)
         self.places = np.concatenate([none, *wanted.values()])
         self._cached = np.concatenate([none, *slots.values()])
@@ -109,6 +112,8 @@ class RequestedRows:
     def check_not_evicted(self) -> None:
         """Refuse to use copies whose slots other rows have by now (RuntimeError)."""
         cache = self._store.cache
+        if cache.requests == self._requests and cache.row_at is self._row_at:
+            return
         is_other = cache.row_at[self._cached] != self.places
         is_other |= cache.peer_at[self._cached] != np.repeat(self.peers, self.sizes)
         if is_other.any():
@@ -148,8 +153,8 @@ class RequestedRows:
             self._add_whole(of_peer + rows.start, received)
             whole[peer] = [data]
             counts[peer] = len(of_peer)
-        if chosen.numel():
-            known = self.copies()
+        changed = self._store.copies.index_select(0, self.slots.index_select(0, chosen))
+        put_rows(known, chosen, changed)
         sent = self.compress(now, known, scale=-1)
         self._add_changes(sent, sum(counts.values()))
         return Answers(whole, counts, sent.payloads)
@@ -204,11 +209,11 @@ class RequestedRows:
         written = Codes(codes, [8 * start for start in starts[:-1]])
         num_bits = 8 * starts[-1]
         columns = written.table(counts, [0] * len(counts), spare=num_bits)
-        [table] = on_device.numbers_on(of.device, columns)
+        table, planes = on_device.numbers_on(of.device, columns, written.planes)
         each = table.view(columns.shape).index_select(0, of).unbind(1)
         numbers = torch.arange(1, of.numel() + 1, device=of.device)
         bits = on_device.zero_bits(num_bits + of.numel(), of.device)
-        written.write(bits, each, numbers, places)
+        written.write(bits, each, numbers, places, planes)
         packed = pack_codes(bits, 1)
         return [packed[low:high] for low, high in pairwise(starts)]
 
