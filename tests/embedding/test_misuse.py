@@ -141,14 +141,24 @@ def step(model: Model, *optimizers: torch.optim.Optimizer) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.NAdam]
+    "kind",
+    [
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.RMSprop,
+        torch.optim.NAdam,
+        partial(torch.optim.SGD, weight_decay=0.1),
+        partial(torch.optim.Adagrad, weight_decay=0.1),
+    ],
 )
 def test_optimizers_without_sparse_gradients_name_those_with(
     kind: Callable[..., torch.optim.Optimizer],
 ) -> None:
     model = Model()
-    with pytest.raises(ValueError, match=f"`{kind.__name__}` does not step the rows of ") as caught:  # type: ignore[attr-defined]
-        step(model, kind(model.parameters(), lr=0.1))
+    optimizer = kind(model.parameters(), lr=0.1)
+    name = type(optimizer).__name__
+    with pytest.raises(ValueError, match=f"`{name}` does not step the rows of ") as caught:
+        step(model, optimizer)
     assert "`RowWiseAdagrad`" in str(caught.value)
     assert "with two groups: `AdamWithRows([{'params': " in str(caught.value)
 
@@ -158,6 +168,7 @@ def test_optimizers_without_sparse_gradients_name_those_with(
     [
         torch.optim.SGD,
         partial(torch.optim.SGD, momentum=0.9),
+        partial(AdamWithRows, weight_decay=0.1),
         torch.optim.Adagrad,
         RowWiseAdagrad,
         AdamWithRows,
@@ -179,6 +190,11 @@ def test_rows_of_an_optimizer_of_their_own_and_frozen_ones() -> None:
         torch.optim.SparseAdam([model.tables.weight], lr=0.1),
         torch.optim.Adam(others, lr=0.1),
     )
+    groups = [
+        {"params": model.tables.parameters()},
+        {"params": others, "weight_decay": 0.1},
+    ]
+    step(model, torch.optim.SGD(groups, lr=0.1))
     model.tables.requires_grad_(False)
     model.tables.weight.grad = None
     step(model, torch.optim.Adam(model.parameters(), lr=0.1))

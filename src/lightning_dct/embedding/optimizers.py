@@ -170,17 +170,19 @@ def refuse_optimizers_without_rows(module: nn.Module) -> None:
         if rows is None or optimizer in tried:
             return
         weight: Any = rows.weight
-        if not weight.requires_grad or group_of(weight, optimizer) is None:
+        group = group_of(weight, optimizer)
+        if not weight.requires_grad or group is None:
             return
         tried.add(optimizer)
-        if (error := error_of_sparse_gradients(optimizer)) is not None:
+        decay = float(group.get("weight_decay", 0.0))
+        if (error := error_of_sparse_gradients(optimizer, decay)) is not None:
             raise ValueError(
                 f"`{type(optimizer).__name__}` does not step the rows of {rows.name!r}, whose"
                 f" gradients are sparse ({str(error)[:200]}). Use `lightning_dct.AdamWithRows`,"
                 " which is AdamW for networks and `RowWiseAdagrad` for rows, with two groups:"
                 " `AdamWithRows([{'params': tables.parameters(), 'lr': 0.03}, {'params':"
-                " others}], lr=1e-3)`. Or `RowWiseAdagrad`, `Adagrad` or `SGD` for all"
-                " parameters."
+                " others}], lr=1e-3)`. Or `RowWiseAdagrad` for all parameters, or `Adagrad` or"
+                " `SGD` without `weight_decay`."
             )
 
     before_steps_while_alive(module, before_step)

@@ -116,14 +116,14 @@ def try_out(optimizer: Optimizer) -> Trial:
     return Trial(False, (False,) * len(optimizer.param_groups))
 
 
-def error_of_sparse_gradients(optimizer: Optimizer) -> Exception | None:
-    """What an optimizer raises where matrices have sparse gradients and not where they have dense
-    ones, if anything.
+def error_of_sparse_gradients(optimizer: Optimizer, weight_decay: float = 0.0) -> Exception | None:
+    """What an optimizer with some weight decay raises where matrices have sparse gradients and not
+    where they have dense ones, if anything.
     """
     errors: dict[bool, list[Exception]] = {False: [], True: []}
     for keeps_state, is_sparse in product((False, True), (False, True)):
         try:
-            with (small := _Miniature(optimizer, keeps_state, is_sparse)):
+            with (small := _Miniature(optimizer, keeps_state, is_sparse, weight_decay)):
                 for parameter in small.parameters:
                     if parameter.dim() == 2:
                         small.set_gradient(parameter, torch.ones(parameter.shape))

@@ -357,5 +357,7 @@ def start_alike(tensors: Iterable[Tensor], group: dist.ProcessGroup, source: int
     """Give all ranks of a group the tensors of one rank; a collective call."""
     for tensor in tensors:
         own = as_real(local_of(tensor.detach()))
-        dist.broadcast(same := own.contiguous(), group=group, group_src=source)
+        same = own.contiguous()
+        # As bytes, because backends do not know all kinds of numbers.
+        dist.broadcast(same.view(-1).view(torch.uint8), group=group, group_src=source)
         own.copy_(same)
