@@ -97,13 +97,20 @@ class ClickSteps(LightningModule):
             start = exchange.start
 
             def counted(
-                payloads: dict[int, list[Tensor]], sizes: dict[int, int], traffic: Any, name: str
+                payloads: dict[int, Tensor | list[Tensor]],
+                sizes: dict[int, int],
+                traffic: Any,
+                name: str,
             ) -> Any:
-                number = sum(part.numel() for part in chain(*payloads.values()))
+                number = 0
+                for peer, payload in payloads.items():
+                    parts = [payload] if isinstance(payload, Tensor) else payload
+                    if peer != exchange.rank:
+                        number += sum(part.numel() for part in parts)
                 # The residuals of evicted rows travel with gradients.
                 waiting = tables.evicted if name == "gradients" else []
-                parts = [part for one in waiting for part in chain(*one.sent.values())]
-                evicted = sum(part.numel() for part in parts)
+                residuals = [part for one in waiting for part in chain(*one.sent.values())]
+                evicted = sum(part.numel() for part in residuals)
                 self._sent["evicted"] += evicted
                 self._sent[name] += number - evicted
                 return start(payloads, sizes, traffic, name)
