@@ -332,7 +332,12 @@ class DCTStrategy(DDPStrategy):
         # Left by a save of more modules.
         while saved.files_beside(earlier := _part(path, len(parts))):
             parts.append(earlier)
-        write_on_all_ranks(partial(lock, path) if self.is_global_zero else bool, path)
+
+        def begin() -> None:
+            if self.is_global_zero:
+                lock(path)
+
+        write_on_all_ranks(begin, path)
         # The first rank of a node may have to clean the node's disk.
         outdated = {part: saved.files_beside(part) for part in parts if self.local_rank == 0}
         # No rank writes before these are known.

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 BY_DESIGN = Path(__file__).with_suffix(".txt")
-SOURCE = Path(__file__).parents[2] / "src"
 SECONDS_A_TEST = 180
 
 
@@ -28,8 +27,7 @@ def main(arguments: list[str]) -> int:
     checkout, *rest = arguments if replaced else arguments[1:]
     tests = Path(checkout).resolve() / "tests"
     files = [path for path in sorted(tests.rglob("test_*.py")) if "ddp" in path.read_text().lower()]
-    ours = [str(SOURCE), str(Path(__file__).parent)]
-    folders = [*ours, str(tests), os.environ.get("PYTHONPATH", "")]
+    folders = [str(Path(__file__).parent), str(tests), os.environ.get("PYTHONPATH", "")]
     options = ["-p", Path(__file__).stem, "--timeout", str(SECONDS_A_TEST), "-q", "-rfEX"]
     return subprocess.run(
         [sys.executable, "-m", "pytest", *options, *map(str, files), *rest],

@@ -173,7 +173,7 @@ class FirstParts:
             messages[peer] = [bytes([head[0] | mark]), head[1:], *bodies[peer], bytes(missing)]
         first: dict[int, list[Tensor]] = {}
         self._rest: dict[int, list[Tensor]] = {}
-        for peer, parts in on_device(messages, exchange.device).items():
+        for peer, parts in parts_on_device(messages, exchange.device).items():
             first[peer], self._rest[peer] = _cut(parts, rooms[peer])
         self._wait = exchange.start(first, most, traffic, name)
 
@@ -219,7 +219,7 @@ def _length_of(piece: Piece) -> int:
     return piece.numel() if isinstance(piece, Tensor) else len(piece)
 
 
-def on_device(
+def parts_on_device(
     messages: Mapping[int, Sequence[Piece]], device: torch.device
 ) -> dict[int, list[Tensor]]:
     """The parts of messages on a device; those that are on the host go there in one piece."""

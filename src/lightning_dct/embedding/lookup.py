@@ -480,7 +480,7 @@ def _exchange_gradients(module: ShardedEmbeddingBags) -> list[ChangesLookup]:
         with module.traffic.timed():
             late = [one.gradient_payloads() for one in due if one not in early]
         bodies = {peer: [part for each in late for part in each[peer]] for peer in peers if late}
-        rest = first_parts.on_device(bodies, exchange.device)
+        rest = first_parts.parts_on_device(bodies, exchange.device)
         missing = {peer: [one for one in due if one not in sent_first[peer]] for peer in peers}
         sizes = {
             peer: sum(one.gradient_sizes(of_owners=False)[peer] for one in ones)

@@ -27,7 +27,7 @@ from lightning_dct.embedding.owners import Int64Array
 from lightning_dct.kernels.bits import as_bytes, pack_codes, unpack_codes
 from lightning_dct.kernels.plain import SMALLEST_THRESHOLD
 from lightning_dct.wire.payload import FORMAT_CODES, HEADER, MAGIC, read_count, write_header
-from lightning_dct.wire.positions import PayloadError, PositionCode, reading
+from lightning_dct.wire.positions import PositionCode, check_count, reading
 from lightning_dct.wire.rows import (
     LARGEST_SCALE_BYTES,
     LEVELS,
@@ -245,11 +245,7 @@ class Codes:
             marked[::2], marked[1::2], counts, sources, strict=True
         ):
             with reading(source):
-                if end - before != count:
-                    raise PayloadError(
-                        f"the positions are corrupt: {end - before} positions are marked, but the header"
-                        f" says {count}"
-                    )
+                check_count(end - before, count)
 
     def _refuse(self, local: Tensor, counts: Sequence[int], sources: Sequence[str]) -> None:
         """Name who has sent the wrong positions (PayloadError)."""
@@ -257,9 +253,7 @@ class Codes:
         for part, code, source in zip(parts, self._codes, sources, strict=True):
             with reading(source):
                 if bool((part.diff() <= 0).any() | (part[-1:] >= code.universe).any()):
-                    raise PayloadError(
-                        f"the positions are corrupt: they are not ascending below {code.universe}"
-                    )
+                    raise code.not_ascending()
 
 
 def _low_bits_at(

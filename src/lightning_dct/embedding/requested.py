@@ -204,10 +204,8 @@ class RequestedRows:
 
     def _coded_places(self, of: Tensor, places: Tensor, counts: Sequence[int]) -> list[Tensor]:
         """By message, which of its rows are sent whole."""
-        codes = self._codes_of_places(counts)
-        starts = list(accumulate((code.num_bytes for code in codes), initial=1))
-        written = Codes(codes, [8 * start for start in starts[:-1]])
-        num_bits = 8 * starts[-1]
+        written, edges = self._codes_of_places(counts)
+        num_bits = 8 * edges[-1]
         columns = written.table(counts, [0] * len(counts), spare=num_bits)
         table, planes = on_device.numbers_on(of.device, columns, written.planes)
         each = table.view(columns.shape).index_select(0, of).unbind(1)
@@ -215,10 +213,15 @@ class RequestedRows:
         bits = on_device.zero_bits(num_bits + of.numel(), of.device)
         written.write(bits, each, numbers, places, planes)
         packed = pack_codes(bits, 1)
-        return [packed[low:high] for low, high in pairwise(starts)]
+        return [packed[low:high] for low, high in pairwise(edges)]
 
-    def _codes_of_places(self, counts: Sequence[int]) -> list[PositionCode]:
-        return [PositionCode(size, count) for size, count in zip(self.sizes, counts, strict=True)]
+    def _codes_of_places(self, counts: Sequence[int]) -> tuple[Codes, list[int]]:
+        """The codes of which rows are sent whole, by message, side by side after one byte; and the
+        bytes at which they begin and end.
+        """
+        codes = [PositionCode(size, count) for size, count in zip(self.sizes, counts, strict=True)]
+        edges = list(accumulate((code.num_bytes for code in codes), initial=1))
+        return Codes(codes, [8 * start for start in edges[:-1]]), edges
 
     def _add_whole(self, at: Tensor, values: Tensor) -> None:
         """Add whole rows, ``[n, dim]``, to the copies of the requested rows at some numbers."""
@@ -265,19 +268,18 @@ class RequestedRows:
         add_entries(self._store.copies, self._farther, positions, values)
 
     def _take_whole(self, parts: Sequence[Tensor], counts: Sequence[int]) -> None:
-        codes = self._codes_of_places(counts)
-        starts = list(accumulate((code.num_bytes for code in codes), initial=1))
-        device = self.slots.device
-        coded = [part[: code.num_bytes] for part, code in zip(parts, codes, strict=True)]
-        together = torch.cat([torch.zeros(1, dtype=torch.uint8, device=device), *coded])
-        form = Codes(codes, [8 * start for start in starts[:-1]])
+        codes, edges = self._codes_of_places(counts)
+        coded = []
+        rows_of = []
+        for part, (start, end) in zip(parts, pairwise(edges), strict=True):
+            coded.append(part[: end - start])
+            rows_of.append(part[end - start :])
+        first_byte = torch.zeros(1, dtype=torch.uint8, device=self.slots.device)
+        together = torch.cat([first_byte, *coded])
         first_rows = self._starts[:-1]
-        read = form.read(self._module.reads, together, counts, first_rows, self._sources)
+        read = codes.read(self._module.reads, together, counts, first_rows, self._sources)
         rows = on_device.decode_whole(
-            [part[code.num_bytes :] for part, code in zip(parts, codes, strict=True)],
-            counts,
-            self._module.embedding_dim,
-            self._module.value_format,
+            rows_of, counts, self._module.embedding_dim, self._module.value_format
         )
         self._add_whole(read.positions, rows)
 
@@ -315,7 +317,8 @@ class RequestedRows:
             payloads[peer] = [sent.payload]
             parts.append((sent.positions + own.start * dim, sent.received, sent.left))
             is_finite &= sent.is_finite
-        return Sent(payloads, rows, *_joined(parts), is_finite)
+        positions, received, left = _joined(parts)
+        return Sent(payloads, rows, positions, received, left, is_finite)
 
     def _compress_on_device(
         self, rows: Tensor, addend: Tensor, scale: float, *more: Tensor
@@ -405,7 +408,8 @@ class RequestedRows:
             )
             payloads[peer] = [sent.payload]
             parts.append((sent.positions + own.start * dim, sent.received, sent.left))
-        return Sent(payloads, selected.sums, *_joined(parts), is_finite=False)
+        positions, received, left = _joined(parts)
+        return Sent(payloads, selected.sums, positions, received, left, is_finite=False)
 
     def read(
         self, payloads: Mapping[int, Tensor], headers: Mapping[int, bytes | None]
@@ -427,14 +431,13 @@ class RequestedRows:
         for number, (peer, message) in enumerate(self.messages.items()):
             with reading(self._sources[number]):
                 positions, values = messages.read_changes(message, payloads[peer])
-            parts.append((positions + self._starts[number] * dim, values, values))
-        positions, values, _ = _joined(parts)
+            parts.append((positions + self._starts[number] * dim, values))
+        positions, values = _joined(parts)
         return positions, values
 
 
-def _joined(parts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
-    """The parts of several messages, one after the other."""
+def _joined(parts: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
+    """The tensors of several messages, the same ones of all messages one after the other."""
     if len(parts) == 1:
-        return parts[0]
-    positions, received, left = zip(*parts, strict=True)
-    return torch.cat(positions), torch.cat(received), torch.cat(left)
+        return list(parts[0])
+    return [torch.cat(same) for same in zip(*parts, strict=True)]

@@ -65,7 +65,8 @@ class RowStore:
         universes: By peer, the number of rows that places are of.
         num_peers: The number of ranks.
         num_tables: The number of tables.
-        initial: Gives the initial values of rows of a peer by their places, shape ``[n, dim]``, on the CPU.
+        initial: Gives the initial values of rows of a peer by their places, shape ``[n, dim]``, on
+            the CPU.
         empty: Shape ``[0, dim]``, with the copies' dtype and device.
         with_residual: Whether to keep residuals.
     """

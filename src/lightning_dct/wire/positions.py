@@ -33,7 +33,6 @@ from lightning_dct.kernels.bits import (
     nonzero_indices,
     num_bytes,
     pack_bits,
-    positions_in,
     unpack_bits,
 )
 
@@ -135,12 +134,8 @@ class PositionCode:
             PayloadError: The message does not hold ``count`` ascending positions below
                 ``universe``.
         """
-        if bits.device.type != "cpu":
-            positions, facts = self.decode_unchecked(bits, count)
-            self.check(facts.tolist(), count)
-            return positions
         flags = nonzero_indices(bits[: self.num_flags])
-        _check_count(flags.numel(), count)
+        check_count(flags.numel(), count)
         if self.is_bitmap:
             return flags
         planes = bits[self.num_flags :].view(self.low_bits, self.capacity)[:, :count]
@@ -150,37 +145,14 @@ class PositionCode:
         if count and (
             int(positions[-1]) >= self.universe or not bool((positions[1:] > positions[:-1]).all())
         ):
-            raise PayloadError(
-                f"the positions are corrupt: they are not ascending below {self.universe}"
-            )
+            raise self.not_ascending()
         return positions
 
-    def decode_unchecked(self, bits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Read ``count`` positions on a device whose host does not wait: they, and what
-        :meth:`check` needs to know, int64, shape ``[3]``.
-        """
-        marks = bits[: self.num_flags].view(torch.bool)
-        positions = positions_in(marks, count)
-        ends = positions.new_zeros(1)
-        if not self.is_bitmap:
-            planes = bits[self.num_flags :].view(self.low_bits, self.capacity)[:, :count]
-            low = (planes.long() << self._numbers_of_planes(bits.device)).sum(0)
-            highs = positions - torch.arange(count, device=bits.device)
-            positions = (highs << self.low_bits) + low
-            ends = positions[-1:] if count else ends
-        ascending = (positions.diff() > 0).all()
-        return positions, torch.cat([torch.stack([marks.sum(), ascending]), ends])
-
-    def check(self, facts: Sequence[int], count: int) -> None:
-        """Refuse positions of :meth:`decode_unchecked` that the message does not hold
-        (PayloadError).
-        """
-        marked, ascending, last = facts
-        _check_count(marked, count)
-        if not ascending or last >= self.universe:
-            raise PayloadError(
-                f"the positions are corrupt: they are not ascending below {self.universe}"
-            )
+    def not_ascending(self) -> PayloadError:
+        """What is raised if a message's positions are not ascending below ``universe``."""
+        return PayloadError(
+            f"the positions are corrupt: they are not ascending below {self.universe}"
+        )
 
     def encode(self, positions: Tensor) -> Tensor:
         """The message: shape ``[num_bytes]``, uint8."""
@@ -226,9 +198,7 @@ class PositionCode:
         elif (loops := compiled(message.device.type, kernel)) is not None:
             lengths = self.universe, self.num_flags, self.low_bits, self.capacity
             if loops.decode_elias_fano(message, *lengths, flags) < 0:
-                raise PayloadError(
-                    f"the positions are corrupt: they are not ascending below {self.universe}"
-                )
+                raise self.not_ascending()
         else:
             flags.copy_(
                 pack_bits(
@@ -238,11 +208,14 @@ class PositionCode:
                 )
             )
         counts = count_flags(flags, sizes, kernel)
-        _check_count(sum(counts), count)
+        check_count(sum(counts), count)
         return counts
 
 
-def _check_count(marked: int, count: int) -> None:
+def check_count(marked: int, count: int) -> None:
+    """Refuse a message that marks another number of positions than its header says
+    (PayloadError).
+    """
     if marked != count:
         raise PayloadError(
             f"the positions are corrupt: {marked} positions are marked, but the header says {count}"
