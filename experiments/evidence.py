@@ -1,4 +1,4 @@
-"""Makes the README's figures: ``python experiments/evidence.py``.
+"""Makes the present version's figures: ``python experiments/evidence.py``.
 
 A folder of the same name holds the figures and does the work.
 """

@@ -1,8 +1,9 @@
-"""Makes the figures that the README shows, and writes them into its table.
+"""Makes the figures of the present version, and writes them into the tables of the pages.
 
     python experiments/evidence.py                  # what there is, and what is missing
     python experiments/evidence.py run lm-2 lm-4    # the runs that are missing; all without names
-    python experiments/evidence.py write            # the table of README.md and docs/index.md
+    python experiments/evidence.py write            # the tables of README.md, docs/index.md and
+                                                    # docs/evidence/index.md
 
 Results are in docs/evidence/results.csv: a line for each run, with the version of the package, the
 commit and the machine. Runs of this version that are there are not done again, so the same command
@@ -10,6 +11,7 @@ continues a stopped one. Only results of this version get into the table.
 """
 
 import argparse
+import os
 import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -25,7 +27,10 @@ from lightning_dct import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "evidence" / "results.csv"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "index.md")
+README = ROOT / "README.md"
+START = ROOT / "docs" / "index.md"
+EVIDENCE = ROOT / "docs" / "evidence" / "index.md"
+PAGES = (README, START, EVIDENCE)
 NAMES = [figure.name for figure in FIGURES]
 
 
@@ -45,8 +50,10 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def written(page: Path) -> str:
     """A page with the table of the results that there are."""
-    made = table(FIGURES, load(RESULTS), __version__)
-    return put(page.read_text(), made if page.parent == ROOT else made.replace("](docs/", "]("))
+    figures = [figure for figure in FIGURES if figure.in_readme or page == EVIDENCE]
+    made = table(figures, load(RESULTS), __version__)
+    folder = f"{page.parent.relative_to(ROOT)}/".removeprefix("./")
+    return put(page.read_text(), made.replace(f"]({folder}", "]("))
 
 
 def chosen(names: Sequence[str]) -> list[Figure]:
@@ -74,8 +81,7 @@ def run(figure: Figure, seeds: Sequence[int] | None) -> int:
         if failed:
             status = failed
             continue
-        found = read(figure, folder, __version__, commit, machine())
-        keep(found)
+        keep(read(figure, folder, __version__, commit, machine(with_load=figure.metric == "ms")))
     return status
 
 
@@ -95,10 +101,11 @@ def _git(*words: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def machine() -> str:
-    """The processor, its cores, and the version of torch."""
+def machine(with_load: bool) -> str:
+    """The processor, its cores, the version of torch, and how many processes want to run."""
     known = describe_machine()
-    return f"{known['processor']}, {known['cores']} cores, torch {known['torch']}"
+    load = f", load {os.getloadavg()[1]:.1f}" if with_load else ""
+    return f"{known['processor']}, {known['cores']} cores, torch {known['torch']}{load}"
 
 
 def show() -> None:
@@ -129,5 +136,5 @@ def make_parser() -> argparse.ArgumentParser:
     running = actions.add_parser("run", help="do the runs that are missing")
     running.add_argument("names", nargs="*", metavar="FIGURE", help=", ".join(NAMES))
     running.add_argument("--seeds", type=int, nargs="+", help="instead of each figure's own")
-    actions.add_parser("write", help="write the table of README.md and docs/index.md")
+    actions.add_parser("write", help="write the tables of the pages")
     return parser

@@ -1,4 +1,4 @@
-"""The figures that the README shows, and the command that makes each."""
+"""The figures of the present version that pages show, and the command that makes each."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -22,8 +22,9 @@ class Figure(NamedTuple):
         program: The command's main function, ``compare`` or another.
         words: What it is given, without strategies, seeds and the folder of the results.
         strategies: The dense one, and the compressed one.
-        metric: ``"loss"`` or ``"auc"``.
+        metric: ``"loss"``, ``"auc"``, or ``"ms"``: milliseconds a step.
         seeds: Those that the table should have.
+        in_readme: Whether README.md and docs/index.md show it, and not only the page of evidence.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Figure(NamedTuple):
     strategies: tuple[str, str] = ("ddp", "dct")
     metric: str = "loss"
     seeds: tuple[int, ...] = (0, 1, 2)
+    in_readme: bool = True
 
     def command(self, seeds: Sequence[int]) -> list[str]:
         """What the program is given, but for the folder of the results."""
@@ -48,10 +50,35 @@ def _of_ranks(ranks: int, *words: str) -> Figure:
     return Figure(f"lm-{ranks}", title, ranks, compare.main, (*LM, *steps, *words))
 
 
+def _at_a_hundredth(name: str, method: str, strategy: str, in_readme: bool) -> Figure:
+    """A method at about 125 times fewer bytes, in the training of ``lm-2``."""
+    title = f"[{method}](docs/evidence/other_methods.md#one-thousand-steps), the same training"
+    steps = ("trainer.max_steps=1000", "trainer.devices=2")
+    return Figure(
+        *(name, title, 2, compare.main, (*LM, *steps)),
+        strategies=("ddp", strategy),
+        in_readme=in_readme,
+    )
+
+
+def _step(link: int, rate: str, in_readme: bool) -> Figure:
+    """The time of a step of ``lm-2`` on two hosts, with the settings that it takes."""
+    page = "docs/evidence/other_methods.md#milliseconds-a-step"
+    steps = ("trainer.max_steps=74", "trainer.val_check_interval=74")
+    words = ("callbacks.step_timer.skip=10", "logger=none", "--hosts", "2", "--link", str(link))
+    return Figure(
+        *(f"step-{link}", f"[a step of it on a link of {rate}]({page})", 2, compare.main),
+        (*LM, *steps, *words),
+        strategies=("ddp", "dct strategy.local_steps=1 strategy.density=0.1"),
+        metric="ms",
+        in_readme=in_readme,
+    )
+
+
 def _unlike(name: str, case: str, ranks: int, title: str) -> Figure:
     page = f"[{title}](docs/evidence/quality.md#ranks-whose-data-differ)"
     words = ("--only", case, "--ranks", str(ranks))
-    return Figure(name, page, ranks, unlike_ranks.main, words)
+    return Figure(name, page, ranks, unlike_ranks.main, words, in_readme=False)
 
 
 FIGURES = (
@@ -64,6 +91,16 @@ FIGURES = (
         metric="auc",
     ),
     _of_ranks(2),
+    _step(1000, "1 Gbit/s", in_readme=False),
+    _step(100, "100 Mbit/s", in_readme=True),
+    _at_a_hundredth(
+        *("lm-2-hundredth", "`dct` with 3% of the entries"),
+        *("dct strategy.local_steps=1 strategy.density=0.03", False),
+    ),
+    _at_a_hundredth(
+        *("sparse-loco", "SparseLoCo instead of `dct`"),
+        *("sparse_loco strategy.method.sync_every=2 strategy.method.top_k=128", True),
+    ),
     _of_ranks(4),
     _of_ranks(8, "model.learning_rate=0.01"),
     Figure(

@@ -26,13 +26,13 @@ class Result(NamedTuple):
         figure: The name of the figure it belongs to.
         strategy: As it was given.
         seed: Of weights and batches.
-        value: The metric.
+        value: The metric, or the milliseconds of a step.
         ratio: Bytes of the dense fp32 exchange between ranks over bytes sent; None without such an
             exchange.
         inside: The same of rows of sharded tables, or of activations; None without.
         version: Of the package.
         commit: Of the repository.
-        machine: What it ran on.
+        machine: What it ran on, and for times how loaded it was.
     """
 
     figure: str
@@ -78,7 +78,9 @@ def _found(
             yield row["strategy"], seed, float(row["loss"]), _number(row["ratio"]), None
         elif row["compared"] == "True":
             ratios = _number(row["compression_ratio"]), _number(row["split_ratio"])
-            yield texts[row["strategy"]], seed, float(row[f"test/{figure.metric}"]), *ratios
+            is_time = figure.metric == "ms"
+            value = row["milliseconds_per_step" if is_time else f"test/{figure.metric}"]
+            yield texts[row["strategy"]], seed, float(value), *ratios
 
 
 def load(file: Path) -> dict[tuple[str, str, int], Result]:
@@ -142,21 +144,24 @@ def _line(figure: Figure, results: Sequence[Result]) -> tuple[str, ...] | None:
         return None
     before = statistics.fmean(dense[seed].value for seed in seeds)
     after = statistics.fmean(compressed[seed].value for seed in seeds)
-    is_score = figure.metric == "auc"
+    is_score, is_time = figure.metric == "auc", figure.metric == "ms"
     spread = Spread.of(
         compressed[seed].value - dense[seed].value
         if is_score
-        else compressed[seed].value / dense[seed].value - 1
+        else compressed[seed].value / dense[seed].value - (not is_time)
         for seed in seeds
     )
     assert spread is not None
-    counted = f"{len(seeds)} seed{'s' if len(seeds) > 1 else ''}"
+    counted = f"{len(seeds)} {'run' if is_time else 'seed'}{'s' if len(seeds) > 1 else ''}"
+    against = "{:+.4f}" if is_score else "{:.2f}" if is_time else "{:+.1%}"
     digits = ".4f" if is_score else ".3f"
     return (
         figure.title,
         str(figure.ranks),
-        f"{figure.metric.replace('auc', 'AUC')} {before:{digits}} → {after:{digits}}",
-        f"{spread.write('{:+.4f}' if is_score else '{:+.1%}')} ({counted})",
+        f"{before:.0f} → {after:.0f} ms"
+        if is_time
+        else f"{figure.metric.replace('auc', 'AUC')} {before:{digits}} → {after:{digits}}",
+        f"{spread.write(against)}{' times' if is_time else ''} ({counted})",
         _bytes([compressed[seed] for seed in seeds]),
     )
 

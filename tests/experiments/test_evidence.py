@@ -1,4 +1,4 @@
-"""The README's figures: their commands are complete, their results are read from what programs
+"""The present version's figures: their commands are complete, their results are read from what programs
 write, and the pages have the table of the results.
 """
 
@@ -19,7 +19,7 @@ OF = ("1.0", "abc", "a machine")
 LM = next(figure for figure in FIGURES if figure.name == "lm-2")
 
 
-@pytest.mark.parametrize("page", command.PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", command.PAGES, ids=lambda page: f"{page.parent.name}-{page.name}")
 def test_pages_show_the_results(page: Path) -> None:
     """``python experiments/evidence.py write`` makes them so."""
     assert page.read_text() == command.written(page)
@@ -109,6 +109,26 @@ def test_scores_and_rows_have_their_own_words() -> None:
     assert "| AUC 0.7500 → 0.7490 | -0.0010 (1 seed) | rows 100x, MLPs 110x |" in line
     # Figures of another version are not shown.
     assert len(table([recommender], {one.key: one for one in results}, "2.0").splitlines()) == 4
+
+
+def test_times_are_read_and_compared_as_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the page of evidence shows a figure that is not of the README."""
+    step = next(figure for figure in FIGURES if figure.metric == "ms" and not figure.in_readme)
+    step = step._replace(words=LM.words)
+    start = run_in_no_time([], lambda settings: {"loss": 2.0, "sent": 160.0})
+    monkeypatch.setattr(comparison.runs, "run_alone", start)
+    monkeypatch.setattr(command, "RESULTS", tmp_path / "results.csv")
+    monkeypatch.setattr(command, "current_commit", lambda: str(tmp_path / "outputs"))
+    monkeypatch.setattr(command, "FIGURES", (step,))
+    assert command.main(["run", step.name, "--seeds", "0"]) == 0
+    compressed, dense = load(command.RESULTS).values()
+    assert ", load " in dense.machine
+    command.keep([dense._replace(value=40.0)])
+    assert compressed.value == 10.0
+    assert "| 40 → 10 ms | 0.25 times (1 run) | 50x |" in command.written(command.EVIDENCE)
+    assert "ms |" not in command.written(command.README)
 
 
 def test_a_page_without_marks_is_refused() -> None:
