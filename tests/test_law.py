@@ -33,12 +33,12 @@ NOTHING = UserSettings.of({})
 
 def test_the_loss_by_hand() -> None:
     """2 ranks, 8 steps at 30%, 1,000 steps: 2 * 0.035 / 0.3 + 0.65 * 7^0.8 = 0.2333 + 3.0833."""
-    default = DCTConfig()
-    assert expected_loss(default, 2, 1000) == pytest.approx(3.3166, abs=0.001)
+    eight = DCTConfig(local_steps=8, density=0.3)
+    assert expected_loss(eight, 2, 1000) == pytest.approx(3.3166, abs=0.001)
     # With three times the steps entries that wait cost a third, and steps apart a 3^0.8-th: 2.41.
-    assert expected_loss(default, 2, 3000) == pytest.approx(0.2333 / 3 + 3.0833 / 2.4082, abs=0.001)
+    assert expected_loss(eight, 2, 3000) == pytest.approx(0.2333 / 3 + 3.0833 / 2.4082, abs=0.001)
     # Steps apart never cost less than 0.2 log2 8.
-    assert expected_loss(default, 2, 10_000) == pytest.approx(0.02333 + 0.6, abs=0.001)
+    assert expected_loss(eight, 2, 10_000) == pytest.approx(0.02333 + 0.6, abs=0.001)
     # One step apart, with a mean as long as the steps: 0.035 * 3 / 0.1 on four ranks, 4 times that
     # on 8, 8^0.45 on 64.
     assert expected_loss(DCTConfig(local_steps=1, density=0.1), 4, 1000) == pytest.approx(1.05)

@@ -31,27 +31,26 @@ class DCTConfig:
 
     Strategies, :class:`~lightning_dct.Updates` and :class:`~lightning_dct.Gradients` take them as
     keyword arguments. With updates, a run chooses ``local_steps`` and ``density`` by its length if
-    they are left out: ``docs/settings.md`` has the table. With gradients, the density is then 0.3.
-    A ``DCTConfig`` by itself knows no run, and has 8 local steps and a density of 0.3.
+    they are left out: ``docs/settings.md`` has the table. A ``DCTConfig`` by itself knows no run,
+    and takes the first row of that table: an exchange of 30% of the entries after every step.
 
     Attributes:
         compress: What the ranks exchange. ``"updates"``: the updates of weights since the last
             exchange, while each rank's optimizer trains on its own gradients. ``"gradients"``:
             gradients in every backward, as the paper does. With Adam or momentum the latter loses
             quality, because residuals delay gradients and release them in bursts.
-        local_steps: Optimizer steps from one exchange of updates to the next, at least 1. Gradients
-            are exchanged in every step.
+        local_steps: Optimizer steps from one exchange of updates to the next, at least 1, by default
+            1 or ``overlap_steps``. Gradients are exchanged in every step.
         warmup_steps: Optimizer steps in which updates are exchanged after every step, each time
             proportionally fewer entries unless a density is 1. Otherwise ranks would drift apart
             while weights move fast.
         residual_decay: Factor on an update's residual after each exchange of the warm-up, in (0,
             1]. Less than 1 keeps the ranks together at learning rates that are too large for the
-            batch of one rank. After the warm-up it is 1. None for 0.95 less half the density,
-            because the less is sent, the longer entries have to wait; and for 0.95 with optimizers
-            whose steps grow with their gradients, as SGD.
-        share_second_moments: Average over the ranks, now and then, what an optimizer has learnt
-            about the size of gradients, such as Adam's ``exp_avg_sq``. Without it, ranks whose data
-            differ train to another place than plain DDP does.
+            batch of one rank. After the warm-up the factor is 1. None stands for 0.95 less half the
+            density, and for 0.95 with optimizers whose steps grow with their gradients, as SGD.
+        share_second_moments: Average over the ranks, from time to time, what an optimizer has learnt
+            about the size of gradients, such as Adam's ``exp_avg_sq``. Without that, ranks whose
+            data differ end elsewhere than under plain DDP.
         overlap_steps: Optimizer steps for which an exchange of updates may be in flight during
             training, at most ``local_steps``. With 0 training waits for it. From 1 on tensors take
             turns, so that the load on the link is even.
@@ -128,7 +127,7 @@ class DCTConfig:
                 raise TypeError(f"`{name}` must be True or False, got {getattr(self, name)!r}.")
         updates = self.compress == "updates"
         if self.local_steps is None:
-            object.__setattr__(self, "local_steps", max(8, self.overlap_steps) if updates else 1)
+            object.__setattr__(self, "local_steps", max(1, self.overlap_steps) if updates else 1)
         check_integer("local_steps", self.local_steps, minimum=1)
         if self.residual_decay is not None:
             check_density(

@@ -41,7 +41,7 @@ class Settings:
     refresh_every: int = 1000
     exchange: str = "all_gather"
     ranks_per_node: int = 1
-    local_steps: int = 8
+    local_steps: int = 1
     warmup_steps: int = 320
     residual_decay: float | None = None
     overlap_steps: int = 0

@@ -63,7 +63,7 @@ class DCTStrategy(DCTStrategyBase, DDPStrategy):
         project: Brings weights back into their bounds after each step, such as a clamp: a function
             of the module that changes its weights in place. It is called with a rank's own weights
             in the module, and with the shared ones, so it must be a projection: weights within the
-            bounds stay as they are. A run warns of one that moves weights each time, as a soft
+            bounds stay as they are. A run warns if it moves weights in each call, as a soft
             threshold or a decay does. Processes that are started with ``"spawn"`` need a function
             that can be pickled.
         missing_state: ``"error"``, or ``"reset"`` to resume also without the folder that was saved

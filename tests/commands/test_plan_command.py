@@ -39,11 +39,11 @@ def test_what_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
     # all_gather: 1 ms to compress, 0.1 to clear, 4 x 0.01 to add, once in 8 steps.
     assert "ms compressing 0.0 0.1 " in printed
     assert (
-        "exchange=\"auto\" takes 'all_gather': 4 ranks on 4 nodes, not by node: every node has one"
-        " rank only" in printed
+        "exchange=\"auto\" takes 'all_gather': 4 ranks on 4 nodes (every node has one rank only);"
+        in printed
     )
     assert "Compressing: made up." in printed
-    assert "residuals on a rank 0 B 4.00 MB 5.00 MB" in printed
+    assert "extra memory on a rank 0 B 4.00 MB 5.00 MB" in printed
     assert "hierarchical" not in printed
 
 

@@ -57,10 +57,7 @@ def test_what_it_says() -> None:
     assert "two_phase" in reason
     assert "hierarchical" not in reason
     reason = choose(planner(0.01), nodes(5, 3)).reason
-    assert (
-        "8 ranks on 2 nodes, not by node: the nodes have different numbers of ranks: 5, 3;"
-        in reason
-    )
+    assert "8 ranks on 2 nodes (the nodes have different numbers of ranks: 5, 3);" in reason
     reason = choose(planner(0.1), nodes(8, 8)).reason
     assert "bytes between nodes (those inside count a 100th)" in reason
     assert "hierarchical" in reason

@@ -267,7 +267,7 @@ def _table(forecast: Forecast) -> list[list[str]]:
         ["ms compressing", *(f"{1e3 * row.compressing_seconds:,.1f}" for row in forecast.rows)],
         ["ms together", *(f"{1e3 * row.seconds:,.1f}" for row in forecast.rows)],
         [
-            "residuals on a rank",
+            "extra memory on a rank",
             *(format_bytes(int(row.step.residual_bytes.max())) for row in forecast.rows),
         ],
     ]

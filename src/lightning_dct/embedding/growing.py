@@ -109,8 +109,8 @@ class GrowingEmbeddingBags(ShardedEmbeddingBags):
     """:class:`~lightning_dct.ShardedEmbeddingBags` without a number of rows: any id from 0 to
     ``2**63 - 1`` is valid.
 
-    A hash of table and id says which rank owns a row. The owner makes the row when the id was
-    looked up in ``admit_after`` training look-ups. An id without a row gives its table's default
+    A hash of table and id says which rank owns a row. The owner makes the row once the id
+    has occurred in ``admit_after`` training look-ups. An id without a row gives its table's default
     row, which is random and never trained. A new row starts as the default row. When an owner's
     share of ``max_rows`` is full, the least recently requested row is evicted, with its optimizer
     state. If its id is looked up again, it starts at the default row.

@@ -222,7 +222,7 @@ def choose(plan_for: Callable[[float], BucketPlan], layout: NodeLayout) -> Excha
     if layout.obstacle is None:
         measure = f"bytes between nodes (those inside count a {INSIDE_IS_FASTER}th)"
     elif len(layout.nodes) > 1:
-        ranks += f", not by node: {layout.obstacle}"
+        ranks += f" ({layout.obstacle})"
     counted = ", ".join(f"{other} {cost / 1000:,.1f} kB" for other, cost in costs.items())
     if costs[name] > costs["two_phase"]:
         counted += " ('two_phase' must save a third)"

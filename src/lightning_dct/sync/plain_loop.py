@@ -112,9 +112,10 @@ class Updates(_Loop):
         optimizers: One, or several in the same order on every rank.
         steps: Optimizer steps of the run, from which settings that are left out follow; None if
             that is not known.
-        process_group: The ranks that train together; by default all. If it has some of them, the
-            others make theirs with their own groups at the same time, because all ranks of a job
-            make torch's groups together; with ``exchange="all_gather"`` they need not.
+        process_group: The ranks that train together; by default all. If it has only some of them,
+            the others must make an ``Updates`` with a group of their own at the same time, because
+            torch's groups are made by all ranks of a job together. With ``exchange="all_gather"``
+            they need not.
         average_buffers: Average the running statistics of normalisation layers, and take other
             buffers from rank 0.
         project: Brings the weights of the model back into their bounds after each step, in place: a
@@ -191,7 +192,7 @@ class Updates(_Loop):
         ``torch.nn.utils.clip_grad_norm_``.
 
         A rank's own gradient is longer than the mean, so its own norm would clip too much. Call it
-        as usual, between backward and step. It is no collective call.
+        as usual, between backward and step. The call is not collective.
 
         Returns:
             About the norm of the mean of all ranks' gradients before clipping: a scalar of fp32.
