@@ -161,9 +161,19 @@ def _line(figure: Figure, results: Sequence[Result]) -> tuple[str, ...] | None:
         f"{before:.0f} → {after:.0f} ms"
         if is_time
         else f"{figure.metric.replace('auc', 'AUC')} {before:{digits}} → {after:{digits}}",
-        f"{spread.write(against)}{' times' if is_time else ''} ({counted})",
+        f"{_unsigned_zero(spread.write(against))}{' times' if is_time else ''} ({counted})",
         _bytes([compressed[seed] for seed in seeds]),
     )
+
+
+def _unsigned_zero(text: str) -> str:
+    """As text, a mean that is rounded to zero has no sign.
+
+    Example:
+        >>> _unsigned_zero("-0.0% ± 1.0%"), _unsigned_zero("-0.1%")
+        ('0.0% ± 1.0%', '-0.1%')
+    """
+    return re.sub(r"^[+-](?=0\.0+(%|\b)(?!\d))", "", text)
 
 
 def _bytes(runs: Sequence[Result]) -> str:
