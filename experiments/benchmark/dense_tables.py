@@ -137,7 +137,11 @@ class DenseLookup:
                 for places, data in zip(self._places, received, strict=True):
                     module.collected.add(places, module.decode(data, len(places)))
                 module.collected.deliver(
-                    module.weight, module.placement.world_size, module.resolve, module.reads
+                    module.weight,
+                    module.placement.world_size,
+                    module.resolve,
+                    module.reads,
+                    module.num_places,
                 )
 
         torch.autograd.Variable._execution_engine.queue_callback(finish)

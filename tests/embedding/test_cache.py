@@ -251,13 +251,18 @@ def test_an_owner_refuses_to_forget_what_it_does_not_have() -> None:
         mirror.release(2, places_of([1]))
 
 
-def test_room_is_made_by_quarters() -> None:
+def test_memory_doubles_up_to_the_capacity() -> None:
     rows = remembered(20)
     rooms = []
     for row in range(PLACES):
-        rows.admit({0: places_of([row]), 2: places_of([])})
-        rooms.append(len(rows.copies))
-    assert sorted(set(rooms)) == [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15, 18, 20]
+        slots, _ = rows.admit({0: places_of([row]), 2: places_of([])})
+        assert len(rows.copies) == len(rows.residual) == rows.cache.num_slots == min(row + 1, 20)
+        assert not rows.residual[slots[0]].any()
+        rows.copies[slots[0]] = rows.residual[slots[0]] = float(row)
+        rooms.append(rows.copies.untyped_storage().nbytes() // rows.copies[:1].nbytes)
+        last = torch.arange(max(row - 19, 0), row + 1).float()
+        assert torch.equal(rows.residual[:, 0].sort().values, last)
+    assert sorted(set(rooms)) == [1, 2, 4, 8, 16, 20]
     assert rooms == sorted(rooms)
 
 

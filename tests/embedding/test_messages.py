@@ -1,7 +1,7 @@
 """Requests for rows, and messages about their changes."""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -19,13 +19,14 @@ from lightning_dct.embedding.messages import (
     REGROUP_EVERY,
     Message,
     RequestCode,
-    SentRows,
+    RowSums,
     decode_whole,
     encode_whole,
     message_about,
     whole_num_bytes,
 )
 from lightning_dct.embedding.store import RowStore
+from lightning_dct.kernels import cpu_kernel, positions_of
 from lightning_dct.kernels.bits import pack_bits, unpack_bits
 from lightning_dct.kernels.plain import SMALLEST_THRESHOLD
 from lightning_dct.reference import Settings, send_rows
@@ -263,11 +264,37 @@ def read(message: Message, payload: Tensor) -> tuple[Tensor, Tensor]:
     return unpacked.positions, unpacked.values
 
 
-def compress_changes(accumulated: Tensor, message: Message, thresholds: np.ndarray) -> SentRows:
-    """All of it added to nothing."""
-    return changes_module.compress_changes(
-        torch.zeros_like(accumulated), accumulated, message, thresholds
-    )
+class Sent(NamedTuple):
+    payload: Tensor
+    positions: Tensor
+    received: Tensor
+    left: Tensor  # at these positions
+
+
+def compress_changes(accumulated: Tensor, message: Message, thresholds: np.ndarray) -> Sent:
+    """All of it added to nothing, which lies in every second row of a larger tensor, from the last
+    on. What is left takes its place.
+    """
+    number, dim = accumulated.shape
+    larger = torch.zeros(2 * number, dim, dtype=accumulated.dtype)
+    at = 2 * number - 1 - 2 * torch.arange(number)
+    sums = RowSums(larger, at, accumulated.flip(0), torch.arange(number).flip(0), is_kept=True)
+    sent = changes_module.compress_changes(sums, message, thresholds)
+    assert torch.equal(larger[at], accumulated.where(accumulated.isfinite(), 0.0))
+    assert not larger[at - 1].any()
+    positions = positions_of(sent.flags, sent.values.numel())
+    values = sent.values.clone()
+    left = values - sent.received.to(values.dtype)
+    expected = larger[at]
+    some = left.isfinite()
+    expected.view(-1)[positions[some]] = left[some]
+    cpu_kernel().keep_rest(larger, at, sent.flags, values, sent.received)
+    assert torch.equal(larger[at], expected)
+    copies = torch.zeros_like(larger)
+    differences = RowSums(accumulated, torch.arange(number), copies, at, scale=-1.0)
+    for is_selected in (False, True):
+        assert_same(differences.of(0, number, is_selected), accumulated.reshape(-1))
+    return Sent(sent.payload, positions, sent.received, left)
 
 
 # Mostly comparable numbers, with ties and zeros; now and then very large and very small ones.

@@ -395,3 +395,68 @@ def test_count_flags(data: st.DataObject, sizes: list[int]) -> None:
     assert positions.count_flags(sent.flags[0], sizes, Kernel.name) == [
         int(m.sum()) for m in dense(sent, sizes, 0)[0]
     ]
+
+
+def pad(packed: Tensor, size: int) -> Tensor:
+    return torch.nn.functional.pad(packed, (0, size - packed.numel()))
+
+
+@given(data=st.data(), dtype=dtypes)
+@examples(60)
+def test_rows(data: st.DataObject, dtype: torch.dtype) -> None:
+    """Oracle: the rows side by side, and loops over them."""
+    kernel = cpu_kernel(Kernel.name)
+    lengths = data.draw(st.lists(st.integers(0, 40), min_size=1, max_size=4))
+    dim = data.draw(st.sampled_from([1, 3, 64, 65, 200]))
+    number = sum(lengths)
+    base, new = data.draw(tensors([2 * number * dim, (number + 3) * dim], dtype))
+    rows = base.view(-1, dim)
+    others = new.view(-1, dim)
+    order = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32)))
+    at = torch.randperm(2 * number, generator=order)[:number]
+    others_at = torch.randint(0, number + 3, (number,), generator=order)
+    scale = data.draw(st.sampled_from([1.0, -1.0]))
+    sums = (rows[at] + scale * others[others_at]).view(-1)
+    thresholds = data.draw(
+        st.lists(st.sampled_from([1e-38, 1.0, 4.0]), min_size=len(lengths), max_size=len(lengths))
+    )
+    limits = torch.tensor(np.repeat(thresholds, np.array(lengths) * dim), dtype=dtype)
+    reached = (sums.abs() < limits).logical_not()
+    for is_kept in (False, True):
+        left = rows.clone()
+        flags = torch.zeros(flags_num_bytes(number * dim), dtype=torch.uint8)
+        values, counts = kernel.select_rows(
+            left, at, others, others_at, lengths, thresholds, scale, is_kept, flags
+        )
+        values = values.clone()
+        assert np.array_equal(marks_of(flags)[: number * dim], reached.numpy())
+        same(values, sums[reached].numpy())
+        sizes = [length * dim for length in lengths]
+        assert counts == [int(part.sum()) for part in reached.split(sizes)]
+        expected = rows.clone()
+        if is_kept:
+            expected[at] = torch.where(sums.isfinite(), sums, rows[at].view(-1)).view(-1, dim)
+        same(left, expected.numpy())
+    sent = torch.randn(values.numel(), generator=order)
+    each = torch.repeat_interleave(at, dim)[reached] * dim
+    entries = each + torch.arange(dim).repeat(number)[reached]
+    for entry, value, what in zip(entries.tolist(), values, sent, strict=True):
+        rest = value - what.to(dtype)
+        expected.view(-1)[entry] = rest if rest.isfinite() else expected.view(-1)[entry]
+    kernel.keep_rest(left, at, flags, values, sent)
+    same(left, expected.numpy())
+    for entry, what in zip(entries.tolist(), sent, strict=True):
+        expected.view(-1)[entry] += what.to(dtype)
+    kernel.add_flagged(left, at, flags, sent)
+    same(left, expected.numpy())
+    keep = torch.rand(values.numel(), generator=order) < 0.5
+    fewer = flags.clone()
+    kernel.unflag(fewer, keep)
+    some = reached.clone()
+    some[reached] = keep
+    same(fewer, pad(pack_bits(some), flags.numel()).numpy())
+    touched, dense = kernel.rows_of_flags(flags, sent, dim)
+    whole = torch.zeros(number * dim)
+    whole[reached] = sent
+    assert touched.tolist() == reached.view(-1, dim).any(dim=1).nonzero().view(-1).tolist()
+    same(dense, whole.view(-1, dim)[touched].numpy())

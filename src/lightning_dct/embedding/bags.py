@@ -240,7 +240,12 @@ def _ends_of(samples: Sequence[int] | None, like: Tensor) -> Tensor:
 
 
 def _check_range(flat: Tensor, tables: Tensor, features: Features) -> None:
-    last = torch.tensor([rows - 1 for rows in features.table_rows], device=flat.device)[tables]
+    ends = torch.tensor([rows - 1 for rows in features.table_rows], device=flat.device)
+    if (loops := compiled("cpu", loops="numba_ids")) is not None and loops.are_inside(
+        flat.contiguous().numpy(), tables.numpy(), ends.numpy()
+    ):
+        return
+    last = ends[tables]
     bad = (flat < 0) | (flat > last)
     if not bad.any():
         return
@@ -259,10 +264,12 @@ def _check_range(flat: Tensor, tables: Tensor, features: Features) -> None:
     )
 
 
-def distinct(keys: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """Distinct keys from 0, ascending, and the number of each key among them."""
+def distinct(keys: Int64Array, number: int | None = None) -> tuple[Int64Array, Int64Array]:
+    """Distinct keys from 0, ascending, and the number of each key among them. They are below
+    ``number`` if it is given.
+    """
     if (loops := compiled("cpu", loops="numba_ids")) is not None:
-        return cast(tuple[Int64Array, Int64Array], loops.distinct(keys))
+        return cast(tuple[Int64Array, Int64Array], loops.distinct(keys, number))
     found, inverse = np.unique(keys, return_inverse=True)
     return found, inverse.reshape(-1)
 
@@ -288,7 +295,7 @@ class DistinctRows:
         self.wanted: list[Int64Array] = []
         if placement.has_numbers:
             ends = np.cumsum([0, *placement.owned_rows])
-            found, inverse = distinct(ends[owners] + places)
+            found, inverse = distinct(ends[owners] + places, int(ends[-1]))
             cuts = np.searchsorted(found, ends).tolist()
             for rank, start in enumerate(cuts[:-1]):
                 self.wanted.append(found[start : cuts[rank + 1]] - ends[rank])

@@ -35,6 +35,7 @@ CACHE_ARRAYS = {"row_at": np.int64, "last_used": np.int64, "counts": np.int32}
 PEER_ARRAY = {"peer_at": np.int32}
 # The capacity of a cache that evicts nothing.
 UNBOUNDED = 2**62
+_NO_PEERS = np.empty(0, dtype=np.int64)
 # Odd, to spread the rows of different peers.
 _PEER_FACTOR = np.uint64(0xD6E8FEB86659FD93)
 # Bytes of a slot, at most: the arrays, the hash table and the queue.
@@ -69,6 +70,7 @@ class RowCache:
         self.row_at = self.last_used = np.empty(0, dtype=np.int64)
         self.counts = self.peer_at = np.empty(0, dtype=np.int32)
         self.requests = 0
+        self._memory: dict[str, npt.NDArray[Any]] = {}  # that of the arrays, to grow in
         self._derive()
 
     def _derive(self) -> None:
@@ -122,20 +124,19 @@ class RowCache:
         slots = np.full(rows.size, -1, dtype=np.int64)
         if not self.num_slots:
             return slots
-        places = self._homes(rows, peers)
         if (loops := compiled("cpu", loops="numba_ids")) is not None:
-            none = self.peer_at[:0]
             return cast(
                 Int64Array,
                 loops.find(
                     self._table,
-                    places,
+                    self._bits,
                     self.row_at,
                     self.peer_at,
                     np.ascontiguousarray(rows),  # numba compiles anew for other orders
-                    none if peers is None else peers.astype(self.peer_at.dtype),
+                    _NO_PEERS if peers is None else peers,
                 ),
             )
+        places = self._homes(rows, peers)
         sought = np.arange(rows.size)
         while sought.size:
             found = self._table[places]
@@ -167,36 +168,34 @@ class RowCache:
         """
         self.requests += 1
         slots = self.find(wanted, peers) if slots is None else slots
+        loops = compiled("cpu", loops="numba_ids")
+        if loops is not None:
+            missing = loops.note(self.last_used, self.counts, slots, self.requests)
+        else:
+            found = slots[slots >= 0]
+            self.last_used[found] = self.requests
+            self.counts[found] += 1
+            missing = slots.size - found.size
         new = slots < 0
-        self.last_used[slots[~new]] = self.requests
         misses = wanted[new]
-        evicted_slots = self._oldest(len(self) + misses.size - max(self.capacity, wanted.size))
+        evicted_slots = self._oldest(len(self) + missing - max(self.capacity, wanted.size))
         evicted = self.row_at[evicted_slots]
         evicted_peers = (self.peer_at[evicted_slots] if peers is not None else 0 * evicted).astype(
             np.int64
         )
         self.row_at[evicted_slots] = -1
         free = np.sort(np.concatenate([self._free, evicted_slots]))
-        grown = max(misses.size - free.size, 0)
-        taken = np.concatenate(
-            [free[: misses.size], np.arange(self.num_slots, self.num_slots + grown)]
-        )
-        self._free = free[misses.size :]
+        grown = max(missing - free.size, 0)
+        taken = np.concatenate([free[:missing], np.arange(self.num_slots, self.num_slots + grown)])
+        self._free = free[missing:]
         slots[new] = taken
-        if grown:  # the new slots are all taken
-            for name, dtype in self._dtypes.items():
-                setattr(
-                    self,
-                    name,
-                    np.concatenate([getattr(self, name), np.full(grown, -1, dtype=dtype)]),
-                )
+        self._grow(self.num_slots + grown)
         self.row_at[taken] = misses
         if peers is not None:
             self.peer_at[taken] = peers[new]
         self.last_used[taken] = self.requests
-        self.counts[taken] = 0
-        self.counts[slots] += 1
-        if 8 * (self._entries + misses.size) > 5 * self._table.size:
+        self.counts[taken] = 1
+        if 8 * (self._entries + missing) > 5 * self._table.size:
             self._fill_table()
         else:
             self._put(taken)
@@ -221,6 +220,19 @@ class RowCache:
         for name, dtype in self._dtypes.items():
             setattr(self, name, state[name].numpy().astype(dtype))
         self._derive()
+
+    def _grow(self, number: int) -> None:
+        """Give the arrays so many slots; the new ones are to be filled."""
+        if number == self.num_slots:
+            return
+        for name, dtype in self._dtypes.items():
+            array = getattr(self, name)
+            memory = self._memory.get(name)
+            # An array that was loaded or copied has memory of its own.
+            if memory is None or array.base is not memory or number > memory.size:
+                self._memory[name] = memory = np.empty(number + number // 4, dtype=dtype)
+                memory[: array.size] = array
+            setattr(self, name, memory[:number])
 
     def _oldest(self, number: int) -> Int64Array:
         """The least recently requested slots, ascending, never those of the present request."""
@@ -250,10 +262,10 @@ class RowCache:
     def _put(self, slots: Int64Array) -> None:
         """Insert slots, ``[k]``, with new rows into the hash table."""
         self._entries += slots.size
-        places = self._homes(self.row_at[slots], self.peer_at[slots] if self.peer_at.size else None)
         if (loops := compiled("cpu", loops="numba_ids")) is not None:
-            loops.put(self._table, places, slots)
+            loops.put(self._table, self._bits, self.row_at, self.peer_at, slots)
             return
+        places = self._homes(self.row_at[slots], self.peer_at[slots] if self.peer_at.size else None)
         while slots.size:
             free = self._table[places] < 0
             self._table[places[free]] = slots[free]

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dct.agreement import gather_objects
+from lightning_dct.embedding.bags import distinct
 from lightning_dct.embedding.on_device import DeferredReads
 from lightning_dct.embedding.owners import Int64Array
 from lightning_dct.kernels import add_in_order, add_rows
@@ -193,7 +194,7 @@ class CollectedGradients:
         self.parts.append((places, gradient))
 
     def add_entries(self, rows: Tensor, positions: Tensor, values: Tensor, dim: int) -> None:
-        """Add entries of gradients of rows.
+        """Add entries of gradients of rows on a device.
 
         Args:
             rows: Shape ``[k]``, int64: their places.
@@ -202,12 +203,6 @@ class CollectedGradients:
             dim: Entries a row.
         """
         row = positions // dim
-        if values.is_cpu:
-            touched, number = torch.unique_consecutive(row, return_inverse=True)
-            dense = values.new_zeros(touched.numel(), dim)
-            dense.view(-1).index_copy_(0, number * dim + positions % dim, values)
-            self.add(rows[touched], dense)
-            return
         # How many rows are touched, only the device knows; its host reads that once, for all parts.
         columns = torch.add(positions, row, alpha=-dim)
         self.parts.append((torch.stack([rows.index_select(0, row), columns]), values))
@@ -218,22 +213,23 @@ class CollectedGradients:
         world_size: int,
         resolve: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
         reads: DeferredReads,
+        number: int | None = None,
     ) -> None:
         """Add the mean over ``world_size`` ranks to ``weight.grad`` as a sparse tensor, and forget
         the parts.
 
         ``resolve`` maps distinct places and their gradients to ascending rows of ``weight`` and
-        their gradients.
+        their gradients. Places are below ``number`` if it is given.
         """
         # Some may be of a checkpoint, or of the time before the rows were moved or changed their
         # dtype.
         parts = [(places.to(weight.device), gradient) for places, gradient in self.parts]
         self.parts = []
         rows = [places[0] if places.ndim == 2 else places for places, _ in parts]
-        distinct, inverse = _distinct(torch.cat(rows), reads)
+        found, inverse = _distinct(torch.cat(rows), reads, number)
         dtype = torch.promote_types(weight.dtype, torch.float32)
         dim = next(gradient.shape[1] for _, gradient in parts if gradient.ndim == 2)
-        summed = torch.zeros(distinct.numel(), dim, dtype=dtype, device=weight.device)
+        summed = torch.zeros(found.numel(), dim, dtype=dtype, device=weight.device)
         at_each = inverse.split([part.numel() for part in rows])
         for at, (places, gradient) in zip(at_each, parts, strict=True):
             if places.ndim == 2:
@@ -241,7 +237,7 @@ class CollectedGradients:
                 add_in_order(summed.view(-1), entries, gradient.to(summed))
             else:
                 add_rows(summed, at, gradient.to(summed))
-        rows_of_weight, mean = resolve(distinct, summed.div_(world_size).to(weight.dtype))
+        rows_of_weight, mean = resolve(found, summed.div_(world_size).to(weight.dtype))
         gradient = torch.sparse_coo_tensor(
             rows_of_weight.unsqueeze(0),
             mean,
@@ -252,19 +248,19 @@ class CollectedGradients:
         weight.grad = gradient if weight.grad is None else (weight.grad + gradient).coalesce()
 
 
-def _distinct(places: Tensor, reads: DeferredReads) -> tuple[Tensor, Tensor]:
+def _distinct(places: Tensor, reads: DeferredReads, number: int | None) -> tuple[Tensor, Tensor]:
     """Distinct places, ascending, and the number of each place among them."""
     if places.is_cpu or not places.numel():
         reads.now()
-        distinct, inverse = torch.unique(places, return_inverse=True)
-        return distinct, inverse
+        some, which = distinct(places.cpu().numpy(), number)
+        return torch.from_numpy(some).to(places), torch.from_numpy(which).to(places)
     # As `torch.unique`, which would make the host wait a second time.
     ascending, order = places.sort()
     is_new = torch.nn.functional.pad(ascending[1:] != ascending[:-1], (1, 0))
     numbers = is_new.cumsum(0)
     [[last]] = reads.now(numbers[-1:])
-    distinct = places.new_empty(last + 1).scatter_(0, numbers, ascending)
-    return distinct, torch.empty_like(order).scatter_(0, order, numbers)
+    found = places.new_empty(last + 1).scatter_(0, numbers, ascending)
+    return found, torch.empty_like(order).scatter_(0, order, numbers)
 
 
 class DeliverRows(torch.autograd.Function):

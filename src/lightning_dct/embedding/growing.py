@@ -229,6 +229,13 @@ class GrowingEmbeddingBags(ShardedEmbeddingBags):
             (slots >= 0).unsqueeze(1), self.weight.detach()[slots.clamp(min=0)], rows
         )
 
+    def rows_in_place(
+        self, places: Int64Array, places_there: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Rows by their keys; default rows have no place in ``weight``."""
+        rows = self.own_rows(places, places_there).to(dtype)
+        return rows, torch.arange(len(rows), device=rows.device)
+
     @torch.no_grad()
     def note_requests(self, places: list[Int64Array]) -> None:
         """Make the rows that are due, and evict others if the capacity is reached."""

@@ -299,11 +299,9 @@ class ChangesLookup:
                 sum(rows.sizes), module.embedding_dim, dtype=module.remembered_dtype
             )
         before = sum(rows.sizes[: self._rank])
-        first, self._own_gradient, last = gradient.tensor_split(
-            [before, before + rows.sizes[self._rank]]
-        )
-        others = [part for part in (first, last) if len(part)] or [first]
-        return self._sent.compress_gradient(others[0] if len(others) == 1 else torch.cat(others))
+        end = before + rows.sizes[self._rank]
+        self._own_gradient = gradient[before:end]
+        return self._sent.compress_gradient(gradient, before, end)
 
     def collect(self, payloads: Mapping[int, Tensor], headers: Mapping[int, bytes | None]) -> None:
         """Collect the gradient of this rank's rows: its own, and what each user has sent.
@@ -314,15 +312,7 @@ class ChangesLookup:
         gradient = self._own_gradient
         del self._own_gradient
         module.collected.add(self._rows.own_there, gradient)
-        if not self._peers:
-            return
-        positions, values = self._received.read(payloads, headers)
-        module.collected.add_entries(
-            self._received.places_there,
-            positions,
-            values.to(gradient.dtype),
-            module.embedding_dim,
-        )
+        self._received.collect(payloads, headers)
 
     def _make_requests(self) -> tuple[dict[int, bytes], dict[int, list[Piece]], Residuals]:
         """By owner: a head, the bytes of ids and those of evicted rows, and their residuals."""
@@ -418,7 +408,11 @@ def _end_backward(modules: Sequence[ShardedEmbeddingBags]) -> None:
             with module.traffic.timed():
                 _refuse_dense_gradient(module)
                 module.collected.deliver(
-                    module.weight, module.placement.world_size, module.resolve, module.reads
+                    module.weight,
+                    module.placement.world_size,
+                    module.resolve,
+                    module.reads,
+                    module.num_places,
                 )
 
 

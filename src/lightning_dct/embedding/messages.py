@@ -21,9 +21,9 @@ positions       for each group, places among its rows in ascending order
 size follows from the number of rows: for each table, ``density`` times its entries among them. So
 no rank announces a size. The sender keeps the entries that do not fit::
 
-    rows [k, d]            to be sent: rows + addend
+    a [k, d]               to be sent: sums of rows
     sent                   the entries with |a| >= tau(table), the largest of them if there are too many
-    left                   rows - decoded(sent)
+    left                   a - decoded(sent)
 
 *Whole rows* are in the same format if that is fp32 or bf16, else in int8 with a scale for each row:
 residuals of rows that leave a cache, which no end remembers any longer, and changes of rows whose
@@ -31,9 +31,9 @@ copies are outdated.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -48,7 +48,7 @@ from lightning_dct.compress.threshold import (
     nudge,
 )
 from lightning_dct.embedding.owners import Int64Array
-from lightning_dct.kernels import cpu_kernel, positions_of
+from lightning_dct.kernels import compiled, cpu_kernel, positions_of
 from lightning_dct.kernels.bits import (
     nonzero_indices,
     num_bytes,
@@ -56,8 +56,8 @@ from lightning_dct.kernels.bits import (
     unpack_bits,
 )
 from lightning_dct.kernels.plain import SMALLEST_THRESHOLD
-from lightning_dct.wire.payload import PayloadLayout, pack_payload, unpack_payload, unpack_values
-from lightning_dct.wire.positions import PayloadError, PositionCode
+from lightning_dct.wire.payload import PayloadLayout, pack_payload, unpack_values
+from lightning_dct.wire.positions import PayloadError, PositionCode, check_count
 from lightning_dct.wire.rows import (
     WHOLE_FORMATS,
     decode_rows,
@@ -98,40 +98,61 @@ class RequestCode:
     def _group(self, rows: Int64Array, groups: Int64Array) -> None:
         self._rows = rows
         self._groups = groups.astype(np.uint8)
-        number = int(groups.max()) + 1 if groups.size else 0
-        self._members = [rows[groups == group] for group in range(number)]
+        sizes = np.bincount(self._groups)
+        # Which rows are in each group, one group after the other, and the number of each row in its
+        # group.
+        self._order = np.argsort(self._groups, kind="stable").astype(np.int32)
+        self._starts = np.concatenate([np.zeros(1, dtype=np.int64), sizes.cumsum()])
+        self._numbers = np.empty(rows.size, dtype=np.int32)
+        self._numbers[self._order] = np.arange(rows.size) - np.repeat(self._starts[:-1], sizes)
         # The last group is "all rows".
-        self._sizes = [*(members.size for members in self._members), self.universe]
+        self._sizes = [*sizes.tolist(), self.universe]
 
     def encode(self, places: Int64Array) -> Tensor:
         """Encode places, shape ``[k]``, ascending and distinct, as uint8 on the CPU."""
-        known = np.zeros(places.size, dtype=bool)
-        found = np.searchsorted(self._rows, places)
-        inside = found < self._rows.size
-        known[inside] = self._rows[found[inside]] == places[inside]
-        groups = self._groups[found[known]]
-        seen = places[known]
-        parts = [
-            np.searchsorted(members, seen[groups == group])
-            for group, members in enumerate(self._members)
-        ]
-        parts.append(places[~known])
-        bits = [
-            torch.tensor(
-                [part.size >> place & 1 for place in range(size.bit_length())], dtype=torch.uint8
-            )
-            for part, size in zip(parts, self._sizes, strict=True)
-        ]
-        codes = zip(self._codes([part.size for part in parts]), parts, strict=True)
-        bits += [
-            code.encode_bits(torch.from_numpy(part)) for code, part in codes if code is not None
-        ]
+        loops = compiled("cpu", loops="numba_ids")
+        grouped = _grouped if loops is None else loops.grouped
+        numbers, counts = grouped(
+            self._rows, self._groups, self._numbers, len(self._sizes), np.ascontiguousarray(places)
+        )
+        header = 0
+        start = 0
+        for count, size in zip(counts.tolist(), self._sizes, strict=True):
+            header |= count << start
+            start += size.bit_length()
+        codes = self._codes(counts.tolist())
+        length = num_bytes(start + sum(0 if code is None else code.num_bits for code in codes))
+        written = header.to_bytes(num_bytes(start), "little")
+        if loops is not None:
+            words = np.zeros(length // 8 + 2, dtype=np.uint64)
+            words.view(np.uint8)[: len(written)] = np.frombuffer(written, dtype=np.uint8)
+            loops.write_codes(words, self._table(codes, counts.tolist(), start), numbers)
+            return torch.from_numpy(words.view(np.uint8)[:length])
+        bits = [unpack_bits(torch.frombuffer(bytearray(written + b"\0"), dtype=torch.uint8), start)]
+        parts = torch.from_numpy(numbers).split(counts.tolist())
+        for code, part in zip(codes, parts, strict=True):
+            if code is not None:
+                bits.append(code.encode_bits(part))
         return pack_bits(torch.cat(bits))
 
-    def _codes(self, counts: list[int]) -> list[PositionCode | None]:
+    def _codes(self, counts: Sequence[int]) -> list[PositionCode | None]:
         """The code of each group's places; None if none or all of them are requested."""
         both = zip(self._sizes, counts, strict=True)
         return [PositionCode(size, count) if 0 < count < size else None for size, count in both]
+
+    def _table(
+        self, codes: Sequence[PositionCode | None], counts: Sequence[int], start: int
+    ) -> Int64Array:
+        """For compiled loops, of each group: the bit at which its code begins, its last place, the
+        number of places, and the numbers of flags, 0 without a code, and of low bits.
+        """
+        table = np.zeros((len(codes), 5), dtype=np.int64)
+        for number, (code, count) in enumerate(zip(codes, counts, strict=True)):
+            table[number, :3] = start, self._sizes[number] - 1, count
+            if code is not None:
+                table[number, 3:] = code.num_flags, code.low_bits
+                start += code.num_bits
+        return table
 
     def decode(self, data: Tensor, most: int) -> Int64Array:
         """Undo :meth:`encode`.
@@ -142,11 +163,15 @@ class RequestCode:
             PayloadError: The bytes are not a request.
         """
         widths = [size.bit_length() for size in self._sizes]
-        bits = unpack_bits(data.cpu(), 8 * data.numel())
-        if bits.numel() < sum(widths):
+        start = sum(widths)
+        written = np.ascontiguousarray(data.cpu().numpy())
+        if 8 * written.size < start:
             raise PayloadError("a request for rows ends too early")
-        *written, rest = bits.split([*widths, bits.numel() - sum(widths)])
-        counts = [sum(bit << place for place, bit in enumerate(part.tolist())) for part in written]
+        header = int.from_bytes(written[: num_bytes(start)].tobytes(), "little")
+        counts = []
+        for width in widths:
+            counts.append(header & ((1 << width) - 1))
+            header >>= width
         if any(count > size for count, size in zip(counts, self._sizes, strict=True)):
             raise PayloadError("a request for rows claims more of them than there are")
         if sum(counts) > most:
@@ -154,23 +179,50 @@ class RequestCode:
                 f"a request for rows claims {sum(counts)} of them, for {most} look-ups"
             )
         codes = self._codes(counts)
-        lengths = [0 if code is None else code.num_bits for code in codes]
-        if rest.numel() < sum(lengths):
+        length = sum(0 if code is None else code.num_bits for code in codes)
+        if 8 * written.size < start + length:
             raise PayloadError("a request for rows ends too early")
-        if data.numel() != (needed := num_bytes(sum(widths) + sum(lengths))):
+        if written.size != (needed := num_bytes(start + length)):
             raise PayloadError(
-                f"a request for rows has {data.numel()} bytes, but its content takes {needed}"
+                f"a request for rows has {written.size} bytes, but its content takes {needed}"
             )
-        *parts, _ = rest.split([*lengths, rest.numel() - sum(lengths)])
-        *grouped, others = [
-            np.arange(count) if code is None else code.decode_bits(part, count).numpy()
-            for count, code, part in zip(counts, codes, parts, strict=True)
-        ]
-        found = [members[places] for members, places in zip(self._members, grouped, strict=True)]
-        wanted = np.sort(np.concatenate([*found, others]))
+        numbers = self._read_codes(written, codes, counts, start)
+        loops = compiled("cpu", loops="numba_ids")
+        merge = _merged if loops is None else loops.merged
+        ends = np.cumsum([0, *counts])
+        wanted = merge(self._rows, self._order, self._starts, numbers, ends)
         if (wanted[1:] == wanted[:-1]).any():
             raise PayloadError("a request has a row twice")
-        return wanted
+        return cast(Int64Array, wanted)
+
+    def _read_codes(
+        self,
+        written: npt.NDArray[np.uint8],
+        codes: Sequence[PositionCode | None],
+        counts: Sequence[int],
+        start: int,
+    ) -> Int64Array:
+        """The numbers of places in their groups, one group after the other."""
+        if (loops := compiled("cpu", loops="numba_ids")) is not None:
+            numbers = np.empty(sum(counts), dtype=np.int64)
+            words = np.zeros(written.size // 8 + 2, dtype=np.uint64)
+            words.view(np.uint8)[: written.size] = written
+            found = loops.read_codes(words, self._table(codes, counts, start), numbers)
+            for code, count, marked in zip(codes, counts, found.tolist(), strict=True):
+                if code is not None:
+                    check_count(abs(marked), count)
+                    if marked < 0:
+                        raise code.not_ascending()
+            return numbers
+        bits = unpack_bits(torch.from_numpy(written), 8 * written.size)[start:]
+        parts = []
+        for code, count in zip(codes, counts, strict=True):
+            if code is None:
+                parts.append(np.arange(count))
+                continue
+            parts.append(code.decode_bits(bits[: code.num_bits], count).numpy())
+            bits = bits[code.num_bits :]
+        return np.concatenate(parts)
 
     def state_dict(self) -> dict[str, Any]:
         """The groups."""
@@ -182,6 +234,42 @@ class RequestCode:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore saved groups."""
         self._group(state["rows"].numpy().copy(), state["groups"].numpy().copy())
+
+
+def _grouped(
+    rows: Int64Array,
+    groups: npt.NDArray[np.uint8],
+    numbers: npt.NDArray[np.int32],
+    num_groups: int,
+    places: Int64Array,
+) -> tuple[Int64Array, Int64Array]:
+    """The number of each place in its group, one group after the other, and how many each group
+    has. Places that are not among the rows are in the last group by themselves.
+    """
+    found = np.searchsorted(rows, places)
+    known = np.zeros(places.size, dtype=bool)
+    inside = found < rows.size
+    known[inside] = rows[found[inside]] == places[inside]
+    group = np.full(places.size, num_groups - 1)
+    number = places.copy()
+    group[known] = groups[found[known]]
+    number[known] = numbers[found[known]]
+    counts = np.bincount(group, minlength=num_groups)
+    return number[np.argsort(group, kind="stable")], counts
+
+
+def _merged(
+    rows: Int64Array,
+    order: npt.NDArray[np.int32],
+    starts: Int64Array,
+    numbers: Int64Array,
+    ends: Int64Array,
+) -> Int64Array:
+    """Undo :func:`_grouped`: places, ascending; a place that is given twice is there twice."""
+    grouped = ends[-2]
+    first = np.repeat(starts[:-1], np.diff(ends[:-1]))
+    known = rows[order[first + numbers[:grouped]]]
+    return np.sort(np.concatenate([known, numbers[grouped:]]))
 
 
 class Message(NamedTuple):
@@ -204,13 +292,37 @@ class Message(NamedTuple):
         return PositionCode(self.num_rows, count).num_bytes + whole
 
 
+class RowSums(NamedTuple):
+    """The sums of rows on a CPU from which a message is selected: ``rows[at] + scale *
+    new[new_at]``.
+    """
+
+    rows: Tensor  # shape `[n, dim]`, fp32 or fp64, contiguous
+    at: Tensor  # shape `[k]`, int64
+    new: Tensor  # shape `[m, dim]`, of the same dtype, contiguous
+    new_at: Tensor  # shape `[k]`, int64
+    scale: float = 1.0  # or -1
+    # Whether selecting leaves the sums in `rows`, except where they are infinite or NaN.
+    is_kept: bool = False
+
+    def of(self, start: int, end: int, is_selected: bool) -> Tensor:
+        """Some of the sums, flattened, before or after they are selected from; after it without
+        infinite ones and NaN.
+        """
+        base = self.rows.index_select(0, self.at[start:end])
+        if not (is_selected and self.is_kept):
+            base += self.scale * self.new.index_select(0, self.new_at[start:end])
+        return base.view(-1)
+
+
 class SentRows(NamedTuple):
-    """A message, and the rest that remains to be sent."""
+    """A message, and what is in it."""
 
     payload: Tensor  # shape `[message.layout.num_bytes]`, uint8
-    positions: Tensor  # shape `[count]`, int64: positions in the flattened rows
-    received: Tensor  # shape `[count]`, fp32: the values as the receiver reads them
-    left: Tensor  # shape `[count]`: what remains to be sent at these positions
+    flags: Tensor  # packed: which entries of the rows, flattened, are in it
+    # Shape `[count]`: the sums there, valid until the same thread selects again.
+    values: Tensor
+    received: Tensor  # shape `[count]`, fp32: these as the receiver reads them
     is_finite: bool  # whether no sum is infinite or NaN
 
 
@@ -227,48 +339,45 @@ def message_about(row_tables: Int64Array, dim: int, density: float, value_format
     )
 
 
-def compress_changes(
-    rows: Tensor, addend: Tensor, message: Message, thresholds: Float64Array, scale: float = 1.0
-) -> SentRows:
-    """Add to rows on a CPU, select entries of the sums, and pack them.
+def compress_changes(sums: RowSums, message: Message, thresholds: Float64Array) -> SentRows:
+    """Select entries of sums of rows, and pack them.
 
     Zeros are never sent, because 1bit has none. If a table has infinite or NaN sums, only those are
-    sent: ``rows`` keeps its old values there, and ``left`` is NaN or infinite.
+    sent.
 
     Args:
-        rows: Shape ``[k, dim]``, fp32 or fp64, contiguous. ``scale * addend`` is added in place.
-        addend: Shape ``[k, dim]``. Not changed.
+        sums: What is selected from.
         message: The form of the message.
         thresholds: One for each table of the module; 0 if none was selected yet, or if everything
             is sent. Changed in place: the guard moves them towards their targets by the counts of
             this message.
-        scale: 1 or -1.
     """
     layout = message.layout
-    flat = rows.view(-1)
-    edges = list(accumulate(layout.tensor_sizes, initial=0))
-    inputs, references = (
-        tensor.split(layout.tensor_sizes) for tensor in (addend.reshape(-1), flat)
-    )
-    for new, base, table, target in zip(
-        inputs, references, message.tables, layout.capacities, strict=True
-    ):
-        if target == base.numel():
+    lengths = [size // message.dim for size in layout.tensor_sizes]
+    edges = list(accumulate(lengths, initial=0))
+    for number, (table, target) in enumerate(zip(message.tables, layout.capacities, strict=True)):
+        if target == layout.tensor_sizes[number]:
             thresholds[table] = 0  # everything is sent
         elif thresholds[table] == 0:
-            thresholds[table] = kth_magnitude(base + scale * new, target)
+            thresholds[table] = kth_magnitude(
+                sums.of(edges[number], edges[number + 1], is_selected=False), target
+            )
+
+    def after(number: int) -> Tensor:
+        return sums.of(edges[number], edges[number + 1], is_selected=True)
+
     limits = np.maximum(thresholds[message.tables], SMALLEST_THRESHOLD)
     flags = torch.zeros(layout.flags_num_bytes, dtype=torch.uint8)
-    values, reached = cpu_kernel().select(
-        inputs, references, edges[:-1], limits.tolist(), scale, flags
+    values, reached = cpu_kernel().select_rows(
+        *sums[:4], lengths, limits.tolist(), sums.scale, sums.is_kept, flags
     )
     if not values.isfinite().all():
         positions = positions_of(flags, len(values))
-        return send_some(rows, message, thresholds, limits, positions, values, reached)
-    guard(message, thresholds, reached, references)
+        return send_some(after, message, thresholds, limits, positions, values, reached)
+    guard(message, thresholds, reached, after)
     if len(values) > layout.capacity:
         values, reached = _fit(layout, limits.astype(values.numpy().dtype), flags, values, reached)
-    return _sent(layout, flags, positions_of(flags, len(values)), values, reached, True)
+    return _sent(layout, flags, values, reached, True)
 
 
 def _fit(
@@ -285,16 +394,14 @@ def _fit(
     # In fp64 the largest float over the smallest threshold is finite.
     excess = values.to(torch.float64) / torch.from_numpy(limits[table_of])
     keep = keep_largest(excess, layout.capacity)[0].numpy()
+    cpu_kernel().unflag(flags, torch.from_numpy(keep))
     left_out = np.flatnonzero(~keep)
-    at = positions_of(flags, len(values)).numpy()[left_out]
-    # Distinct flags that are set, so no other one changes.
-    np.subtract.at(flags.numpy(), at >> 3, (1 << (at & 7)).astype(np.uint8))
     counts = np.array(reached) - np.bincount(table_of[left_out], minlength=len(reached))
     return torch.from_numpy(values.numpy()[keep]), counts.tolist()
 
 
 def send_some(
-    rows: Tensor,
+    sums: Callable[[int], Tensor],
     message: Message,
     thresholds: Float64Array,
     limits: Float64Array,
@@ -306,7 +413,7 @@ def send_some(
     these, and the largest if there are too many.
 
     Args:
-        rows: What was selected from; not where it is infinite or NaN.
+        sums: Gives what was selected from, of one table of the message, flattened.
         message: The form of the message.
         thresholds: One for each table of the module, which the guard moves.
         limits: Those of the tables in the message, from which the entries were selected.
@@ -315,22 +422,23 @@ def send_some(
         reached: The number of them of each table.
     """
     layout = message.layout
-    references = rows.view(-1).split(layout.tensor_sizes)
-    ends = torch.tensor(list(accumulate(layout.tensor_sizes)), device=rows.device)
+    device = positions.device
+    number = len(layout.tensor_sizes)
+    ends = torch.tensor(list(accumulate(layout.tensor_sizes)), device=device)
     table_of = torch.searchsorted(ends, positions, right=True)
     broken = values.isfinite().logical_not_()
-    finite = np.ones(len(references), dtype=np.bool_)
+    finite = np.ones(number, dtype=np.bool_)
     finite[table_of[broken].cpu().numpy()] = False
     if not finite.all():
-        keep = broken | torch.from_numpy(finite).to(rows.device)[table_of]
+        keep = broken | torch.from_numpy(finite).to(device)[table_of]
         positions = positions[keep]
         values = values[keep]
         table_of = table_of[keep]
-        reached = torch.bincount(table_of, minlength=len(references)).tolist()
-    guard(message, thresholds, reached, references, finite.tolist())
+        reached = torch.bincount(table_of, minlength=number).tolist()
+    guard(message, thresholds, reached, sums, finite.tolist())
     if len(values) > layout.capacity:
         # Those that exceed their table's threshold by the largest factors are sent.
-        over = torch.from_numpy(np.where(finite, limits, np.inf)).to(rows.device, rows.dtype)
+        over = torch.from_numpy(np.where(finite, limits, np.inf)).to(device, values.dtype)
         # In fp64 the largest float over the smallest threshold is finite; infinite over infinite is
         # NaN.
         excess = values.to(torch.float64) / over[table_of]
@@ -338,25 +446,19 @@ def send_some(
         positions = positions[kept]
         values = values[kept]
         table_of = table_of[kept]
-    counts = torch.bincount(table_of, minlength=len(references)).tolist()
-    flags = torch.zeros(layout.flags_num_bytes, dtype=torch.uint8, device=rows.device)
+    counts = torch.bincount(table_of, minlength=number).tolist()
+    flags = torch.zeros(layout.flags_num_bytes, dtype=torch.uint8, device=device)
     flags.index_add_(0, positions >> 3, (1 << (positions & 7)).to(torch.uint8))
-    return _sent(layout, flags, positions, values, counts, bool(finite.all()))
+    return _sent(layout, flags, values, counts, bool(finite.all()))
 
 
 def _sent(
-    layout: PayloadLayout,
-    flags: Tensor,
-    positions: Tensor,
-    values: Tensor,
-    counts: list[int],
-    is_finite: bool,
+    layout: PayloadLayout, flags: Tensor, values: Tensor, counts: list[int], is_finite: bool
 ) -> SentRows:
     none = values.new_empty(0, dtype=torch.uint8)
     payload = pack_payload(layout, flags, values, counts, none)
     received = unpack_values(layout, payload, counts)
-    left = values - received.to(values.dtype)
-    return SentRows(payload, positions, received, left, is_finite)
+    return SentRows(payload, flags, values, received, is_finite)
 
 
 def encode_whole(rows: Tensor, value_format: str) -> Tensor:
@@ -379,17 +481,15 @@ def decode_whole(data: Tensor, num_rows: int, dim: int, value_format: str) -> Te
     return decode_rows(values, num_rows * dim, None, scales, row_format).view(num_rows, dim)
 
 
-def encode_some(
-    rows: Tensor, known: Tensor, chosen: Tensor, message: Message
-) -> tuple[Tensor, Tensor]:
-    """Which of the rows, ``[k, dim]``, are chosen (int64, ascending), then these less what is known.
+def encode_some(changes: Tensor, chosen: Tensor, message: Message) -> tuple[Tensor, Tensor]:
+    """Which of the rows of a message are chosen (int64, ascending), and the changes of these,
+    ``[count, dim]``.
 
     Returns:
-        The bytes, and what a receiver reads of the chosen rows, ``[count, dim]``, fp32.
+        The bytes, and what a receiver reads of the changes, fp32.
     """
     places = PositionCode(message.num_rows, len(chosen)).encode(chosen)
     value_format = message.layout.value_format
-    changes = rows.index_select(0, chosen) - finite(known.index_select(0, chosen))
     whole = encode_whole(changes, value_format)
     received = decode_whole(whole, len(chosen), message.dim, value_format)
     return torch.cat([places, whole]), received
@@ -410,32 +510,25 @@ def decode_some(message: Message, data: Tensor, count: int) -> tuple[Tensor, Ten
     return code.decode(places, count), received
 
 
-def read_changes(message: Message, payload: Tensor) -> tuple[Tensor, Tensor]:
-    """Undo :func:`compress_changes`: positions in the flattened rows, int64, and values, fp32
-    (PayloadError).
-    """
-    sent = unpack_payload(message.layout, payload)
-    return sent.positions, sent.values
-
-
 def guard(
     message: Message,
     thresholds: Float64Array,
     reached: list[int],
-    sums: Sequence[Tensor],
+    sums: Callable[[int], Tensor],
     finite: Sequence[bool] | None = None,
 ) -> None:
     """Move thresholds towards their targets, or select those anew that far too many entries have
-    reached.
+    reached; ``sums`` gives those of one table of the message, flattened.
     """
-    finite = finite or [True] * len(sums)
-    parts = zip(sums, message.tables, reached, message.layout.capacities, finite, strict=True)
-    for part, table, count, target, is_finite in parts:
-        if target == part.numel():
+    layout = message.layout
+    finite = finite or [True] * len(reached)
+    parts = zip(
+        message.tables, layout.tensor_sizes, reached, layout.capacities, finite, strict=True
+    )
+    for number, (table, size, count, target, is_finite) in enumerate(parts):
+        if target == size:
             continue
         if count > GUARD_RESELECT * target and is_finite:
-            thresholds[table] = kth_magnitude(part, target)
+            thresholds[table] = kth_magnitude(sums(number), target)
         else:
-            thresholds[table] = nudge(
-                float(thresholds[table]), count, target, part.numel(), GUARD_AIM
-            )
+            thresholds[table] = nudge(float(thresholds[table]), count, target, size, GUARD_AIM)

@@ -165,6 +165,12 @@ class OwnedRows(CompressedModule):
         """The number of rows of this rank's ``weight``."""
         return self.placement.owned_rows[self.exchange_group.rank]
 
+    @property
+    def num_places(self) -> int | None:
+        """The number of places of this rank's rows; None if they are keys of growing tables."""
+        owned = self.placement.owned_rows[self.exchange_group.rank]
+        return owned if self.placement.has_numbers else None
+
     def initialize_rows(self) -> None:
         """Set all of this rank's rows to their initial values."""
         rank = self.exchange_group.rank
@@ -217,6 +223,17 @@ class OwnedRows(CompressedModule):
             return self.weight.detach().index_select(0, places_there)
         initial = self.initial(self.exchange_group.rank, places)
         return self.kept.expand(self.weight.detach(), places, initial)
+
+    def rows_in_place(
+        self, places: Int64Array, places_there: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """A matrix of a dtype, and where in it the rows at some places are, for whoever only reads
+        them: this rank's rows themselves where that can be.
+        """
+        if self.kept is None and self.weight.dtype == dtype:
+            return self.weight.detach(), places_there
+        rows = self.own_rows(places, places_there).to(dtype)
+        return rows, torch.arange(len(rows), device=rows.device)
 
     def set_kept(self, kept: KeptPieces | None) -> None:
         """Change which pieces of rows there are; their values are to be loaded next."""

@@ -17,11 +17,14 @@ from torch import Tensor
 
 from lightning_dct.compress.threshold import GUARD_RESELECT, nudge
 from lightning_dct.embedding import messages, on_device
+from lightning_dct.embedding.messages import Message, RowSums
 from lightning_dct.embedding.on_device import Codes, Forms, Piece, Selected
 from lightning_dct.embedding.owners import Int64Array
-from lightning_dct.embedding.store import RowStore, add_entries, put_rows
+from lightning_dct.embedding.store import RowStore, add_entries
+from lightning_dct.kernels import cpu_kernel, positions_of
 from lightning_dct.kernels.bits import pack_codes, positions_in
 from lightning_dct.kernels.plain import SMALLEST_THRESHOLD
+from lightning_dct.wire.payload import unpack_payload
 from lightning_dct.wire.positions import PositionCode, reading
 
 if TYPE_CHECKING:
@@ -131,38 +134,57 @@ class RequestedRows:
         """Answer the users: rows whose copies are outdated whole, and changes of the others."""
         if not self.peers:
             return Answers({}, {}, {})
-        now = self._module.own_rows(self.places, self.places_there)
-        now = now.to(self._module.remembered_dtype)
         # Whole rows are rounded, and the rest of them may be among the changes.
         outdated = np.flatnonzero(self._store.take_outdated(self._cached))
-        answer = self._answer_on_host if self._is_on_host else self._answer_on_device
-        return answer(now, outdated)
+        if self._is_on_host:
+            return self._answer_on_host(outdated)
+        now = self._module.own_rows(self.places, self.places_there)
+        return self._answer_on_device(now.to(self._module.remembered_dtype), outdated)
 
-    def _answer_on_host(self, now: Tensor, outdated: Int64Array) -> Answers:
-        known = self.copies()
+    def _answer_on_host(self, outdated: Int64Array) -> Answers:
+        now, now_at = self._module.rows_in_place(
+            self.places, self.places_there, self._module.remembered_dtype
+        )
+        copies = self._store.copies
         at = torch.from_numpy(outdated)
-        differ = (now.index_select(0, at) != known.index_select(0, at)).any(dim=1)
+        wanted = now.index_select(0, now_at.index_select(0, at))
+        known = copies.index_select(0, self.slots.index_select(0, at))
+        differ = (wanted != known).any(dim=1)
         chosen = at[differ]
+        wanted = wanted[differ] - messages.finite(known[differ])
         cuts = np.searchsorted(chosen.numpy(), self._starts).tolist()
         whole: dict[int, list[Piece]] = {}
         counts = {}
+        changes: dict[int, list[Piece]] = {}
         for number, (peer, message) in enumerate(self.messages.items()):
-            rows = slice(self._starts[number], self._starts[number + 1])
-            of_peer = chosen[cuts[number] : cuts[number + 1]] - rows.start
-            data, received = messages.encode_some(now[rows], known[rows], of_peer, message)
-            self._add_whole(of_peer + rows.start, received)
+            own = slice(cuts[number], cuts[number + 1])
+            rows = self._rows_of(number)
+            data, received = messages.encode_some(wanted[own], chosen[own] - rows.start, message)
+            if len(received):
+                self._add_whole(chosen[own], received)
             whole[peer] = [data]
-            counts[peer] = len(of_peer)
-        changed = self._store.copies.index_select(0, self.slots.index_select(0, chosen))
-        put_rows(known, chosen, changed)
-        sent = self.compress(now, known, scale=-1)
-        self._add_changes(sent, sum(counts.values()))
-        return Answers(whole, counts, sent.payloads)
+            counts[peer] = len(received)
+            sums = RowSums(now, now_at[rows], copies, self.slots[rows], scale=-1.0)
+            sent = messages.compress_changes(sums, message, self._store.thresholds[peer])
+            cpu_kernel().add_flagged(copies, self.slots[rows], sent.flags, sent.received)
+            changes[peer] = [sent.payload]
+            self._count(sent.received.numel(), message)
+        self._module.traffic.add(entries_sent=len(chosen) * self._module.embedding_dim)
+        return Answers(whole, counts, changes)
+
+    def _rows_of(self, number: int) -> slice:
+        """Which of the rows are those of a peer, by its number."""
+        return slice(self._starts[number], self._starts[number + 1])
+
+    def _count(self, num_sent: int, message: Message) -> None:
+        """Count the entries of a message, of which so many were sent."""
+        entries = message.num_rows * message.dim
+        self._module.traffic.add(entries_sent=num_sent, entries=entries)
 
     def _answer_on_device(self, now: Tensor, outdated: Int64Array) -> Answers:
         known = self.copies()
         if not outdated.size:
-            sent = self.compress(now, known, scale=-1)
+            sent, _ = self._compress_on_device(now, known, -1.0)
             self._add_changes(sent, 0)
             none = [bytes(PositionCode(size, 0).num_bytes) for size in self.sizes]
             parts = {peer: [part] for peer, part in zip(self.peers, none, strict=True)}
@@ -261,8 +283,13 @@ class RequestedRows:
             for number, (peer, message) in enumerate(self.messages.items()):
                 with reading(self._sources[number]):
                     places, rows = messages.decode_some(message, whole[peer], counts[peer])
-                self._add_whole(places + self._starts[number], rows)
-        elif any(counts.values()):
+                    sent = unpack_payload(message.layout, payloads[peer])
+                if len(rows):
+                    self._add_whole(places + self._starts[number], rows)
+                slots = self.slots[self._rows_of(number)]
+                cpu_kernel().add_flagged(self._store.copies, slots, sent.flags, sent.values)
+            return
+        if any(counts.values()):
             self._take_whole([whole[peer] for peer in self.peers], [*counts.values()])
         positions, values = self.read(payloads, headers)
         add_entries(self._store.copies, self._farther, positions, values)
@@ -283,47 +310,47 @@ class RequestedRows:
         )
         self._add_whole(read.positions, rows)
 
-    def compress_gradient(self, gradient: Tensor) -> Mapping[int, Sequence[Piece]]:
-        """By owner, the gradient of its rows. What is not sent joins the residuals."""
+    def compress_gradient(
+        self, gradient: Tensor, first: int, end: int
+    ) -> Mapping[int, Sequence[Piece]]:
+        """By owner, the gradient of its rows. What is not sent joins the residuals.
+
+        The rows of ``gradient`` from number ``first`` to ``end`` are of this rank itself.
+        """
         self.check_not_evicted()
         if not self.peers:
             return {}
         residual = self._store.residual
-        sent = self.compress(residual.index_select(0, self.slots), gradient)
+        if self._is_on_host:
+            at = torch.cat([torch.arange(first), torch.arange(end, len(gradient))])
+            payloads = {}
+            for number, (peer, message) in enumerate(self.messages.items()):
+                rows = self._rows_of(number)
+                slots = self.slots[rows]
+                sums = RowSums(residual, slots, gradient, at[rows], is_kept=True)
+                one = messages.compress_changes(sums, message, self._store.thresholds[peer])
+                cpu_kernel().keep_rest(residual, slots, one.flags, one.values, one.received)
+                payloads[peer] = [one.payload]
+                self._count(one.received.numel(), message)
+            return payloads
+        others = [part for part in (gradient[:first], gradient[end:]) if len(part)]
+        gradient = others[0] if len(others) == 1 else torch.cat(others or [gradient[:0]])
+        sent = self._compress_on_device(residual.index_select(0, self.slots), gradient, 1.0)[0]
         flat = sent.sums.view(-1)
         left = sent.left
         if not sent.is_finite:
             left = torch.where(left.isfinite(), left, flat.index_select(0, sent.positions))
         flat.index_copy_(0, sent.positions, left)
-        put_rows(residual, self.slots, sent.sums)
+        residual.index_copy_(0, self.slots, sent.sums)
         self._module.traffic.add(entries_sent=sent.positions.numel(), entries=gradient.numel())
         return sent.payloads
-
-    def compress(self, rows: Tensor, addend: Tensor, scale: float = 1.0) -> Sent:
-        """Add ``scale * addend`` to rows of all peers, both ``[k, dim]``, and send entries of the
-        sums. ``rows`` may change.
-        """
-        if not self._is_on_host:
-            return self._compress_on_device(rows, addend, scale)[0]
-        dim = self._module.embedding_dim
-        payloads: dict[int, list[Piece]] = {}
-        parts = []
-        is_finite = True
-        for number, (peer, message) in enumerate(self.messages.items()):
-            own = slice(self._starts[number], self._starts[number + 1])
-            sent = messages.compress_changes(
-                rows[own], addend[own], message, self._store.thresholds[peer], scale
-            )
-            payloads[peer] = [sent.payload]
-            parts.append((sent.positions + own.start * dim, sent.received, sent.left))
-            is_finite &= sent.is_finite
-        positions, received, left = _joined(parts)
-        return Sent(payloads, rows, positions, received, left, is_finite)
 
     def _compress_on_device(
         self, rows: Tensor, addend: Tensor, scale: float, *more: Tensor
     ) -> tuple[Sent, list[list[int]]]:
-        """The same, and other numbers that the host reads with those that it needs."""
+        """Add ``scale * addend`` to rows of all peers, both ``[k, dim]``, and send entries of the
+        sums. ``rows`` may change. And other numbers that the host reads with those that it needs.
+        """
         forms = self._forms
         segments = [
             (self._store.thresholds[peer], table)
@@ -397,43 +424,55 @@ class RequestedRows:
             reached = selected.counts[segments]
             entries = slice(entry, entry + sum(reached))
             entry = entries.stop
+            parts_of = selected.sums[own].view(-1).split(message.layout.tensor_sizes)
+            positions = selected.positions[entries] - own.start * dim
             sent = messages.send_some(
-                selected.sums[own],
+                parts_of.__getitem__,
                 message,
                 self._store.thresholds[peer],
                 selected.limits[segments],
-                selected.positions[entries] - own.start * dim,
+                positions,
                 selected.values[entries],
                 reached,
             )
             payloads[peer] = [sent.payload]
-            parts.append((sent.positions + own.start * dim, sent.received, sent.left))
+            left = sent.values - sent.received.to(sent.values.dtype)
+            positions = positions_of(sent.flags, sent.values.numel())
+            parts.append((positions + own.start * dim, sent.received, left))
         positions, received, left = _joined(parts)
         return Sent(payloads, selected.sums, positions, received, left, is_finite=False)
 
     def read(
         self, payloads: Mapping[int, Tensor], headers: Mapping[int, bytes | None]
     ) -> tuple[Tensor, Tensor]:
-        """Read messages about changes, by peer: positions in the flattened rows of all peers,
-        int64, and values, fp32 (PayloadError).
+        """Read messages about changes on a device, by peer: positions in the flattened rows of all
+        peers, int64, and values, fp32 (PayloadError).
 
-        ``headers`` are their first bytes, as far as the host of a device has them.
+        ``headers`` are their first bytes, as far as the host has them.
         """
-        if not self._is_on_host:
-            return self._forms.unpack(
-                self._module.reads,
-                [payloads[peer] for peer in self.peers],
-                [headers.get(peer) for peer in self.peers],
-                self._sources,
-            )
+        return self._forms.unpack(
+            self._module.reads,
+            [payloads[peer] for peer in self.peers],
+            [headers.get(peer) for peer in self.peers],
+            self._sources,
+        )
+
+    def collect(self, payloads: Mapping[int, Tensor], headers: Mapping[int, bytes | None]) -> None:
+        """Collect gradients of these rows that users have sent, by user (PayloadError)."""
+        if not self.peers:
+            return
+        collected = self._module.collected
+        dtype = self._module.remembered_dtype
         dim = self._module.embedding_dim
-        parts = []
+        if not self._is_on_host:
+            positions, values = self.read(payloads, headers)
+            collected.add_entries(self.places_there, positions, values.to(dtype), dim)
+            return
         for number, (peer, message) in enumerate(self.messages.items()):
             with reading(self._sources[number]):
-                positions, values = messages.read_changes(message, payloads[peer])
-            parts.append((positions + self._starts[number] * dim, values))
-        positions, values = _joined(parts)
-        return positions, values
+                sent = unpack_payload(message.layout, payloads[peer])
+            numbers, rows = cpu_kernel().rows_of_flags(sent.flags, sent.values, dim)
+            collected.add(self.places_there[self._rows_of(number)][numbers], rows.to(dtype))
 
 
 def _joined(parts: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:

@@ -102,24 +102,24 @@ class RowStore:
         Returns:
             By peer, the slots of these rows, and the rows that had to go.
         """
-        peers = np.repeat(list(wanted), [places.size for places in wanted.values()])
+        peers = np.repeat(
+            np.array([*wanted], dtype=np.int64), [part.size for part in wanted.values()]
+        )
         places = np.concatenate([np.empty(0, dtype=np.int64), *wanted.values()])
         admission = self.cache.admit(places, peers=peers)
-        order = np.lexsort((admission.evicted, admission.evicted_peers))
-        gone = admission.evicted[order]
-        gone_peers = admission.evicted_peers[order]
-        residuals = self.residual[:0]
-        if gone.size:
+        evicted = {peer: Evicted(places[:0], self.residual[:0]) for peer in wanted}
+        if admission.evicted.size:
+            order = np.lexsort((admission.evicted, admission.evicted_peers))
+            gone = admission.evicted[order]
+            gone_peers = admission.evicted_peers[order]
             residuals = self.residual.index_select(
                 0, self._on_device(admission.evicted_slots[order])
             )
-        cuts = np.searchsorted(
-            gone_peers, np.array([[peer, peer + 1] for peer in wanted]).reshape(-1, 2)
-        )
-        evicted = {
-            peer: Evicted(gone[low:high], residuals[low:high])
-            for peer, (low, high) in zip(wanted, cuts, strict=True)
-        }
+            cuts = np.searchsorted(gone_peers, [[peer, peer + 1] for peer in wanted])
+            evicted = {
+                peer: Evicted(gone[low:high], residuals[low:high])
+                for peer, (low, high) in zip(wanted, cuts.tolist(), strict=True)
+            }
         self._make_room()
         self._begin(peers[admission.new], places[admission.new], admission.slots[admission.new])
         ends = np.cumsum([part.size for part in wanted.values()])[:-1]
@@ -141,25 +141,23 @@ class RowStore:
             ) from error
 
     def _make_room(self) -> None:
-        missing = self.cache.num_slots - len(self.copies)
-        if missing <= 0:
+        number = self.cache.num_slots
+        if number <= len(self.copies):
             return
-        # A quarter more, up to the capacity of the cache, makes reallocations rare.
-        ahead = min(len(self.copies) // 4, self.cache.capacity - len(self.copies))
-        more = max(missing, ahead)
         for name in ROW_STATE:
-            before = getattr(self, name)
-            setattr(self, name, torch.cat([before, before.new_zeros(more, *before.shape[1:])]))
-        self.outdated = np.concatenate([self.outdated, np.zeros(more, dtype=np.bool_)])
+            setattr(self, name, _grown(getattr(self, name), number, self.cache.capacity))
+        more = np.zeros(len(self.copies) - self.outdated.size, dtype=np.bool_)
+        self.outdated = np.concatenate([self.outdated, more])
 
     def _begin(self, peers: Int64Array, places: Int64Array, slots: Int64Array) -> None:
         """Give new rows their initial values."""
         if not slots.size:
             return
-        rows = torch.empty(slots.size, *self.copies.shape[1:], dtype=self.copies.dtype)
-        for peer in np.unique(peers).tolist():
-            own = np.flatnonzero(peers == peer)
-            rows[torch.from_numpy(own)] = self._initial(peer, places[own]).to(rows.dtype)
+        # Those of a peer follow one another.
+        parts = np.split(places, np.flatnonzero(np.diff(peers)) + 1)
+        firsts = peers[np.cumsum([0, *(part.size for part in parts[:-1])])].tolist()
+        made = [self._initial(peer, part) for peer, part in zip(firsts, parts, strict=True)]
+        rows = torch.cat(made).to(self.copies.dtype)
         at = self._on_device(slots)
         self.copies.index_copy_(0, at, to_device(rows, self.copies.device))
         self.residual.index_fill_(0, at, 0)
@@ -226,6 +224,23 @@ class RowStore:
         self.outdated = state["outdated"].numpy().copy()
 
 
+def _grown(rows: Tensor, number: int, most: int) -> Tensor:
+    """Rows, ``[k, dim]``, and zeros, as if there were so many; there will be ``most`` at most."""
+    if not rows.is_cpu:
+        # A quarter more makes reallocations rare.
+        more = max(number, min(len(rows) + len(rows) // 4, most)) - len(rows)
+        return torch.cat([rows, rows.new_zeros(more, *rows.shape[1:])])
+    if rows.untyped_storage().nbytes() < number * rows[:1].nbytes or not len(rows):
+        # The system provides pages of zeros when they are written. So memory for twice the rows
+        # takes no more of the machine's than the rows that there are.
+        memory = np.zeros(
+            (max(number, min(2 * len(rows), most)), *rows.shape[1:]), rows.numpy().dtype
+        )
+        memory[: len(rows)] = rows.numpy()
+        rows = torch.from_numpy(memory)
+    return rows.as_strided((number, *rows.shape[1:]), (rows.shape[1], 1))
+
+
 def add_entries(rows: Tensor, farther: Tensor, positions: Tensor, values: Tensor) -> None:
     """Add values to some of the rows, in place, at distinct positions in these, flattened.
 
@@ -233,11 +248,3 @@ def add_entries(rows: Tensor, farther: Tensor, positions: Tensor, values: Tensor
     """
     entries = positions + farther.index_select(0, positions // rows.shape[1])
     rows.view(-1).index_add_(0, entries, values.to(rows.dtype))
-
-
-def put_rows(rows: Tensor, slots: Tensor, values: Tensor) -> None:
-    """Overwrite the rows in distinct slots."""
-    if rows.is_cpu:
-        rows.numpy()[slots.numpy()] = values.numpy()  # several times faster than torch
-    else:
-        rows.index_copy_(0, slots, values)

@@ -42,6 +42,8 @@ from lightning_dct.kernels.plain import (
 BLOCK = 1024
 # Bytes that the memory delivers at once.
 LINE = 64
+# Rows that are fetched before they are needed.
+ROWS_AHEAD = 8
 # With fewer entries a second thread costs more than it saves.
 ENTRIES_PER_THREAD = 1 << 18
 # Multiplied with eight bytes of 0 or 1, this collects them in the highest byte.
@@ -132,6 +134,57 @@ def add_sums(
     _in_threads(
         _add_sums, table, words, values, starts, mine, weights.numpy(), factors.numpy(), places
     )
+
+
+def select_rows(
+    rows: Tensor,
+    at: Tensor,
+    new: Tensor,
+    new_at: Tensor,
+    lengths: Numbers,
+    thresholds: Sequence[float],
+    scale: float,
+    is_kept: bool,
+    flags: Tensor,
+) -> tuple[Tensor, list[int]]:
+    """See :func:`lightning_dct.kernels.plain.select_rows`."""
+    found = _scratch(at.numel() * rows.shape[1], rows.dtype)
+    array = rows.numpy()
+    counts = _select_rows(
+        array,
+        at.numpy(),
+        new.numpy(),
+        new_at.numpy(),
+        np.array(lengths, np.int64),
+        np.array(thresholds, array.dtype),
+        array.dtype.type(scale),
+        is_kept,
+        _words(flags),
+        found.numpy(),
+    )
+    return found[: int(counts.sum())], counts.tolist()
+
+
+def add_flagged(rows: Tensor, at: Tensor, flags: Tensor, values: Tensor) -> None:
+    """See :func:`lightning_dct.kernels.plain.add_flagged`."""
+    _add_flagged(rows.numpy(), at.numpy(), _words(flags), values.to(rows.dtype).numpy())
+
+
+def keep_rest(rows: Tensor, at: Tensor, flags: Tensor, values: Tensor, sent: Tensor) -> None:
+    """See :func:`lightning_dct.kernels.plain.keep_rest`."""
+    left = values - sent.to(values.dtype)
+    _put_flagged(rows.numpy(), at.numpy(), _words(flags), left.numpy())
+
+
+def unflag(flags: Tensor, keep: Tensor) -> None:
+    """See :func:`lightning_dct.kernels.plain.unflag`."""
+    _unflag(_words(flags), keep.numpy())
+
+
+def rows_of_flags(flags: Tensor, values: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """See :func:`lightning_dct.kernels.plain.rows_of_flags`."""
+    touched, rows = _rows_of_flags(_words(flags), values.numpy(), dim)
+    return torch.from_numpy(touched), torch.from_numpy(rows)
 
 
 def encode_scaled(values: Tensor, counts: Numbers, bits: int) -> tuple[Tensor, Tensor]:
@@ -768,6 +821,145 @@ def _add_rows(
             addends = rows[start : start + total.shape[1]]
             for j in range(sums.size):
                 sums[j] += addends[j]
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _select_rows(
+    rows: Any,
+    at: Any,
+    new: Any,
+    new_at: Any,
+    lengths: Any,
+    limits: Any,
+    scale: Any,
+    is_kept: bool,
+    words: Any,
+    found: Any,
+) -> Any:
+    dim = rows.shape[1]
+    flat_rows = rows.reshape(-1)
+    flat_new = new.reshape(-1)
+    together = max(BLOCK // dim, 1)
+    block = np.empty(together * dim, found.dtype)
+    # Bytes of flags, of whole words.
+    reached = np.zeros(-(-together * dim // 64) * 64, np.uint8)
+    counts = np.zeros(lengths.size, np.int64)
+    count = 0
+    bit = 0
+    row = 0
+    for tensor in range(lengths.size):
+        before = count
+        limit = limits[tensor]
+        end = row + lengths[tensor]
+        while row < end:
+            length = 0
+            first = count
+            stop = min(row + together, end)
+            for i in range(row, stop):
+                # Rows lie anywhere, and the processor would wait for each.
+                if i + ROWS_AHEAD < at.size:
+                    for j in range(0, dim, LINE // rows.itemsize):
+                        _prefetch(flat_rows, at[i + ROWS_AHEAD] * dim + j)
+                        _prefetch(flat_new, new_at[i + ROWS_AHEAD] * dim + j)
+                theirs = rows[at[i]]
+                ours = new[new_at[i]]
+                sums = block[length : length + dim]
+                marks = reached[length : length + dim]
+                # "Not below" instead of "at or above", because it is true for NaN.
+                for j in range(sums.size):
+                    sums[j] = theirs[j] + scale * ours[j]
+                    marks[j] = not (abs(sums[j]) < limit)
+                length += dim
+            count = _collect(reached, block, length, words, bit, found, count)
+            if is_kept:
+                finite = np.isfinite(found[first:count]).all()
+                for i in range(row, stop):
+                    theirs = rows[at[i]]
+                    sums = block[(i - row) * dim : (i - row + 1) * dim]
+                    for j in range(sums.size):
+                        if finite or np.isfinite(sums[j]):
+                            theirs[j] = sums[j]
+            bit += length
+            row = stop
+        counts[tensor] = count - before
+    return counts
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _add_flagged(rows: Any, at: Any, words: Any, values: Any) -> None:
+    dim = rows.shape[1]
+    count = 0
+    row = 0
+    for word in range(words.size):
+        flags = words[word]
+        while flags and count < values.size:
+            position = 64 * word + np.int64(trailing_zeros(flags))
+            flags &= flags - ONE
+            # Positions ascend, so there is no division.
+            while position >= (row + 1) * dim:
+                row += 1
+            rows[at[row], position - row * dim] += values[count]
+            count += 1
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _unflag(words: Any, keep: Any) -> None:
+    count = 0
+    for word in range(words.size):
+        flags = words[word]
+        kept = flags
+        while flags:
+            lowest = flags & (~flags + ONE)
+            flags ^= lowest
+            if not keep[count]:
+                kept ^= lowest
+            count += 1
+        words[word] = kept
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _put_flagged(rows: Any, at: Any, words: Any, values: Any) -> None:
+    dim = rows.shape[1]
+    count = 0
+    row = 0
+    for word in range(words.size):
+        flags = words[word]
+        while flags and count < values.size:
+            position = 64 * word + np.int64(trailing_zeros(flags))
+            flags &= flags - ONE
+            while position >= (row + 1) * dim:
+                row += 1
+            if np.isfinite(values[count]):
+                rows[at[row], position - row * dim] = values[count]
+            count += 1
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _rows_of_flags(words: Any, values: Any, dim: int) -> Any:
+    number = 0
+    for is_counted in (True, False):
+        if not is_counted:
+            touched = np.empty(number, np.int64)
+            rows = np.zeros((number, dim), values.dtype)
+        number = 0
+        count = 0
+        row = 0
+        last = -1
+        for word in range(words.size):
+            flags = words[word]
+            while flags and count < values.size:
+                position = 64 * word + np.int64(trailing_zeros(flags))
+                flags &= flags - ONE
+                while position >= (row + 1) * dim:
+                    row += 1
+                if row != last:
+                    last = row
+                    number += 1
+                if not is_counted:
+                    touched[number - 1] = row
+                    rows[number - 1, position - row * dim] = values[count]
+                count += 1
+    return touched, rows
 
 
 def _table(first: Numbers, *tensors: Tensors) -> NDArray[np.int64]:

@@ -12,6 +12,7 @@ mean of magnitudes is rounded from fp64 to fp32, which hides the order of the su
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -228,6 +229,86 @@ def add_sums(
                 counted = sums[places] != 0 if mine >= len(weights) - 1 else slice(None)
                 owns[number][places[counted]] -= values[counted]
             owns[number][where] += mean
+
+
+def select_rows(
+    rows: Tensor,
+    at: Tensor,
+    new: Tensor,
+    new_at: Tensor,
+    lengths: Numbers,
+    thresholds: Sequence[float],
+    scale: float,
+    is_kept: bool,
+    flags: Tensor,
+) -> tuple[Tensor, list[int]]:
+    """As :func:`select` with a scale, of the rows ``rows[at]`` and ``new[new_at]``, one after the
+    other.
+
+    ``rows`` and ``new`` have shapes ``[n, dim]`` and one dtype, the rows of each without gaps;
+    ``at`` and ``new_at`` shape ``[k]``, int64. ``lengths`` are the numbers of rows of each
+    tensor. If ``is_kept``, sums take the place of ``rows``, except where they are infinite or
+    NaN; then ``at`` are distinct.
+    """
+    sums = rows.index_select(0, at)
+    sizes = [length * sums.shape[1] for length in lengths]
+    values, counts = select(
+        new.index_select(0, new_at).view(-1).split(sizes),
+        sums.view(-1).split(sizes),
+        list(accumulate(sizes, initial=0))[:-1],
+        thresholds,
+        scale,
+        flags,
+    )
+    if is_kept:
+        rows.numpy()[at.numpy()] = sums.numpy()  # several times faster than torch
+    return values, counts
+
+
+def add_flagged(rows: Tensor, at: Tensor, flags: Tensor, values: Tensor) -> None:
+    """Add values to the flagged entries of the rows ``rows[at]``, one after the other, which are
+    distinct.
+    """
+    entries = _entries(rows, at, flags, values.numel())
+    rows.view(-1).index_add_(0, entries, values.to(rows.dtype))
+
+
+def keep_rest(rows: Tensor, at: Tensor, flags: Tensor, values: Tensor, sent: Tensor) -> None:
+    """Put what is left of values, less what was sent of them, into the flagged entries of the rows
+    ``rows[at]``, except where it is infinite or NaN.
+    """
+    entries = _entries(rows, at, flags, values.numel())
+    left = values - sent.to(values.dtype)
+    finite = left.isfinite()
+    rows.view(-1).index_copy_(0, entries[finite], left[finite].to(rows.dtype))
+
+
+def unflag(flags: Tensor, keep: Tensor) -> None:
+    """Keep those of the flags that are set, one after the other, that ``keep`` (bool, ``[count]``)
+    says.
+    """
+    marks = unpack_bits(flags, 8 * flags.numel())
+    marks[nonzero_indices(marks)[~keep]] = 0
+    flags.copy_(pack_bits(marks))
+
+
+def _entries(rows: Tensor, at: Tensor, flags: Tensor, count: int) -> Tensor:
+    """Where the flagged entries of the rows ``rows[at]`` are in all rows, flattened."""
+    dim = rows.shape[1]
+    positions = nonzero_indices(unpack_bits(flags, 8 * flags.numel()))[:count]
+    row = positions // dim
+    return positions + (at.index_select(0, row) - row) * dim
+
+
+def rows_of_flags(flags: Tensor, values: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """The numbers of the rows that have flagged entries, ascending, int64 ``[n]``, and these rows,
+    ``[n, dim]``: the values, and zeros elsewhere.
+    """
+    positions = nonzero_indices(unpack_bits(flags, 8 * flags.numel()))[: values.numel()]
+    touched, number = torch.unique_consecutive(positions // dim, return_inverse=True)
+    rows = values.new_zeros(touched.numel(), dim)
+    rows.view(-1).index_copy_(0, number * dim + positions % dim, values)
+    return touched, rows
 
 
 def _by_tensor(tensors: Tensors, first: Numbers, sent: Sent) -> list[list[tuple[Tensor, Tensor]]]:
