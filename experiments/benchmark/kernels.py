@@ -174,7 +174,8 @@ class Rank:
     def _select(self, number: int) -> None:
         plan = self.plans[number]
         flags = torch.zeros(sum(plan.flag_bytes), dtype=torch.uint8)
-        labels = zip(*plan.of_tensors(plan.compressed), strict=True)
+        tensors = plan.of_tensors(plan.compressed)
+        labels = zip(tensors.names, tensors.targets, strict=True)
         thresholds = [self.feedback.thresholds.get(name, target) or 0.0 for name, target in labels]
         cpu_kernel().select(*self._tensors(number), plan.first, thresholds, None, flags)
 

@@ -16,10 +16,15 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from lightning_dct.compress import bucket_plan, on_cpu
+from lightning_dct.compress import bucket_plan, codec
 from lightning_dct.compress.awaited import Awaited, Callback
-from lightning_dct.compress.bucket_plan import BucketPlan, ExchangeContext, Gain
-from lightning_dct.compress.gains import gain_of, gains_of
+from lightning_dct.compress.bucket_plan import (
+    BucketPlan,
+    ExchangeContext,
+    Gain,
+    gains_of,
+    gains_of_dense,
+)
 from lightning_dct.exchange import base
 from lightning_dct.kernels.plain import Gains
 from lightning_dct.sync.optimizer_clock import OptimizerClock
@@ -160,15 +165,17 @@ class ExchangeGraph:
                 factors=on_device(lambda now: gains_of(plan, now, HOST).factors, device)
             )  # type: ignore[union-attr]
 
-        def of_dense(plan: BucketPlan, index: int, gains: Any, mean: Tensor) -> Tensor:
+        def of_dense(plan: BucketPlan, gains: Any, mean: Tensor) -> Tensor | None:
             on_host = torch.empty_like(mean, device=HOST)
-            return on_device(lambda now: gain_of(plan, index, now, on_host), mean.device)
+            if gains_of_dense(plan, gains, on_host) is None:
+                return None
+            return on_device(lambda now: gains_of_dense(plan, now, on_host), mean.device)  # type: ignore[arg-type,return-value]
 
         patched = mock.patch.multiple(self._on_gpu, to_device=to_device, gains_of=of_compressed)
         samples = mock.patch.object(bucket_plan, "to_device", to_device)
         dense = (
-            mock.patch.object(on_cpu, "gain_of", of_dense),
-            mock.patch.object(base, "gain_of", of_dense),
+            mock.patch.object(codec, "gains_of_dense", of_dense),
+            mock.patch.object(base, "gains_of_dense", of_dense),
         )
         with (
             patched,

@@ -97,9 +97,9 @@ def test_bounds_indices_and_layout() -> None:
     assert made.compressed == (0, 2)
     assert made.dense == (1,)
     # Each compressed tensor begins at a word of flags.
-    assert made.layout == PayloadLayout((1024, 512), (10, 10), "bf16", 4 * 10)
+    assert made.layout == PayloadLayout((1024, 512), (10, 10), "bf16", 4 * 10, (1000, 500))
     assert made.first == (0, 1024)
-    words, beyond = made.beyond
+    words, beyond = made.layout.beyond
     assert [
         [word, f"{mask:032b}".rstrip("0")] for word, mask in zip(words, beyond, strict=True)
     ] == [

@@ -14,7 +14,7 @@ from differences import assert_same
 from emulated_ranks import EmulatedRanks, harm, in_threads
 from interpreted import CPU, WAYS, bits, device_of, on, way_of
 from lightning_dct import DCTConfig
-from lightning_dct.compress.on_cpu import name_broken_sender
+from lightning_dct.compress.codec import name_broken_sender
 from lightning_dct.sync import optimizer_clock
 from lightning_dct.sync.buffers import Buffers
 from lightning_dct.sync.updates import UpdateSynchronizer

@@ -28,7 +28,7 @@ from distributed.training import (
 )
 from lightning_dct import DCTStrategy, Updates
 from lightning_dct.fabric import DCTStrategy as FabricStrategy
-from lightning_dct.sync.known_optimizers import KnownOptimizers
+from lightning_dct.sync.optimizer_clock import KnownOptimizers
 from sync.optimizers import Lookahead, parameters_of
 
 SETTINGS: dict[str, Any] = {"density": 0.3, "local_steps": 2, "warmup_steps": 0}

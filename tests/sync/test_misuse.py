@@ -24,7 +24,7 @@ from distributed.training import (
     weights_of,
 )
 from lightning_dct import DCTStrategy
-from lightning_dct.compress.on_cpu import name_broken_sender
+from lightning_dct.compress.codec import name_broken_sender
 from methods import ErrorAveraging
 
 

@@ -11,15 +11,14 @@ from itertools import accumulate, chain
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_dct.compress.awaited import to_device
 from lightning_dct.compress.threshold import entries_at
 from lightning_dct.config import DCTConfig
+from lightning_dct.kernels.plain import Gains
 from lightning_dct.wire.payload import PayloadLayout
 from lightning_dct.wire.values import BITS_PER_VALUE
 
@@ -35,6 +34,16 @@ class OwnedPiece(NamedTuple):
     start: int
     stop: int
     owner: int  # the rank it belongs to
+
+
+class PlannedTensors(NamedTuple):
+    """Some of a bucket's tensors, one item of each field a tensor."""
+
+    names: tuple[str, ...]
+    targets: tuple[int, ...]  # entries that an exchange sends
+    sizes: tuple[int, ...]
+    bounds: tuple[tuple[int, int], ...]  # where they begin and end in the flattened bucket
+    first: tuple[int, ...]  # the number of the first flag, of those that are compressed
 
 
 @dataclass(frozen=True)
@@ -77,14 +86,10 @@ class BucketPlan:
 
     def divide(self, payloads: Tensor) -> list[tuple[BucketPlan, Tensor]]:
         """The plan of each part, and its columns of payloads (uint8, ``[..., bytes]``)."""
-        parts = self.parts or (self,)
-        return [
-            *zip(
-                parts,
-                payloads.split([part.layout.num_bytes for part in parts], dim=-1),
-                strict=True,
-            )
-        ]
+        if not self.parts:
+            return [(self, payloads)]
+        sizes = [part.layout.num_bytes for part in self.parts]
+        return [*zip(self.parts, payloads.split(sizes, dim=-1), strict=True)]
 
     @cached_property
     def is_dense(self) -> bool:
@@ -103,10 +108,8 @@ class BucketPlan:
         return tuple((name, 0) for name in self.names) if self.pieces is None else self.pieces
 
     @cached_property
-    def known_gains(self) -> dict[torch.device, Any]:
-        """The gains of the compressed tensors by device, where :mod:`~lightning_dct.compress.gains`
-        has put them.
-        """
+    def _known_gains(self) -> dict[Any, tuple[Mapping[str, Gain], Any]]:
+        """The latest gains, because they change rarely; and what kernels read of them."""
         return {}
 
     @cached_property
@@ -130,10 +133,10 @@ class BucketPlan:
     def layout(self) -> PayloadLayout:
         """The payload's layout, for a plan without parts."""
         dense_bytes = self.dtype.itemsize * sum(self.sizes[index] for index in self.dense)
-        sizes = tuple(-(-self.sizes[index] // WORD) * WORD for index in self.compressed)
-        return PayloadLayout(
-            sizes, tuple(filter(None, self.targets)), self.value_format, dense_bytes
-        )
+        entries = tuple(self.sizes[index] for index in self.compressed)
+        sizes = tuple(-(-size // WORD) * WORD for size in entries)
+        targets = tuple(filter(None, self.targets))
+        return PayloadLayout(sizes, targets, self.value_format, dense_bytes, entries)
 
     @cached_property
     def flag_bytes(self) -> list[int]:
@@ -151,19 +154,22 @@ class BucketPlan:
             for start in [*accumulate(part.layout.tensor_sizes, initial=8 * begin)][:-1]
         )
 
-    @cached_property
-    def beyond(self) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
-        """The words of flags that a tensor does not fill, and the unused flags in each."""
-        sizes = np.array([self.sizes[index] for index in self.compressed], np.int64)
-        words = (np.array(self.first, np.int64) + sizes) // WORD
-        over = sizes % WORD
-        return words[over > 0], (0xFFFFFFFF << over[over > 0] & 0xFFFFFFFF).astype(np.uint32)
+    def of_tensors(self, indices: tuple[int, ...]) -> PlannedTensors:
+        """What loops read of some tensors."""
+        if indices not in self._known_tensors:
+            first = dict(zip(self.compressed, self.first, strict=True))
+            self._known_tensors[indices] = PlannedTensors(
+                tuple([self.names[index] for index in indices]),
+                tuple([self.targets[index] for index in indices]),
+                tuple([self.sizes[index] for index in indices]),
+                tuple([self.bounds[index] for index in indices]),
+                tuple([first.get(index, 0) for index in indices]),
+            )
+        return self._known_tensors[indices]
 
-    def of_tensors(self, indices: tuple[int, ...]) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        """Names and targets of some tensors."""
-        return tuple([self.names[index] for index in indices]), tuple(
-            [self.targets[index] for index in indices]
-        )
+    @cached_property
+    def _known_tensors(self) -> dict[tuple[int, ...], PlannedTensors]:
+        return {}
 
     @cached_property
     def residual_dtype(self) -> torch.dtype:
@@ -202,6 +208,79 @@ def plan_bucket(
         )
         targets.append(target if bits_compressed < 2 * size * dtype.itemsize * 8 else 0)
     return BucketPlan(tuple(names), tuple(sizes), tuple(targets), dtype, value_format)
+
+
+def gains_of(
+    plan: BucketPlan, gains: Mapping[str, Gain] | None, device: torch.device
+) -> Gains | None:
+    """The gains of a plan's compressed tensors, with factors on a device; None if all are 1, or
+    depend on the number of senders.
+    """
+    if not gains:
+        return None
+    known = plan._known_gains.get(device)
+    if known is None or known[0] is not gains:
+        known = plan._known_gains[device] = gains, _joined(plan, gains, device)
+    found: Gains | None = known[1]
+    return found
+
+
+def gains_of_dense(
+    plan: BucketPlan, gains: Mapping[str, Gain] | None, mean: Tensor
+) -> Tensor | None:
+    """The factors on the mean of a plan's dense tensors, one after the other: like that mean, shape
+    ``[n]``; None if all are 1, or depend on the number of senders.
+    """
+    if not gains:
+        return None
+    key = "dense", mean.device
+    known = plan._known_gains.get(key)
+    if known is None or known[0] is not gains:
+        known = plan._known_gains[key] = gains, _joined_dense(plan, gains, mean)
+    found: Tensor | None = known[1]
+    return found
+
+
+def _joined(plan: BucketPlan, gains: Mapping[str, Gain], device: torch.device) -> Gains | None:
+    factors = [torch.ones(1, dtype=torch.float64)]
+    places = []
+    end = 1
+    origins = [plan.origins[index] for index in plan.compressed]
+    if all(name not in gains for name, _ in origins):
+        return None
+    begins: dict[str, tuple[int, int, int]] = {}
+    for index, (name, first) in zip(plan.compressed, origins, strict=True):
+        if name not in gains:
+            # One row and one column, wider than the tensor, would need a factor for each entry: all
+            # factors are 1.
+            size = plan.sizes[index]
+            factors.append(torch.ones(size, dtype=torch.float64))
+            places.append((end, 0, 1, 0))
+            end += size
+            continue
+        if name not in begins:
+            gain = gains[name]
+            begins[name] = end, end + len(gain.rows), len(gain.columns)
+            factors += [gain.rows, gain.columns]
+            end += len(gain.rows) + len(gain.columns)
+        places.append((*begins[name], first))
+    joined = torch.cat(factors).to(plan.residual_dtype)
+    return Gains(to_device(joined, device), torch.tensor(places, dtype=torch.int64).T.contiguous())
+
+
+def _joined_dense(plan: BucketPlan, gains: Mapping[str, Gain], mean: Tensor) -> Tensor | None:
+    found = []
+    for index in plan.dense:
+        size = plan.sizes[index]
+        name, first = plan.origins[index]
+        if name not in gains:
+            found.append(torch.ones(size, dtype=mean.dtype))
+            continue
+        rows, columns = (factors.to(mean.dtype) for factors in gains[name])
+        found.append((rows.unsqueeze(1) * columns).flatten()[first : first + size])
+    if all(plan.origins[index][0] not in gains for index in plan.dense):
+        return None
+    return to_device(torch.cat(found), mean.device)
 
 
 class Plans:
@@ -262,7 +341,8 @@ class Bucket:
         """The views of ``inputs`` (none if there are none) and of ``references`` within bounds,
         each of which lies in one.
         """
-        if (key := tuple(bounds)) not in self._parts:
+        key = bounds if isinstance(bounds, tuple) else tuple(bounds)
+        if key not in self._parts:
             found: tuple[list[Tensor], list[Tensor]] = [], []
             for start, stop in bounds:
                 index, first = self.place(start)

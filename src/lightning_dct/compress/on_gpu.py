@@ -5,7 +5,7 @@ A launch handles all tensors of a bucket and all payloads of all senders. The ho
 from the GPU and does no work by tensor: a plan's sizes and places are copied there once, and the
 addresses of its tensors when they change.
 
-Results are the bits that :mod:`~lightning_dct.compress.on_cpu` gives, and the same twice. Only the
+Results are the bits that :mod:`~lightning_dct.compress.codec` gives on a CPU, and the same twice. Only the
 means of 1bit and 2bit and the guard's power are computed in another order: in fp64, and rounded to
 fp32 a mean hides that.
 """
@@ -26,10 +26,10 @@ from lightning_dct.compress.bucket_plan import (
     BucketPlan,
     ExchangeContext,
     Received,
+    gains_of,
 )
+from lightning_dct.compress.codec import add_dense, name_broken_sender, take_dense
 from lightning_dct.compress.error_feedback import ErrorFeedback
-from lightning_dct.compress.gains import gains_of
-from lightning_dct.compress.on_cpu import add_dense, name_broken_sender, take_dense
 from lightning_dct.compress.threshold import (
     GUARD_AIM,
     GUARD_GAIN,
@@ -351,7 +351,7 @@ class _Compression:
         counts of flags.
         """
         table = self.table
-        names = self.plan.of_tensors(used)[0]
+        names = self.plan.of_tensors(used).names
         own = taus = (
             feedback.thresholds.on_device(names, table.device)
             if names

@@ -154,6 +154,11 @@ class Thresholds:
         self._take_back([name])
         return float(self._values[name]) if self.targets.get(name) == target else None
 
+    def of(self, names: tuple[str, ...], targets: tuple[int, ...]) -> list[float]:
+        """Some thresholds, none of which is missing."""
+        self._take_back(names)
+        return [float(self._values[name]) for name in names]
+
     def set(self, name: str, target: int, threshold: float | Tensor) -> None:
         """Store a threshold (one on a GPU as a tensor of shape ``[]``) and its target."""
         self._take_back([name])

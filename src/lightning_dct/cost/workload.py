@@ -22,8 +22,9 @@ from lightning_dct.activations.module import modules_of
 from lightning_dct.compress.bucket_plan import real_numel
 from lightning_dct.config import DCTConfig
 from lightning_dct.embedding.sharded import ShardedEmbeddingBags
+from lightning_dct.sync.buffers import buffers_of, statistics_of
 from lightning_dct.sync.optimizer_clock import buckets_of
-from lightning_dct.sync.setup import buffers_of, parameter_names, statistics_of
+from lightning_dct.sync.setup import parameter_names
 
 # DistributedDataParallel's limits: a small first bucket, which is sent early, then buckets of this
 # size.

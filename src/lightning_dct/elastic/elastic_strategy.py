@@ -44,15 +44,9 @@ from lightning_dct.law import RunLength
 from lightning_dct.lightning_private import checkpoint_of, restore_from
 from lightning_dct.saving import STATE_KEY
 from lightning_dct.strategy import DCTStrategy
-from lightning_dct.sync.buffers import PresentBuffers
+from lightning_dct.sync.buffers import PresentBuffers, buffers_of, statistics_of
 from lightning_dct.sync.projection import Projection
-from lightning_dct.sync.setup import (
-    buffers_of,
-    exchanges_buffers,
-    parameter_names,
-    refuse_same_memory,
-    statistics_of,
-)
+from lightning_dct.sync.setup import exchanges_buffers, parameter_names, refuse_same_memory
 from lightning_dct.sync.updates import UpdateSynchronizer
 from lightning_dct.sync.views import View
 from lightning_dct.traffic import plain_table

@@ -19,10 +19,10 @@ from lightning_dct.compress.bucket_plan import (
     ExchangeContext,
     OwnedPiece,
     Received,
+    gains_of_dense,
 )
 from lightning_dct.compress.codec import compress
 from lightning_dct.compress.error_feedback import ErrorFeedback
-from lightning_dct.compress.gains import gain_of
 from lightning_dct.exchange.collectives import (
     Link,
     Segments,
@@ -277,10 +277,8 @@ def send_dense(
     else:
         yield work
     mean = buffer if sent is buffer else buffer.copy_(sent)
-    if context.gains:
-        for index, part in enumerate(mean.split(plan.sizes)):
-            part.mul_(gain_of(plan, index, context.gains, part))
-    return mean
+    factors = gains_of_dense(plan, context.gains, mean)
+    return mean if factors is None else mean.mul_(factors)
 
 
 def _check_tags(ends: list[int]) -> None:

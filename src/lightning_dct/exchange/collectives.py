@@ -43,12 +43,12 @@ class Link:
         """Carries a GPU's payloads over gloo; None over another backend."""
         return HostMemory(self.group) if dist.get_backend(self.group) == "gloo" else None
 
-    @property
+    @cached_property
     def size(self) -> int:
         """The number of ranks."""
         return self.group.size()
 
-    @property
+    @cached_property
     def rank(self) -> int:
         """This rank's number in the group."""
         return self.group.rank()

@@ -54,6 +54,18 @@ WORD = np.uint64(63)
 # Rows of a `_table`.
 SIZE = 0
 FIRST = 1
+# Numbers of a payload's layout: where its parts begin, bytes of its positions, how these are coded,
+# and bits of a value.
+POSITIONS = 0
+VALUES = 1
+DENSE = 2
+POSITION_BYTES = 3
+NUM_FLAGS = 4
+LOW_BITS = 5
+CAPACITY = 6
+UNIVERSE = 7
+VALUE_BITS = 8
+HEADER_BYTES = 12
 
 
 def select(
@@ -210,6 +222,43 @@ def decode_scaled(
     size = num_bytes(bits * values.numel())
     words.view(np.uint8)[:size] = codes.numpy()[:size]
     _decode_scaled(words, bits, np.array(counts, np.int64), scales.numpy(), values.numpy())
+
+
+def write_payload(
+    layout: NDArray[np.int64],
+    header: bytes,
+    flags: Tensor,
+    values: Tensor,
+    counts: Numbers,
+    dense: Tensor,
+    num_bytes: int,
+) -> Tensor | None:
+    """See :func:`lightning_dct.wire.payload.pack_payload`; None if the positions do not fit.
+
+    ``layout`` are the numbers of :attr:`lightning_dct.wire.payload.PayloadLayout.numbers`.
+    """
+    payload = np.zeros(num_bytes, np.uint8)
+    payload[: len(header)] = np.frombuffer(header, np.uint8)
+    if dense.numel():
+        start = layout[DENSE]
+        payload[start : start + dense.numel()] = dense.numpy()
+    number_of = np.array(counts, np.int64)
+    if not _write_payload(layout, _words(flags), values.numpy(), number_of, payload):
+        return None
+    return torch.from_numpy(payload)
+
+
+def read_payload(
+    layout: NDArray[np.int64],
+    spans: NDArray[np.int64],
+    payload: Tensor,
+    count: int,
+    flags: Tensor,
+    values: Tensor,
+) -> bool | None:
+    """See :func:`lightning_dct.wire.payload.read_payload`; None if the positions are corrupt."""
+    found = _read_payload(layout, spans, payload.numpy(), count, _words(flags), values.numpy())
+    return None if found < 0 else bool(found)
 
 
 def count_flags(flags: Tensor, sizes: Numbers) -> list[int]:
@@ -808,6 +857,67 @@ def _decode_elias_fano(
             last = position
             count += 1
     return count
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _write_payload(layout: Any, words: Any, values: Any, counts: Any, payload: Any) -> bool:
+    scales = np.zeros(counts.size, np.float32)
+    bits = layout[VALUE_BITS]
+    codes = np.zeros(bits * values.size // 64 + 1, np.uint64)
+    if bits == 1:
+        _encode_signs(values, counts, codes, scales)
+    else:
+        _encode_levels(values, counts, codes.view(np.uint8), scales)
+    num_bytes = layout[POSITION_BYTES]
+    message = words
+    if layout[LOW_BITS]:
+        message = np.zeros(num_bytes // 8 + 2, np.uint64)
+        if not _encode_elias_fano(
+            words, message, layout[NUM_FLAGS], layout[LOW_BITS], layout[CAPACITY]
+        ):
+            return False
+    payload[HEADER_BYTES : layout[POSITIONS]] = scales.view(np.uint8)
+    payload[layout[POSITIONS] : layout[POSITIONS] + num_bytes] = message.view(np.uint8)[:num_bytes]
+    num_bytes = (bits * values.size + 7) // 8
+    payload[layout[VALUES] : layout[VALUES] + num_bytes] = codes.view(np.uint8)[:num_bytes]
+    return True
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _read_payload(
+    layout: Any, spans: Any, payload: Any, count: int, words: Any, values: Any
+) -> int:
+    """Whether all scales are finite, 0 or 1; -1 if the positions are corrupt."""
+    num_bytes = layout[POSITION_BYTES]
+    universe = layout[UNIVERSE]
+    part = payload[layout[POSITIONS] : layout[POSITIONS] + num_bytes]
+    if layout[LOW_BITS]:
+        message = np.zeros(num_bytes // 8 + 3, np.uint64)
+        message.view(np.uint8)[:num_bytes] = part
+        found = _decode_elias_fano(
+            message, universe, layout[NUM_FLAGS], layout[LOW_BITS], layout[CAPACITY], words
+        )
+    else:
+        words.view(np.uint8)[:num_bytes] = part
+        if universe & 63:
+            words[universe >> 6] &= (ONE << np.uint64(universe & 63)) - ONE
+        found = _flags_before(words, universe)
+    if found != count:
+        return -1
+    counts = np.zeros(spans.shape[1], np.int64)
+    for tensor in range(counts.size):
+        first = spans[FIRST, tensor]
+        counts[tensor] = _flags_before(words, first + spans[SIZE, tensor], first)
+    if counts.sum() != count:
+        return -1
+    scales = np.zeros(counts.size, np.float32)
+    scales.view(np.uint8)[:] = payload[HEADER_BYTES : layout[POSITIONS]]
+    bits = layout[VALUE_BITS]
+    num_bytes = (bits * count + 7) // 8
+    codes = np.zeros(bits * count // 64 + 1, np.uint64)
+    codes.view(np.uint8)[:num_bytes] = payload[layout[VALUES] : layout[VALUES] + num_bytes]
+    _decode_scaled(codes, bits, counts, scales, values[:count])
+    return np.isfinite(scales.sum())
 
 
 @njit(nogil=True, cache=True)

@@ -10,12 +10,36 @@ from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import Tensor
+from torch.nn import Module
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
 
+from lightning_dct.activations.module import plain_name
 from lightning_dct.agreement import gather_objects
 from lightning_dct.checksums import checksums_of
 from lightning_dct.exchange.collectives import Link, all_reduce_mean, broadcast_from_first, extremes
 from lightning_dct.kernels.bits import as_bytes
 from lightning_dct.sync.shared_weights import are_same_bits
+
+
+def buffers_of(module: Module, ignored: Collection[str] = ()) -> dict[str, Tensor]:
+    """The buffers that exchanges give to all ranks, by name."""
+    found = {
+        plain_name(name): one
+        for name, one in module.named_buffers()
+        if name not in ignored and not is_lazy(one)
+    }
+    return {name: one for name, one in found.items() if one.numel() and one.layout == torch.strided}
+
+
+def statistics_of(module: Module) -> set[str]:
+    """The names of the running statistics of normalisation layers."""
+    layers = [(name, one) for name, one in module.named_modules() if isinstance(one, _NormBase)]
+    return {
+        plain_name(f"{name}.{kind}".lstrip("."))
+        for name, _ in layers
+        for kind in ("running_mean", "running_var")
+    }
 
 
 class Buffers:
@@ -54,10 +78,12 @@ class Buffers:
         Raises:
             ValueError: The ranks have different buffers, or of different sizes; on every rank.
         """
-        buffers = self.named()
         link = self._link
         if link is None or link.size == 1:
             return
+        buffers = self.named()
+        if not buffers and self._layout is not None and not self._count:
+            return  # there are none on any rank
         if buffers and before is not None:
             before(len(buffers))
         sent_before = link.traffic.totals.bytes_sent

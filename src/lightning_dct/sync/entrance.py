@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_dct.agreement import check_agreement, describe_optimizers, gather_objects
 from lightning_dct.step_hooks import see_steps
-from lightning_dct.sync.known_optimizers import are_wrapped
+from lightning_dct.sync.optimizer_clock import are_wrapped
 from lightning_dct.sync.updates import UpdateSynchronizer
 from lightning_dct.sync.views import View
 

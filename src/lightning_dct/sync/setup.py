@@ -2,7 +2,7 @@
 loops alike.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
@@ -22,7 +21,7 @@ from lightning_dct.agreement import check_agreement
 from lightning_dct.config import DCTConfig
 from lightning_dct.exchange.collectives import Link
 from lightning_dct.exchange.factory import Host, make_exchange
-from lightning_dct.sync.buffers import Buffers
+from lightning_dct.sync.buffers import Buffers, buffers_of, statistics_of
 from lightning_dct.sync.gradients import GradientSynchronizer
 from lightning_dct.sync.masks import Masks
 from lightning_dct.sync.projection import Projection
@@ -36,26 +35,6 @@ def parameter_names(module: Module) -> dict[Tensor, str]:
     either.
     """
     return {parameter: plain_name(name) for name, parameter in module.named_parameters()}
-
-
-def buffers_of(module: Module, ignored: Collection[str] = ()) -> dict[str, Tensor]:
-    """The buffers that exchanges give to all ranks, by name."""
-    found = {
-        plain_name(name): one
-        for name, one in module.named_buffers()
-        if name not in ignored and not is_lazy(one)
-    }
-    return {name: one for name, one in found.items() if one.numel() and one.layout == torch.strided}
-
-
-def statistics_of(module: Module) -> set[str]:
-    """The names of the running statistics of normalisation layers."""
-    layers = [(name, one) for name, one in module.named_modules() if isinstance(one, _NormBase)]
-    return {
-        plain_name(f"{name}.{kind}".lstrip("."))
-        for name, _ in layers
-        for kind in ("running_mean", "running_var")
-    }
 
 
 def check_settings(

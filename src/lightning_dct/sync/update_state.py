@@ -18,8 +18,7 @@ from lightning_dct.config import DCTConfig
 from lightning_dct.exchange.base import Exchange, Transfer
 from lightning_dct.sync.buffers import Buffers
 from lightning_dct.sync.coherence import Coherence, TensorCoherence
-from lightning_dct.sync.known_optimizers import KnownOptimizers
-from lightning_dct.sync.optimizer_clock import InFlight, OptimizerClock
+from lightning_dct.sync.optimizer_clock import InFlight, KnownOptimizers, OptimizerClock
 from lightning_dct.sync.optimizer_state import Deviation
 from lightning_dct.sync.shared_weights import SharedWeights, as_real
 from lightning_dct.sync.synchronizer import Synchronizer

@@ -317,9 +317,9 @@ class UpdateSynchronizer(UpdateState):
                 self.check_order(
                     name, f"{clock.description}{own}, in optimizer step {self.synchronisations}"
                 )
-            self._measure(clock, optimizer, decision)
-            # Measuring has taken the measurement before into account.
-            decision = self._decide(clock, clock.steps)
+            if self._measure(clock, optimizer, decision):
+                # The measurement before is known from now on.
+                decision = self._decide(clock, clock.steps)
             if self.may_skip and clock.decays:
                 clock.own_decay.agree(clock.names, self.weights, self.exchange.everyone)
             tag = tag_of(clock.digest, clock.steps, self.epoch)
@@ -543,17 +543,21 @@ class UpdateSynchronizer(UpdateState):
         clock.own_gradients = {}
         return samples
 
-    def _measure(self, clock: OptimizerClock, optimizer: Optimizer, decision: Decision) -> None:
+    def _measure(self, clock: OptimizerClock, optimizer: Optimizer, decision: Decision) -> bool:
         """Now and then measure how far gradients agree in the step just made, and agree on decay;
-        collective calls.
+        collective calls. Whether there is a measurement.
         """
         everyone = self.exchange.everyone
         awaited = self.feedback.awaited
-        with self.traffic.timed("exchange", "seconds_waiting"):
-            if clock.coherence.has_begun(clock.steps):
-                clock.coherence.measure(self._samples(clock, optimizer), everyone, awaited)
-            if decision.agrees_on_decay and clock.decays and not self.may_skip:
-                clock.decay.agree(clock.names, self.weights.parameters, everyone, awaited)
+        measures = clock.coherence.has_begun(clock.steps)
+        agrees_on_decay = decision.agrees_on_decay and clock.decays and not self.may_skip
+        if measures or agrees_on_decay:
+            with self.traffic.timed("exchange", "seconds_waiting"):
+                if measures:
+                    clock.coherence.measure(self._samples(clock, optimizer), everyone, awaited)
+                if agrees_on_decay:
+                    clock.decay.agree(clock.names, self.weights.parameters, everyone, awaited)
+        return measures
 
     @torch.no_grad()
     def norm_of_mean(self, parameters: Iterable[Tensor]) -> Tensor:

@@ -19,17 +19,21 @@ an error and never a write out of bounds. A tag of the step is mixed into the fi
 another step reads a wrong one.
 """
 
+import math
 import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_dct.kernels import positions_of
+from lightning_dct.kernels import compiled, positions_of
 from lightning_dct.kernels.bits import flags_num_bytes, num_bytes
 from lightning_dct.wire.positions import PayloadError, PositionCode
 from lightning_dct.wire.values import BITS_PER_VALUE, SCALED_FORMATS, decode_values, encode_values
@@ -57,6 +61,8 @@ class PayloadLayout:
     capacities: tuple[int, ...]
     value_format: str
     dense_bytes: int = 0  # bytes of all tensors sent dense
+    # Entries of each tensor, if its size has been rounded up; positions behind them are corrupt.
+    entries: tuple[int, ...] | None = None
 
     @cached_property
     def capacity(self) -> int:
@@ -96,6 +102,31 @@ class PayloadLayout:
         return self.edges[-1]
 
     @cached_property
+    def spans(self) -> NDArray[np.int64]:
+        """The entries of each tensor, and the number of its first flag: shape ``[2, tensors]``."""
+        first = list(accumulate(self.tensor_sizes, initial=0))[:-1]
+        return np.array([self.entries or self.tensor_sizes, first], np.int64)
+
+    @cached_property
+    def beyond(self) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
+        """The words of 32 flags that a tensor does not fill, and the unused flags in each; none if
+        sizes have not been rounded up to words.
+        """
+        sizes, first = self.spans if self.entries else self.spans[:, :0]
+        over = sizes % 32
+        words = (first + sizes) // 32
+        return words[over > 0], (0xFFFFFFFF << over[over > 0] & 0xFFFFFFFF).astype(np.uint32)
+
+    @cached_property
+    def numbers(self) -> NDArray[np.int64]:
+        """What loops of numba read of it, in the order that they give it."""
+        code = self.position_code
+        _, _, *edges, _ = self.edges
+        bits = BITS_PER_VALUE[self.value_format]
+        of_code = code.num_bytes, code.num_flags, code.low_bits, code.capacity, code.universe
+        return np.array([*edges, *of_code, bits], np.int64)
+
+    @cached_property
     def flags_num_bytes(self) -> int:
         """Bytes of the flags of all tensors while they are not coded."""
         return flags_num_bytes(sum(self.tensor_sizes))
@@ -131,24 +162,17 @@ def pack_payload(
     ``layout.capacity``, and ``values`` are the entries there. ``dense`` (``[layout.dense_bytes]``,
     uint8) holds the tensors sent dense.
     """
+    header = write_header(
+        MAGIC, FORMAT_CODES[layout.value_format], values.numel(), layout.fingerprint ^ tag
+    )
+    if (loops := _loops(layout, flags, kernel)) is not None:
+        # numba has no other dtypes.
+        own = values if values.dtype == torch.float64 else values.float()
+        made = (header, flags, own, counts, dense, layout.num_bytes)
+        if (payload := loops.write_payload(layout.numbers, *made)) is not None:
+            return payload
     data, scales = encode_values(values, counts, layout.value_format, kernel)
     positions = layout.position_code.encode_flags(flags, kernel)
-    return pack_parts(layout, values.numel(), scales, positions, data, dense, tag)
-
-
-def pack_parts(
-    layout: PayloadLayout,
-    count: int,
-    scales: Tensor,
-    positions: Tensor,
-    data: Tensor,
-    dense: Tensor,
-    tag: int = 0,
-) -> Tensor:
-    """Put the parts of a payload of ``count`` entries together: uint8, shape
-    ``[layout.num_bytes]``.
-    """
-    header = write_header(MAGIC, FORMAT_CODES[layout.value_format], count, layout.fingerprint ^ tag)
     first = torch.tensor([*header], dtype=torch.uint8, device=data.device)
     payload = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=data.device)
     parts = (first, scales.view(torch.uint8), positions, data, dense)
@@ -157,29 +181,63 @@ def pack_parts(
     return payload
 
 
+def _loops(layout: PayloadLayout, flags: Tensor, kernel: str) -> Any:
+    """The loops that write and read a whole payload at once; None if there are none for it."""
+    return compiled(flags.device.type, kernel) if layout.value_format in SCALED_FORMATS else None
+
+
 def unpack_payload(layout: PayloadLayout, payload: Tensor) -> Unpacked:
-    """Check and unpack one payload (uint8, shape ``[layout.num_bytes]``); :func:`unpack_flags`
+    """Check and unpack one payload (uint8, shape ``[layout.num_bytes]``); :func:`read_payload`
     describes errors.
     """
     flags = payload.new_zeros(layout.flags_num_bytes)
-    counts = unpack_flags(layout, payload, flags)
-    return Unpacked(flags, unpack_values(layout, payload, counts), read_dense(layout, payload))
+    values = payload.new_empty(layout.capacity, dtype=torch.float32)
+    count, _ = read_payload(layout, payload, flags, values)
+    return Unpacked(flags, values[:count], read_dense(layout, payload))
 
 
-def unpack_flags(
-    layout: PayloadLayout, payload: Tensor, flags: Tensor, tag: int = 0, kernel: str = "auto"
-) -> list[int]:
-    """Check a payload and read its flags, which are zero before.
+def read_payload(
+    layout: PayloadLayout,
+    payload: Tensor,
+    flags: Tensor,
+    values: Tensor,
+    tag: int = 0,
+    kernel: str = "auto",
+) -> tuple[int, bool]:
+    """Check a payload, and read its flags, which are zero before, and the values of its entries.
+
+    Args:
+        layout: Its layout.
+        payload: Shape ``[layout.num_bytes]``, uint8.
+        flags: Shape ``[layout.flags_num_bytes]``, uint8, to be written.
+        values: fp32, of which as many are written as the payload has entries.
+        tag: That of the step.
+        kernel: See :func:`~lightning_dct.kernels.cpu_kernel`.
 
     Returns:
-        The number of entries of each tensor.
+        The number of entries, and whether they are finite: one that is not makes the scale so.
 
     Raises:
         PayloadError: The bytes are not a payload of this layout.
     """
     count = read_count(layout, payload, tag)
-    positions = payload[layout.edges[2] :][: layout.position_code.num_bytes]
-    return layout.position_code.decode_flags(positions, count, flags, layout.tensor_sizes, kernel)
+    if (loops := _loops(layout, flags, kernel)) is not None:
+        found = loops.read_payload(layout.numbers, layout.spans, payload, count, flags, values)
+        if found is not None:
+            return count, found
+        flags.zero_()  # what follows says what is wrong
+    message = payload[layout.edges[2] :][: layout.position_code.num_bytes]
+    counts = layout.position_code.decode_flags(message, count, flags, layout.tensor_sizes, kernel)
+    words, beyond = layout.beyond
+    if flags.is_cpu and (flags.numpy().view(np.uint32)[words] & beyond).any():
+        raise PayloadError("the positions are corrupt: some are beyond the end of their tensor")
+    read = unpack_values(layout, payload, counts, values[:count], kernel)
+    return count, is_finite(read_scales(layout, payload) if layout.num_scales else read)
+
+
+def is_finite(values: Tensor) -> bool:
+    """Whether all values and their sum are finite: the cheapest check."""
+    return not values.numel() or math.isfinite(float(values.sum()))
 
 
 def read_count(
@@ -242,9 +300,9 @@ def read_header(
     Raises:
         PayloadError: The payload is corrupt, or was made for another layout.
     """
-    found, version, code, reserved, count, made_for = HEADER.unpack(
-        bytes(data.tolist()) if isinstance(data, Tensor) else data
-    )
+    if isinstance(data, Tensor):
+        data = data.numpy().tobytes() if data.is_cpu else bytes(data.tolist())
+    found, version, code, reserved, count, made_for = HEADER.unpack(data)
     if found != magic:
         raise PayloadError(f"the payload begins with {found:#x} where {magic:#x} was expected")
     if version != VERSION:

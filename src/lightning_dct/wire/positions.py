@@ -20,8 +20,8 @@ Source: P. Elias, *Efficient storage and retrieval by content and address of sta
 Project MAC memo 61, 1971.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -41,13 +41,17 @@ class PayloadError(ValueError):
     """A payload that is corrupt, or was made for another layout."""
 
 
-@contextmanager
-def reading(source: str) -> Iterator[None]:
-    """Name the source in every PayloadError that is raised inside."""
-    try:
-        yield
-    except PayloadError as error:
-        raise PayloadError(f"{source}: {error}.") from error
+class reading(AbstractContextManager[None]):
+    """Names the source in every PayloadError that is raised inside."""
+
+    __slots__ = ("_source",)
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, PayloadError):
+            raise PayloadError(f"{self._source}: {error}.") from error
 
 
 @dataclass(frozen=True)
