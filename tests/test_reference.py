@@ -166,14 +166,14 @@ def test_what_ranks_send_what_arrives_and_what_they_remember(
             name: Gain(rows, torch.ones(1, dtype=torch.float64)) for name, rows in own_gains.items()
         }
         of_reference = {name: rows.to(dtype) for name, rows in own_gains.items()}
-        for gains, expected_gains in (
-            ({}, dict.fromkeys(names, reference.ONE)),
-            (known, of_reference),
-            (None, {}),
+        for gains, expected_gains, gain in (
+            ({}, {}, 1.0),
+            (known, of_reference, 1.0),
+            (known, of_reference, 1.2),
+            ({}, {}, None),
         ):
-            received = Received(
-                torch.stack(payloads), plan, 1 / ranks, own=0, context=ExchangeContext(gains=gains)
-            )
+            context = ExchangeContext(gains=gains, gain=gain)
+            received = Received(torch.stack(payloads), plan, 1 / ranks, own=0, context=context)
             empty = torch.empty(sum(sizes), dtype=dtype)
             got = decompress(feedbacks[0], received, empty)
             means = [
@@ -181,7 +181,8 @@ def test_what_ranks_send_what_arrives_and_what_they_remember(
                     [one[number] for one in sent],
                     1 / ranks,
                     not target,
-                    expected_gains.get(names[number]),
+                    expected_gains.get(names[number], reference.ONE),
+                    gain,
                 )
                 for number, target in enumerate(targets)
             ]

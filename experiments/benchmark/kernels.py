@@ -163,7 +163,7 @@ class Rank:
     def _exchange(self, number: int, kernel: str) -> None:
         payloads = torch.stack([self._compress(number, kernel), self.payloads[number]])
         received = Received(
-            payloads, self.plans[number], 0.5, own=0, context=ExchangeContext(gains=None)
+            payloads, self.plans[number], 0.5, own=0, context=ExchangeContext(gain=None)
         )
         apply(self.feedback, received, self._bucket(number))
 

@@ -67,7 +67,7 @@ class ExchangeGraph:
     """
 
     def __init__(
-        self, synchronizers: Sequence["RecordedUpdates"], gains: Mapping[str, Gain] | None
+        self, synchronizers: Sequence["RecordedUpdates"], gains: Mapping[str, Gain]
     ) -> None:
         from lightning_dct.compress import on_gpu
 
@@ -106,7 +106,7 @@ class ExchangeGraph:
             one.come_together()
         one.come_together()
 
-    def replay(self, rank: int, gains: Mapping[str, Gain] | None, takes_over: bool) -> None:
+    def replay(self, rank: int, gains: Mapping[str, Gain], takes_over: bool) -> None:
         """Exchange with these gains, of the same parameters as those that the graph was recorded
         with; a collective call.
 
@@ -198,13 +198,15 @@ class Kind(NamedTuple):
         length: Steps since the last exchange.
         dropped: The share that own weights lose.
         selects: Whether thresholds are selected.
-        has_gains: Whether there are gains; None if these go by senders.
+        has_gains: Whether there are gains.
+        gain: That of all compressed tensors.
     """
 
     length: int
     dropped: float
     selects: bool
-    has_gains: bool | None
+    has_gains: bool
+    gain: float | None
 
 
 class Graphs:
@@ -262,9 +264,7 @@ class RecordedUpdates(UpdateSynchronizer):
     ) -> None:
         """Exchange as a graph, once exchanges of this kind have been made without one."""
         gains = context.gains
-        # A mean whose gains go by senders is computed otherwise, and so is one without any.
-        has_gains = None if gains is None else bool(gains)
-        kind = Kind(length, context.dropped, bool(selected_anew), has_gains)
+        kind = Kind(length, context.dropped, bool(selected_anew), bool(gains), context.gain)
         exchange = partial(super().exchange_buckets, clock, buckets, length, context, selected_anew)
         graphs = self.graphs
         rank = self.exchange.everyone.rank

@@ -218,24 +218,27 @@ def send(
 
 
 # 4. One exchange (exchange/): the mean over ranks of what they send of a tensor, the same on all
-#    ranks. For updates of one step it has a gain (6), and otherwise an entry that n of W ranks send
-#    is weighted by sqrt(W / n).
+#    ranks. Means of updates have gains (6). Some go by the number of senders, n of W ranks.
 
 # Of one tensor, by sender, its number, a piece's first entry.
 States = defaultdict[tuple[str, int, int], State]
 
 
-def weighted_sum(sent: list[Tensor], weight: float, dense: bool, gain: Tensor | None) -> Tensor:
-    """``weight`` times the sum in the ranks' order, times each entry's gain; None: by the number of
-    senders.
+def weighted_sum(
+    sent: list[Tensor], weight: float, dense: bool, gain: Tensor, gain_of_all: float | None
+) -> Tensor:
+    """``weight`` times the sum in the ranks' order, times each entry's gain.
+
+    Compressed tensors may have one gain of all instead, at most ``W / n``; None is ``sqrt(W / n)``.
     """
     senders = torch.stack([(one != 0) | dense for one in sent]).double().sum(0).clamp(min=1)
-    factor = torch.ones_like(senders) if gain is not None else (len(sent) / senders).sqrt()
+    fewer = len(sent) / senders
+    factor = fewer.sqrt() if gain_of_all is None else fewer.clamp(max=gain_of_all)
     total = torch.zeros_like(sent[0])
     for one in sent:
         total = total + one
     total = total * (weight * factor).to(total.dtype)
-    return total if gain is None else total * gain.to(total.dtype)
+    return total * gain.to(total.dtype) if dense or gain_of_all == 1.0 else total
 
 
 def send_sum(
@@ -256,7 +259,8 @@ def exchange(
     states: States,
     settings: Settings,
     share: float = 1.0,
-    gain: Tensor | None = ONE,
+    gain: Tensor = ONE,
+    gain_of_all: float | None = 1.0,
     is_update: bool = False,
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """Exchange one tensor of all ranks.
@@ -278,7 +282,8 @@ def exchange(
     for start, stop in pairwise(size * piece // count for piece in range(count + 1)):
         parts = [tensor[start:stop] for tensor in tensors]
         goal = -(-target * (stop - start) // size)
-        gains = gain if gain is None or gain is ONE else gain[start:stop]
+        gains = gain if gain is ONE else gain[start:stop]
+        of_all = gain_of_all
         news = parts
         sender = "rank"
         hierarchical = settings.exchange == "hierarchical"
@@ -296,8 +301,9 @@ def exchange(
         own = parts if hierarchical else sent
         # The owner sends a part of the sum, and keeps a residual.
         if settings.exchange == "two_phase":
-            total = weighted_sum(sent, 1.0, not target, gains)
+            total = weighted_sum(sent, 1.0, not target, gains, of_all)
             gains = ONE
+            of_all = 1.0
             sent = [send_sum(total, states["owner", 0, start], goal, settings, is_update)]
         # A rank's update counts if its node, or the owner of the sum, has sent that entry.
         passed = [one for one in sent for _ in range(ranks // len(sent))]
@@ -306,7 +312,7 @@ def exchange(
         ]
         sent_by_piece.append(own)
         counted_by_piece.append(counted)
-        means.append(weighted_sum(sent, 1 / ranks, not target, gains))
+        means.append(weighted_sum(sent, 1 / ranks, not target, gains, of_all))
     mine, counted = (
         [torch.cat(p) for p in zip(*every, strict=True)]
         for every in (sent_by_piece, counted_by_piece)
@@ -327,7 +333,10 @@ def exchange(
 # exchange after every step, the mean of their updates is multiplied by ``sqrt(W / R)``. Rows and
 # columns of a tensor have an ``R`` each, from samples, with the optimizer's own memory. Without
 # squares in the optimizer's state its steps are compared. Steps of SGD grow with their gradients,
-# and then the plain mean is the step of DistributedDataParallel. Shared weights decay by themselves
+# and then the plain mean is the step of DistributedDataParallel. If few entries are sent, all
+# tensors have one ``R``, and no entry goes further than its senders have moved it: ``W / n`` times
+# the mean at most. If ranks are several steps apart it is ``sqrt(W / n)`` times. Shared weights
+# decay by themselves
 # (sync/shared_decay.py). Now and then the ranks average ``v`` (sync/optimizer_state.py).
 
 
@@ -425,6 +434,18 @@ def shrunk(known: Tensor, whole: float, ranks: int) -> Tensor:
     of_sums, sums, samples = known
     own = torch.where(sums > 0, of_sums / sums, whole)
     return ((own * samples + whole) / (samples + 1)).clamp(0.25, ranks)
+
+
+def gain_of(compared: list[Compared], ranks: int) -> float:
+    """The gain on the mean of all tensors together: the fewer entries are sent, the longer ranks go
+    by what they have moved themselves, and then one gain is better.
+    """
+    of_sums, sums = (
+        sum(float(one.of_all[part]) for one in compared if one.of_all[1]) for part in (0, 1)
+    )
+    if not sums:
+        return 1.0
+    return round(math.sqrt(ranks / min(max(of_sums / sums, 1.0), float(ranks))) * 64) / 64
 
 
 class Averaged:
@@ -526,14 +547,15 @@ def exchange_updates(
     settings: Settings,
     share: float,
     decay: float,
-    gain: Tensor | None,
+    gain: Tensor,
+    gain_of_all: float | None,
 ) -> tuple[Tensor, list[Tensor]]:
     """Exchange one tensor.
 
     Returns the mean, and each rank's sent part that counts; the unsent part decays in ``w``.
     """
     moved = [w - shared for w in own]  # a = w - S
-    mean, sent, counted = exchange(moved, states, settings, share, gain, is_update=True)  # m
+    mean, sent, counted = exchange(moved, states, settings, share, gain, gain_of_all, True)  # m
     for (sender, _, _), state in states.items():
         state.residual = 0.0 if sender == "rank" else state.residual  # w keeps it
     for w, a, c in zip(own, moved, sent, strict=True):
@@ -616,16 +638,25 @@ def train(
                 residual.zero_()
         # Ranks that pull in opposite directions train on S, and then what is not sent stays whole.
         of_all = [one.coherence(ranks) for one in compared if one.of_all[1]]
-        holds_back = bool(of_all) and sum(of_all) / len(of_all) < 0.9 and not settings.overlap_steps
+        are_opposed = bool(of_all) and sum(of_all) / len(of_all) < 0.9
+        holds_back = are_opposed and not settings.overlap_steps
         decay = 1.0 if holds_back else decay
         for number, (w_shared, states) in enumerate(zip(shared, all_states, strict=True)):
             for state in states.values() if refresh else ():
                 state.target = 0
             own = [rank_weights[number] for rank_weights in weights]
             share = length / settings.local_steps
-            gain = compared[number].gain(ranks, w_shared.dtype) if has_gains else None
-            gain = gain if has_gain else ONE
-            travelling.append(exchange_updates(own, w_shared, states, settings, share, decay, gain))
+            gain = ONE
+            gain_of_all: float | None = 1.0
+            if has_gain and has_gains:
+                gain = compared[number].gain(ranks, w_shared.dtype)
+                if settings.density < 0.05 and not are_opposed:
+                    gain_of_all = gain_of(compared, ranks)
+            elif has_gain:
+                gain_of_all = None
+            travelling.append(
+                exchange_updates(own, w_shared, states, settings, share, decay, gain, gain_of_all)
+            )
         due = step + min(settings.overlap_steps, length)
         since_refresh = 1 if refresh else since_refresh
         if not settings.overlap_steps:

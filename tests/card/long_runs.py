@@ -69,16 +69,17 @@ def compile_kernels(ranks: int, settings: str) -> None:
     assert engines is not None
     engines.begin_step()  # its parameters take part from now on
     config = engines.config
-    gains = None
+    gains = {}
     if config.exchanges_every_step:
         gains = {
             name: TensorCoherence(shape_of(own[0])).gain(ranks) for name, own in one.weights.items()
         }
     dropped = 1 - config.kept_of_residuals(True)
+    gain = 1.0 if gains else None
     for now in (gains, gains, {}):  # without any at the end
-        exchange(engines, 1, ExchangeContext(1, dropped=dropped, gains=now))
+        exchange(engines, 1, ExchangeContext(1, dropped=dropped, gains=now, gain=gain))
     selected = one.weights.keys()
-    exchange(engines, config.local_steps, ExchangeContext(1, gains=gains), selected)
+    exchange(engines, config.local_steps, ExchangeContext(1, gains=gains, gain=gain), selected)
 
 
 def exchange(

@@ -94,18 +94,17 @@ class Rank:
             }
             payloads = torch.stack([sent, sent if self.before is None else self.before])
             self.before = sent
-            for gains in (gains_for(self.plan), None):
-                received = Received(
-                    payloads, self.plan, 0.4, 0, context=ExchangeContext(self.tag, gains=gains)
-                )
-                if self.of_updates and gains is None:
+            for gain in (1.0, 1.3, None):
+                context = ExchangeContext(self.tag, gains=gains_for(self.plan), gain=gain)
+                received = Received(payloads, self.plan, 0.4, 0, context=context)
+                if self.of_updates and gain is None:
                     apply(self.feedback, received, bucket)
                     kept |= {
                         "base after": self.base.cpu().clone(),
                         "own after": self.own.cpu().clone(),
                     }
                 else:
-                    kept[f"mean {gains is None}"] = decompress(
+                    kept[f"mean {gain}"] = decompress(
                         self.feedback, received, torch.full_like(new, 3.0)
                     ).cpu()
             self.feedback.awaited.synchronize()

@@ -176,9 +176,11 @@ def rounds_of_a_run(
     strategy = DCTStrategy(**{"density": 0.2, "min_tensor_size": 8, **settings})
     fit(strategy, Module(None, getattr(torch.optim, optimizer), lr=0.01), 40)
     (clock,) = strategy.updates._clocks.values()
-    gains = strategy.updates._decide(clock, clock.steps).gains(clock.coherence)
+    decision = strategy.updates._decide(clock, clock.steps)
+    gains = decision.gains(clock.coherence)
     rows = [] if not gains else torch.cat([gain.rows for gain in gains.values()]).tolist()
-    return sorted(clock.coherence.tensors), gains is None, rows
+    is_by_senders = decision.gain(clock.coherence) is None
+    return sorted(clock.coherence.tensors), is_by_senders, rows
 
 
 def test_steps_apart_are_averaged_without_it(ranks: Any) -> None:

@@ -52,6 +52,14 @@ EVERY_STEP = {"local_steps": 1, "warmup_steps": 20, "density": 0.1}
         (24, EVERY_STEP, {}, {"measures": True}),
         (68, EVERY_STEP, {}, {"measures": False}),
         (80, EVERY_STEP, {}, {"measures": True}),
+        # Few entries: one gain for all tensors, unless ranks pull apart.
+        (3, {**EVERY_STEP, "density": 0.01}, {}, {"measures": True, "mean": Length.OF_ALL}),
+        (
+            3,
+            {**EVERY_STEP, "density": 0.01},
+            {"are_opposed": True},
+            {"mean": Length.MEASURED, "holds_back": True},
+        ),
         (80, EVERY_STEP, {"is_ending": True}, {"measures": False, "mean": Length.PLAIN}),
         # SGD's mean is long enough; clipping by the norm of the mean needs the measurement.
         (3, EVERY_STEP, {"is_scale_invariant": False}, {"measures": False, "mean": Length.PLAIN}),

@@ -210,12 +210,8 @@ def plan_bucket(
     return BucketPlan(tuple(names), tuple(sizes), tuple(targets), dtype, value_format)
 
 
-def gains_of(
-    plan: BucketPlan, gains: Mapping[str, Gain] | None, device: torch.device
-) -> Gains | None:
-    """The gains of a plan's compressed tensors, with factors on a device; None if all are 1, or
-    depend on the number of senders.
-    """
+def gains_of(plan: BucketPlan, gains: Mapping[str, Gain], device: torch.device) -> Gains | None:
+    """The gains of a plan's compressed tensors, with factors on a device; None if all are 1."""
     if not gains:
         return None
     known = plan._known_gains.get(device)
@@ -225,11 +221,9 @@ def gains_of(
     return found
 
 
-def gains_of_dense(
-    plan: BucketPlan, gains: Mapping[str, Gain] | None, mean: Tensor
-) -> Tensor | None:
+def gains_of_dense(plan: BucketPlan, gains: Mapping[str, Gain], mean: Tensor) -> Tensor | None:
     """The factors on the mean of a plan's dense tensors, one after the other: like that mean, shape
-    ``[n]``; None if all are 1, or depend on the number of senders.
+    ``[n]``; None if all are 1.
     """
     if not gains:
         return None
@@ -384,13 +378,20 @@ class ExchangeContext(NamedTuple):
     scale: float = 1.0  # factor on gradients that undoes the loss scale of mixed-precision training
     # Share of what is not sent that own weights lose, if entries are read from weights in place.
     dropped: float = 0.0
-    # The factors on the mean of each parameter, by name, where they are not 1; None for `sqrt(ranks
-    # / senders)`.
-    gains: Mapping[str, Gain] | None = MappingProxyType({})
+    # The factors on the mean of each parameter, by name, where they are not 1.
+    gains: Mapping[str, Gain] = MappingProxyType({})
+    # One gain for all compressed tensors takes the place of theirs, if it is not 1: at most `ranks /
+    # senders`, and None for `sqrt(ranks / senders)`.
+    gain: float | None = 1.0
+
+    @property
+    def gains_of_compressed(self) -> Mapping[str, Gain]:
+        """The gains of compressed tensors, where there is not one for all."""
+        return self.gains if self.gain == 1.0 else NO_CONTEXT.gains
 
     def without_gains(self) -> ExchangeContext:
         """This context with all gains 1."""
-        return self._replace(gains=NO_CONTEXT.gains)
+        return self._replace(gains=NO_CONTEXT.gains, gain=1.0)
 
 
 NO_CONTEXT = ExchangeContext()

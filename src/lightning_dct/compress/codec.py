@@ -236,7 +236,7 @@ def compress_bucket(
                 None,
                 first,
                 as_read,
-                weights_by_senders(1, 1.0, False, plan.residual_dtype),
+                weights_by_senders(1, 1.0, 1.0, plan.residual_dtype),
             )
             for base, old, one in zip(references, before, counted, strict=True):
                 base.copy_(torch.where(one != 0, base, old))
@@ -328,8 +328,8 @@ def add_payloads(feedback: ErrorFeedback, received: Received, bucket: Bucket, la
         counts.append(end - begin)
     tensors = plan.of_tensors(plan.compressed)
     owns, totals = bucket.parts(tensors.bounds)
-    weights = weights_by_senders(ranks, factor, context.gains is None, plan.residual_dtype)
-    gains = gains_of(plan, context.gains, payloads.device)
+    weights = weights_by_senders(ranks, factor, context.gain, plan.residual_dtype)
+    gains = gains_of(plan, context.gains_of_compressed, payloads.device)
     sent = Sent(flags, values[:end], counts)
     cpu_kernel(feedback.kernel).add_sums(
         totals, owns or None, tensors.first, sent, weights, mine, gains
@@ -354,7 +354,7 @@ def add_dense(
     gains = received.context.gains
     summed = [dense.to(plan.residual_dtype) for dense in sent[:ranks]]
     total = sum(summed[1:], start=summed[0])
-    weights = weights_by_senders(ranks, received.factor, gains is None, plan.residual_dtype)
+    weights = weights_by_senders(ranks, received.factor, 1.0, plan.residual_dtype)
     mean = total * float(weights.numpy()[-1])
     if (factors := gains_of_dense(plan, gains, mean)) is not None:
         mean *= factors

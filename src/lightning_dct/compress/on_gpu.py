@@ -234,9 +234,9 @@ def _number(value: float, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _weights(
-    ranks: int, factor: float, is_by_senders: bool, dtype: torch.dtype, device: torch.device
+    ranks: int, factor: float, gain: float | None, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    return to_device(weights_by_senders(ranks, factor, is_by_senders, dtype), device)
+    return to_device(weights_by_senders(ranks, factor, gain, dtype), device)
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
@@ -531,8 +531,8 @@ def add_payloads(feedback: ErrorFeedback, received: Received, bucket: Bucket, la
     table = arrived.table
     words = arrived.words
     addresses = arrived.table.addresses(bucket)
-    weights = _weights(rows, factor, context.gains is None, plan.residual_dtype, table.device)
-    gains = gains_of(plan, context.gains, table.device)
+    weights = _weights(rows, factor, context.gain, plan.residual_dtype, table.device)
+    gains = gains_of(plan, context.gains_of_compressed, table.device)
     factors, places = (
         (weights, weights)
         if gains is None

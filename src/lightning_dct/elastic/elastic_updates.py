@@ -343,7 +343,9 @@ class ElasticUpdates(UpdateSynchronizer):
         self.commit()
         self._cosine = next(header.cosine for header in headers if header.step == step)
         if senders:
-            context = ExchangeContext(gains=self._gains(self._decide(clock, step), len(senders)))
+            decision = self._decide(clock, step)
+            gain = None if decision.mean is Length.BY_SENDERS else 1.0
+            context = ExchangeContext(gains=self._gains(decision, len(senders)), gain=gain)
             place = senders.index(present.rank()) if sends else None
             num_averaged = headers[senders[0]].averaged
             rest, of_squares = rows[senders].split([size - num_averaged, num_averaged], dim=1)
@@ -407,11 +409,11 @@ class ElasticUpdates(UpdateSynchronizer):
         self.feedback.awaited.poll()
         self.exchanges += 1
 
-    def _gains(self, decision: Decision, ranks: int) -> Mapping[str, Gain] | None:
+    def _gains(self, decision: Decision, ranks: int) -> Mapping[str, Gain]:
         """One gain for all parameters, because the number of ranks changes."""
         clock = self._the_clock
-        if decision.mean is not Length.MEASURED:
-            return decision.gains(clock.coherence)
+        if decision.mean in (Length.PLAIN, Length.BY_SENDERS):
+            return {}
         coherence = max(1.0 + (ranks - 1) * self._cosine / WHOLE, LEAST)
         one = torch.ones(1, dtype=torch.float64)
         gain = math.sqrt(ranks / coherence)

@@ -52,19 +52,16 @@ def compiled(device_type: str, kernel: str = "auto", loops: str = "numba_cpu") -
 
 
 @lru_cache(maxsize=64)
-def weights_by_senders(
-    ranks: int, factor: float, is_by_senders: bool, dtype: torch.dtype
-) -> Tensor:
+def weights_by_senders(ranks: int, factor: float, gain: float | None, dtype: torch.dtype) -> Tensor:
     """The weight of a sum by the number of ranks that have sent an entry: shape ``[ranks + 1]``,
     read-only.
 
-    That is ``factor`` for any number, or ``factor * sqrt(ranks / senders)`` if it goes by them.
+    That is ``factor`` times the gain, at most ``ranks / senders``; None is ``sqrt(ranks /
+    senders)``.
     """
     senders = torch.arange(ranks + 1, dtype=torch.float64).clamp_(min=1)
-    gains = (
-        (ranks / senders).sqrt() if is_by_senders else torch.ones(ranks + 1, dtype=torch.float64)
-    )
-    return (factor * gains).to(dtype)
+    fewer = ranks / senders
+    return (factor * (fewer.sqrt() if gain is None else fewer.clamp(max=gain))).to(dtype)
 
 
 def add_rows(total: Tensor, indices: Tensor, rows: Tensor) -> None:

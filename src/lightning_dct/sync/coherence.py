@@ -19,6 +19,10 @@ Adafactor it is taken from those of rows and columns, ``R_ij = R_i R_j / R``. A 
 dimension has one ``R``. If an optimizer keeps no squares of gradients, as Lion and Muon, its steps
 of the last few measurements take the place of gradients, so the mean gets as long as the steps are.
 
+If few entries are sent, they wait long, and a rank goes by what it has moved itself. Then one gain
+for all tensors, from their squares together, trains better over long runs. It is at most ``W / n``
+for an entry that ``n`` ranks have sent, so that none goes further than its senders have moved it.
+
 Ranks measure now and then, from about one entry of each row.
 
 Sources: radial-directional averaging of Decoupled DiLoCo (arXiv 2604.21428), which has an ``f`` of
@@ -54,6 +58,8 @@ LEAST = 0.25
 OPPOSED = 0.9
 # The coherence of the whole tensor counts as so many samples of a row or a column.
 PRIOR = 1.0
+# The gain of all tensors changes in parts of so many, because weights by senders are kept by it.
+GAIN_UNITS = 64
 # Of the factor of a column, and its inverse.
 MOST_OF_COLUMN = 2.0
 
@@ -156,12 +162,14 @@ class Coherence:
             :func:`measure_all`. It counts from the next one on, because by then every rank knows
             it.
         mean: The coherence of all tensors, each counting as much; None while nothing is known.
+        gain_of_all: The gain on the mean of all tensors together, at least 1.
     """
 
     def __init__(self) -> None:
         self.tensors: dict[str, TensorCoherence] = {}
         self.measured: dict[str, tuple[int, float, Tensor]] = {}
         self.mean: float | None = None
+        self.gain_of_all = 1.0
         self._is_awaited = False
         # The step that has begun and is not measured yet, and samples of weights before it.
         self._begun = 0
@@ -268,6 +276,12 @@ class Coherence:
         }
         of_all = [self.tensors[name].of_whole(ranks) for name in self._gains]
         self.mean = sum(of_all) / len(of_all) if of_all else None
+        of_sums, sums = (
+            sum(float(self.tensors[name].whole[part]) for name in self._gains) for part in (0, 1)
+        )
+        if sums > 0:
+            coherence = min(max(of_sums / sums, 1.0), float(ranks))
+            self.gain_of_all = round(math.sqrt(ranks / coherence) * GAIN_UNITS) / GAIN_UNITS
 
     def load(self, tensors: Mapping[str, TensorCoherence], ranks: int) -> None:
         """Continue with what is known of so many ranks."""

@@ -17,6 +17,11 @@ class Length(Enum):
     PLAIN = "the mean as it is"
     BY_SENDERS = "times sqrt(W / n) where n of W ranks have sent an entry"
     MEASURED = "times sqrt(W / R), R from how far the ranks' gradients agree"
+    OF_ALL = "the same with one R for all tensors, at most W / n"
+
+
+# Densities below are few entries: they wait so long that one gain for all tensors is better.
+FEW = 0.05
 
 
 class Decision(NamedTuple):
@@ -43,11 +48,17 @@ class Decision(NamedTuple):
     mean: Length
     averages_buffers: bool
 
-    def gains(self, coherence: Coherence) -> Mapping[str, Gain] | None:
-        """The gains on means by parameter, where they are not 1; None for ``sqrt(W / n)``."""
-        if self.mean is Length.PLAIN:
-            return {}
-        return coherence.gains() if self.mean is Length.MEASURED else None
+    def gains(self, coherence: Coherence) -> Mapping[str, Gain]:
+        """The gains on means by parameter, where they are not 1."""
+        return coherence.gains() if self.mean in (Length.MEASURED, Length.OF_ALL) else {}
+
+    def gain(self, coherence: Coherence) -> float | None:
+        """The gain on means of all compressed tensors, where they have none of their own; None for
+        ``sqrt(W / n)``.
+        """
+        if self.mean is Length.BY_SENDERS:
+            return None
+        return coherence.gain_of_all if self.mean is Length.OF_ALL else 1.0
 
 
 def decide(
@@ -76,11 +87,13 @@ def decide(
     # that gains.
     if not is_scale_invariant or is_ending:
         mean = Length.PLAIN
-    elif config.exchanges_every_step:
-        mean = Length.MEASURED
-    else:
+    elif not config.exchanges_every_step:
         mean = Length.BY_SENDERS
-    is_used = mean is Length.MEASURED or clips_by_norm
+    elif config.density < FEW and not are_opposed:
+        mean = Length.OF_ALL
+    else:
+        mean = Length.MEASURED
+    is_used = mean in (Length.MEASURED, Length.OF_ALL) or clips_by_norm
     # A residual that own weights do not contain keeps no ranks apart.
     holds_back = are_opposed and not config.overlap_steps
     loses_residuals = step <= config.warmup_steps and not holds_back

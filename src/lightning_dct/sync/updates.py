@@ -324,7 +324,10 @@ class UpdateSynchronizer(UpdateState):
                 clock.own_decay.agree(clock.names, self.weights, self.exchange.everyone)
             tag = tag_of(clock.digest, clock.steps, self.epoch)
             context = ExchangeContext(
-                tag, dropped=1.0 - decision.kept, gains=decision.gains(clock.coherence)
+                tag,
+                dropped=1.0 - decision.kept,
+                gains=decision.gains(clock.coherence),
+                gain=decision.gain(clock.coherence),
             )
             clock.holds_back = decision.holds_back
             self.exchange_buckets(clock, sending, length, context, self._to_select_anew(sending))
