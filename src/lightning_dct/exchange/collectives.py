@@ -43,12 +43,12 @@ class Link:
         """Carries a GPU's payloads over gloo; None over another backend."""
         return HostMemory(self.group) if dist.get_backend(self.group) == "gloo" else None
 
-    @cached_property
+    @property
     def size(self) -> int:
-        """The number of ranks."""
+        """The number of ranks, which changes in elastic groups."""
         return self.group.size()
 
-    @cached_property
+    @property
     def rank(self) -> int:
         """This rank's number in the group."""
         return self.group.rank()
