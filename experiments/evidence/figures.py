@@ -55,7 +55,11 @@ def _at_a_hundredth(name: str, method: str, strategy: str, in_readme: bool) -> F
     title = f"[{method}](docs/evidence/other_methods.md#one-thousand-steps), the same training"
     steps = ("trainer.max_steps=1000", "trainer.devices=2")
     return Figure(
-        *(name, title, 2, compare.main, (*LM, *steps)),
+        name,
+        title,
+        2,
+        compare.main,
+        (*LM, *steps),
         strategies=("ddp", strategy),
         in_readme=in_readme,
     )
@@ -67,7 +71,10 @@ def _step(link: int, rate: str, in_readme: bool) -> Figure:
     steps = ("trainer.max_steps=74", "trainer.val_check_interval=74")
     words = ("callbacks.step_timer.skip=10", "logger=none", "--hosts", "2", "--link", str(link))
     return Figure(
-        *(f"step-{link}", f"[a step of it on a link of {rate}]({page})", 2, compare.main),
+        f"step-{link}",
+        f"[a step of it on a link of {rate}]({page})",
+        2,
+        compare.main,
         (*LM, *steps, *words),
         strategies=("ddp", "dct strategy.local_steps=1 strategy.density=0.1"),
         metric="ms",
@@ -94,12 +101,16 @@ FIGURES = (
     _step(1000, "1 Gbit/s", in_readme=False),
     _step(100, "100 Mbit/s", in_readme=True),
     _at_a_hundredth(
-        *("lm-2-hundredth", "`dct` with 3% of the entries"),
-        *("dct strategy.local_steps=1 strategy.density=0.03", False),
+        "lm-2-hundredth",
+        "`dct` with 3% of the entries",
+        "dct strategy.local_steps=1 strategy.density=0.03",
+        in_readme=False,
     ),
     _at_a_hundredth(
-        *("sparse-loco", "SparseLoCo instead of `dct`"),
-        *("sparse_loco strategy.method.sync_every=2 strategy.method.top_k=128", True),
+        "sparse-loco",
+        "SparseLoCo instead of `dct`",
+        "sparse_loco strategy.method.sync_every=2 strategy.method.top_k=128",
+        in_readme=True,
     ),
     _of_ranks(4),
     _of_ranks(8, "model.learning_rate=0.01"),

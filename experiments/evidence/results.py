@@ -144,26 +144,32 @@ def _line(figure: Figure, results: Sequence[Result]) -> tuple[str, ...] | None:
         return None
     before = statistics.fmean(dense[seed].value for seed in seeds)
     after = statistics.fmean(compressed[seed].value for seed in seeds)
-    is_score, is_time = figure.metric == "auc", figure.metric == "ms"
-    spread = Spread.of(
-        compressed[seed].value - dense[seed].value
-        if is_score
-        else compressed[seed].value / dense[seed].value - (not is_time)
-        for seed in seeds
-    )
-    assert spread is not None
-    counted = f"{len(seeds)} {'run' if is_time else 'seed'}{'s' if len(seeds) > 1 else ''}"
-    against = "{:+.4f}" if is_score else "{:.2f}" if is_time else "{:+.1%}"
-    digits = ".4f" if is_score else ".3f"
+    pairs = [(dense[seed].value, compressed[seed].value) for seed in seeds]
+    repeated = "seed"
+    if figure.metric == "ms":
+        values = f"{before:.0f} → {after:.0f} ms"
+        against = f"{_spread(after / before for before, after in pairs).write('{:.2f}')} times"
+        repeated = "run"
+    elif figure.metric == "auc":
+        values = f"AUC {before:.4f} → {after:.4f}"
+        against = _spread(after - before for before, after in pairs).write("{:+.4f}")
+    else:
+        values = f"{figure.metric} {before:.3f} → {after:.3f}"
+        against = _spread(after / before - 1 for before, after in pairs).write("{:+.1%}")
+    counted = f"{len(seeds)} {repeated}{'s' if len(seeds) > 1 else ''}"
     return (
         figure.title,
         str(figure.ranks),
-        f"{before:.0f} → {after:.0f} ms"
-        if is_time
-        else f"{figure.metric.replace('auc', 'AUC')} {before:{digits}} → {after:{digits}}",
-        f"{_unsigned_zero(spread.write(against))}{' times' if is_time else ''} ({counted})",
+        values,
+        f"{_unsigned_zero(against)} ({counted})",
         _bytes([compressed[seed] for seed in seeds]),
     )
+
+
+def _spread(values: Iterable[float]) -> Spread:
+    spread = Spread.of(values)
+    assert spread is not None
+    return spread
 
 
 def _unsigned_zero(text: str) -> str:

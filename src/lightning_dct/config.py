@@ -39,8 +39,8 @@ class DCTConfig:
             exchange, while each rank's optimizer trains on its own gradients. ``"gradients"``:
             gradients in every backward, as the paper does. With Adam or momentum the latter loses
             quality, because residuals delay gradients and release them in bursts.
-        local_steps: Optimizer steps from one exchange of updates to the next, at least 1, by default
-            1 or ``overlap_steps``. Gradients are exchanged in every step.
+        local_steps: Optimizer steps from one exchange of updates to the next, at least 1; by
+            default 1 or ``overlap_steps``. Gradients are exchanged in every step.
         warmup_steps: Optimizer steps in which updates are exchanged after every step, each time
             proportionally fewer entries unless a density is 1. Otherwise ranks would drift apart
             while weights move fast.
@@ -48,9 +48,9 @@ class DCTConfig:
             1]. Less than 1 keeps the ranks together at learning rates that are too large for the
             batch of one rank. After the warm-up the factor is 1. None stands for 0.95 less half the
             density, and for 0.95 with optimizers whose steps grow with their gradients, as SGD.
-        share_second_moments: Average over the ranks, from time to time, what an optimizer has learnt
-            about the size of gradients, such as Adam's ``exp_avg_sq``. Without that, ranks whose
-            data differ end elsewhere than under plain DDP.
+        share_second_moments: Average over the ranks, from time to time, what an optimizer has
+            learnt about the size of gradients, such as Adam's ``exp_avg_sq``. Without that, ranks
+            whose data differ end elsewhere than under plain DDP.
         overlap_steps: Optimizer steps for which an exchange of updates may be in flight during
             training, at most ``local_steps``. With 0 training waits for it. From 1 on tensors take
             turns, so that the load on the link is even.

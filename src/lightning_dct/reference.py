@@ -336,8 +336,8 @@ def exchange(
 # and then the plain mean is the step of DistributedDataParallel. If few entries are sent, all
 # tensors have one ``R``, and no entry goes further than its senders have moved it: ``W / n`` times
 # the mean at most. If ranks are several steps apart it is ``sqrt(W / n)`` times. Shared weights
-# decay by themselves
-# (sync/shared_decay.py). Now and then the ranks average ``v`` (sync/optimizer_state.py).
+# decay by themselves (sync/shared_decay.py). Now and then the ranks average ``v``
+# (sync/optimizer_state.py).
 
 
 def is_measured(step: int) -> bool:

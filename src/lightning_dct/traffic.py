@@ -118,7 +118,10 @@ class Clock:
 
 
 class _Timing(AbstractContextManager[None]):
-    """Times what happens within; a step has a dozen of them, and a generator takes twice as long."""
+    """Times what happens within.
+
+    A step has a dozen of them, and a generator would take twice as long.
+    """
 
     __slots__ = ("_clock", "_span", "_start", "_total", "_traffic")
 

@@ -1,5 +1,5 @@
-"""The present version's figures: their commands are complete, their results are read from what programs
-write, and the pages have the table of the results.
+"""The present version's figures: their commands are complete, their results are read from what
+programs write, and the pages have the table of the results.
 """
 
 from pathlib import Path

@@ -380,8 +380,8 @@ class ExchangeContext(NamedTuple):
     dropped: float = 0.0
     # The factors on the mean of each parameter, by name, where they are not 1.
     gains: Mapping[str, Gain] = MappingProxyType({})
-    # One gain for all compressed tensors takes the place of theirs, if it is not 1: at most `ranks /
-    # senders`, and None for `sqrt(ranks / senders)`.
+    # One gain for all compressed tensors takes the place of theirs, if it is not 1: at most
+    # `ranks / senders`, and None for `sqrt(ranks / senders)`.
     gain: float | None = 1.0
 
     @property

@@ -79,10 +79,10 @@ def compress(
         threshold = threshold_from(sampled, size, target)
         feedback.thresholds.set(tensors.names[number], target, threshold)
     feedback.selected |= bool(missing)
-    rest = (plan, used, deferred, context)
     if must_not_wait(bucket.references[0].device):
-        return _code_for_gpus().compress_bucket(feedback, bucket, *rest)
-    return compress_bucket(feedback, bucket, *rest)
+        code_for_gpus = _code_for_gpus()
+        return code_for_gpus.compress_bucket(feedback, bucket, plan, used, deferred, context)
+    return compress_bucket(feedback, bucket, plan, used, deferred, context)
 
 
 def _code_for_gpus() -> Any:
@@ -181,14 +181,13 @@ def compress_bucket(
     kernel = cpu_kernel(feedback.kernel)
     tensors = plan.of_tensors(used)
     inputs, references = bucket.parts(tensors.bounds)
-    taus = thresholds.of(tensors.names, tensors.targets)
+    taus = thresholds.of(tensors.names)
     flags = torch.zeros(sum(plan.flag_bytes), dtype=torch.uint8)
     before = [base.clone() for base in references if bucket.ranks_keep_unsent]
     first = tensors.first
     values, reached = kernel.select(inputs, references, first, taus, bucket.scale, flags)
     # The capacity is fixed, because collectives need equal sizes.
-    fitting = (first, tensors.sizes, values, reached, tensors.targets)
-    values, kept, limits = kernel.fit(flags, *fitting)
+    values, kept, limits = kernel.fit(flags, first, tensors.sizes, values, reached, tensors.targets)
     if feedback.adapt_threshold:
         for name, target, size, tau, count, limit in zip(
             tensors.names, tensors.targets, tensors.sizes, taus, reached, limits, strict=True
@@ -354,8 +353,7 @@ def add_dense(
     gains = received.context.gains
     summed = [dense.to(plan.residual_dtype) for dense in sent[:ranks]]
     total = sum(summed[1:], start=summed[0])
-    weights = weights_by_senders(ranks, received.factor, 1.0, plan.residual_dtype)
-    mean = total * float(weights.numpy()[-1])
+    mean = total * received.factor
     if (factors := gains_of_dense(plan, gains, mean)) is not None:
         mean *= factors
     means = mean.split_with_sizes(sizes)

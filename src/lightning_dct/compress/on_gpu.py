@@ -5,9 +5,9 @@ A launch handles all tensors of a bucket and all payloads of all senders. The ho
 from the GPU and does no work by tensor: a plan's sizes and places are copied there once, and the
 addresses of its tensors when they change.
 
-Results are the bits that :mod:`~lightning_dct.compress.codec` gives on a CPU, and the same twice. Only the
-means of 1bit and 2bit and the guard's power are computed in another order: in fp64, and rounded to
-fp32 a mean hides that.
+Results are the bits that :mod:`~lightning_dct.compress.codec` gives on a CPU, and the same twice.
+Only the means of 1bit and 2bit and the guard's power are computed in another order: in fp64, and
+rounded to fp32 a mean hides that.
 """
 
 from array import array

@@ -154,7 +154,7 @@ class Thresholds:
         self._take_back([name])
         return float(self._values[name]) if self.targets.get(name) == target else None
 
-    def of(self, names: tuple[str, ...], targets: tuple[int, ...]) -> list[float]:
+    def of(self, names: tuple[str, ...]) -> list[float]:
         """Some thresholds, none of which is missing."""
         self._take_back(names)
         return [float(self._values[name]) for name in names]

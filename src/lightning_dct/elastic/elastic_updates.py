@@ -412,7 +412,7 @@ class ElasticUpdates(UpdateSynchronizer):
     def _gains(self, decision: Decision, ranks: int) -> Mapping[str, Gain]:
         """One gain for all parameters, because the number of ranks changes."""
         clock = self._the_clock
-        if decision.mean in (Length.PLAIN, Length.BY_SENDERS):
+        if not decision.mean.is_measured:
             return {}
         coherence = max(1.0 + (ranks - 1) * self._cosine / WHOLE, LEAST)
         one = torch.ones(1, dtype=torch.float64)

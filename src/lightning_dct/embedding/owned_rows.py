@@ -168,8 +168,7 @@ class OwnedRows(CompressedModule):
     @property
     def num_places(self) -> int | None:
         """The number of places of this rank's rows; None if they are keys of growing tables."""
-        owned = self.placement.owned_rows[self.exchange_group.rank]
-        return owned if self.placement.has_numbers else None
+        return self.capacity() if self.placement.has_numbers else None
 
     def initialize_rows(self) -> None:
         """Set all of this rank's rows to their initial values."""

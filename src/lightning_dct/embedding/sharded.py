@@ -60,9 +60,9 @@ class ShardedEmbeddingBags(OwnedRows):
         pooled = tables(ids, offsets)    # float [batch, 3, 16]: bought, seen, users
 
     Args:
-        tables: An :class:`~lightning_dct.EmbeddingTable` for each table, with one dim and one dtype.
-            Or the number of rows of each table: all then have the ``embedding_dim``, ``pooling``
-            and ``initial_bound`` below.
+        tables: An :class:`~lightning_dct.EmbeddingTable` for each table, with one dim and one
+            dtype. Or the number of rows of each table: all then have the ``embedding_dim``,
+            ``pooling`` and ``initial_bound`` below.
         embedding_dim: Entries a row, if ``tables`` are numbers.
         pooling: ``"sum"`` or ``"mean"`` of a bag's rows, if ``tables`` are numbers; ``"sum"`` when
             None. An empty bag is zero.

@@ -56,16 +56,16 @@ SIZE = 0
 FIRST = 1
 # Numbers of a payload's layout: where its parts begin, bytes of its positions, how these are coded,
 # and bits of a value.
-POSITIONS = 0
-VALUES = 1
-DENSE = 2
-POSITION_BYTES = 3
-NUM_FLAGS = 4
-LOW_BITS = 5
-CAPACITY = 6
-UNIVERSE = 7
-VALUE_BITS = 8
-HEADER_BYTES = 12
+SCALES = 0
+POSITIONS = 1
+VALUES = 2
+DENSE = 3
+POSITION_BYTES = 4
+NUM_FLAGS = 5
+LOW_BITS = 6
+CAPACITY = 7
+UNIVERSE = 8
+VALUE_BITS = 9
 
 
 def select(
@@ -179,13 +179,14 @@ def select_rows(
 
 def add_flagged(rows: Tensor, at: Tensor, flags: Tensor, values: Tensor) -> None:
     """See :func:`lightning_dct.kernels.plain.add_flagged`."""
-    _add_flagged(rows.numpy(), at.numpy(), _words(flags), values.to(rows.dtype).numpy())
+    added = values.to(rows.dtype)
+    _change_flagged(rows.numpy(), at.numpy(), _words(flags), added.numpy(), True)
 
 
 def keep_rest(rows: Tensor, at: Tensor, flags: Tensor, values: Tensor, sent: Tensor) -> None:
     """See :func:`lightning_dct.kernels.plain.keep_rest`."""
     left = values - sent.to(values.dtype)
-    _put_flagged(rows.numpy(), at.numpy(), _words(flags), left.numpy())
+    _change_flagged(rows.numpy(), at.numpy(), _words(flags), left.numpy(), False)
 
 
 def unflag(flags: Tensor, keep: Tensor) -> None:
@@ -329,7 +330,7 @@ def _scratch(count: int, dtype: torch.dtype) -> Tensor:
 
 
 @njit(nogil=True, cache=True, error_model="numpy", inline="always")
-def _window(words: Any, bit: Any, length: Any) -> Any:
+def window(words: Any, bit: Any, length: Any) -> Any:
     """Up to 64 flags from a bit on, the first in the lowest bit; those beyond ``length`` are
     zero.
     """
@@ -354,7 +355,7 @@ def _set_window(words: Any, bit: Any, flags: Any) -> None:
 
 
 @njit(nogil=True, cache=True, error_model="numpy", inline="always")
-def _ones(word: Any) -> Any:
+def ones(word: Any) -> Any:
     """The number of set flags. Compilers know this formula, and use the processor's instruction."""
     word = word - ((word >> ONE) & np.uint64(0x5555555555555555))
     word = (word & np.uint64(0x3333333333333333)) + (
@@ -368,11 +369,11 @@ def _ones(word: Any) -> Any:
 def _flags_before(words: Any, bit: int, start: int = 0) -> int:
     """The number of set flags from number ``start`` on, before number ``bit``."""
     first = min(bit, start + (-start & 63))
-    count = _ones(_window(words, start, first - start)) if start < first else 0
+    count = ones(window(words, start, first - start)) if start < first else 0
     for word in range(first >> 6, bit >> 6):
-        count += _ones(words[word])
+        count += ones(words[word])
     first = max(first, bit & ~63)
-    return count + (_ones(_window(words, first, bit - first)) if first < bit else 0)
+    return count + (ones(window(words, first, bit - first)) if first < bit else 0)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -571,7 +572,7 @@ def _thin(words: Any, begin: int, size: int, values: Any, target: int, limit: fl
     remainder = 0
     wanted = min(target, large)
     for bit in range(begin, begin + size, 64):
-        flags = _window(words, bit, begin + size - bit)
+        flags = window(words, bit, begin + size - bit)
         while flags:
             lowest = flags & (~flags + ONE)
             flags ^= lowest
@@ -596,7 +597,7 @@ def _subtract(table: Any, begin: int, end: int, words: Any, values: Any) -> None
         bit = max(begin, table[FIRST, tensor])
         for start in range(0, whole.size, 64):
             part = whole[start : start + 64]
-            flags = _window(words, bit + start, part.size)
+            flags = window(words, bit + start, part.size)
             while flags:
                 i = trailing_zeros(flags)
                 flags &= flags - ONE
@@ -617,7 +618,7 @@ def _decay(table: Any, begin: int, end: int, dropped: Any, words: Any, values: A
         for start in range(0, new.size, 64):
             ours = new[start : start + 64]
             theirs = base[start : start + 64]
-            flags = _window(words, bit + start, ours.size)
+            flags = window(words, bit + start, ours.size)
             for i in range(ours.size):
                 left[i] = ours[i] - theirs[i]
             while flags:
@@ -687,7 +688,7 @@ def _add_part(
             if own.size:
                 _prefetch(own, entry)
         for sender in range(words.shape[0]):
-            flags = _window(words[sender], bit + start, part.size)
+            flags = window(words[sender], bit + start, part.size)
             cursor = cursors[sender]
             if sender < summed:
                 union |= flags
@@ -838,7 +839,7 @@ def _decode_elias_fano(
     last = np.int64(-1)
     low = np.zeros(64, np.int64)
     for start in range(0, num_flags, 64):
-        flags = _window(message, start, num_flags - start)
+        flags = window(message, start, num_flags - start)
         while flags:
             place = start + np.int64(trailing_zeros(flags))
             flags &= flags - ONE
@@ -847,7 +848,7 @@ def _decode_elias_fano(
             if not count & 63:
                 low[:] = 0
                 for plane in range(low_bits):
-                    bits = _window(message, num_flags + plane * capacity + count, capacity - count)
+                    bits = window(message, num_flags + plane * capacity + count, capacity - count)
                     for i in range(64):
                         low[i] |= np.int64((bits >> np.uint64(i)) & ONE) << plane
             position = (place - count) << low_bits | low[count & 63]
@@ -876,7 +877,7 @@ def _write_payload(layout: Any, words: Any, values: Any, counts: Any, payload: A
             words, message, layout[NUM_FLAGS], layout[LOW_BITS], layout[CAPACITY]
         ):
             return False
-    payload[HEADER_BYTES : layout[POSITIONS]] = scales.view(np.uint8)
+    payload[layout[SCALES] : layout[POSITIONS]] = scales.view(np.uint8)
     payload[layout[POSITIONS] : layout[POSITIONS] + num_bytes] = message.view(np.uint8)[:num_bytes]
     num_bytes = (bits * values.size + 7) // 8
     payload[layout[VALUES] : layout[VALUES] + num_bytes] = codes.view(np.uint8)[:num_bytes]
@@ -911,7 +912,7 @@ def _read_payload(
     if counts.sum() != count:
         return -1
     scales = np.zeros(counts.size, np.float32)
-    scales.view(np.uint8)[:] = payload[HEADER_BYTES : layout[POSITIONS]]
+    scales.view(np.uint8)[:] = payload[layout[SCALES] : layout[POSITIONS]]
     bits = layout[VALUE_BITS]
     num_bytes = (bits * count + 7) // 8
     codes = np.zeros(bits * count // 64 + 1, np.uint64)
@@ -996,7 +997,8 @@ def _select_rows(
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _add_flagged(rows: Any, at: Any, words: Any, values: Any) -> None:
+def _change_flagged(rows: Any, at: Any, words: Any, values: Any, is_added: bool) -> None:
+    """Add values to the flagged entries, or put those that are finite there."""
     dim = rows.shape[1]
     count = 0
     row = 0
@@ -1008,7 +1010,10 @@ def _add_flagged(rows: Any, at: Any, words: Any, values: Any) -> None:
             # Positions ascend, so there is no division.
             while position >= (row + 1) * dim:
                 row += 1
-            rows[at[row], position - row * dim] += values[count]
+            if is_added:
+                rows[at[row], position - row * dim] += values[count]
+            elif np.isfinite(values[count]):
+                rows[at[row], position - row * dim] = values[count]
             count += 1
 
 
@@ -1025,23 +1030,6 @@ def _unflag(words: Any, keep: Any) -> None:
                 kept ^= lowest
             count += 1
         words[word] = kept
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def _put_flagged(rows: Any, at: Any, words: Any, values: Any) -> None:
-    dim = rows.shape[1]
-    count = 0
-    row = 0
-    for word in range(words.size):
-        flags = words[word]
-        while flags and count < values.size:
-            position = 64 * word + np.int64(trailing_zeros(flags))
-            flags &= flags - ONE
-            while position >= (row + 1) * dim:
-                row += 1
-            if np.isfinite(values[count]):
-                rows[at[row], position - row * dim] = values[count]
-            count += 1
 
 
 @njit(nogil=True, cache=True, error_model="numpy")

@@ -8,18 +8,16 @@ from typing import Any
 
 import numpy as np
 from numba import njit
-from numba.cpython.unsafe import numbers as unsafe
 from numpy.typing import NDArray
+
+from lightning_dct.kernels.numba_cpu import ONE, WORD, ones, trailing_zeros, window
+from lightning_dct.kernels.numba_rows import GOLDEN
 
 # Bits that a pass of the radix sort looks at.
 DIGIT = 11
 # A bit for each possible key is faster than a sort, up to so many bits a key.
 MOST_BITS = 1 << 10
-ONE = np.uint64(1)
-WORD = np.uint64(63)
-trailing_zeros: Any = unsafe.trailing_zeros
 # Of the hash of a row, as in :mod:`lightning_dct.embedding.cache`.
-GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 PEER_FACTOR = np.uint64(0xD6E8FEB86659FD93)
 
 
@@ -86,17 +84,6 @@ def _numbered(order: Any, ascending: Any) -> Any:
     return found[:count].copy(), inverse
 
 
-@njit(nogil=True, cache=True, inline="always")
-def _ones(word: Any) -> Any:
-    """The number of bits that are set. Compilers know this formula."""
-    word = word - ((word >> ONE) & np.uint64(0x5555555555555555))
-    word = (word & np.uint64(0x3333333333333333)) + (
-        (word >> np.uint64(2)) & np.uint64(0x3333333333333333)
-    )
-    word = (word + (word >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
-    return np.int64((word * np.uint64(0x0101010101010101)) >> np.uint64(56))
-
-
 @njit(nogil=True, cache=True)
 def _marked(keys: Any, number: int) -> Any:
     """The distinct keys, ascending, and the number of each key among them, by a bit for each
@@ -119,7 +106,7 @@ def _marked(keys: Any, number: int) -> Any:
     for i in range(keys.size):
         key = keys[i]
         lower = (ONE << (np.uint64(key) & WORD)) - ONE
-        inverse[i] = before[key >> 6] + _ones(marks[key >> 6] & lower)
+        inverse[i] = before[key >> 6] + ones(marks[key >> 6] & lower)
     return found[:count].copy(), inverse
 
 
@@ -268,7 +255,8 @@ def read_codes(words: Any, table: Any, numbers: Any) -> Any:
 
     Returns:
         Of each group, how many positions are marked, less than zero if they do not ascend up to
-        the last possible one. If that is another number than there should be, what is read is undefined.
+        the last possible one. If that is another number than there should be, what is read is
+        undefined.
     """
     found = np.zeros(table.shape[0], dtype=np.int64)
     first = 0
@@ -288,13 +276,7 @@ def read_codes(words: Any, table: Any, numbers: Any) -> Any:
         last = np.int64(-1)
         ascends = True
         for start in range(begin, begin + num_flags, 64):
-            shift = np.uint64(start) & WORD
-            flags = words[start >> 6] >> shift
-            if shift:
-                flags |= words[(start >> 6) + 1] << (np.uint64(64) - shift)
-            length = begin + num_flags - start
-            if length < 64:
-                flags &= (ONE << np.uint64(length)) - ONE
+            flags = window(words, start, begin + num_flags - start)
             while flags:
                 position = start - begin + np.int64(trailing_zeros(flags))
                 flags &= flags - ONE

@@ -19,6 +19,11 @@ class Length(Enum):
     MEASURED = "times sqrt(W / R), R from how far the ranks' gradients agree"
     OF_ALL = "the same with one R for all tensors, at most W / n"
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether it goes by how far the ranks' gradients agree."""
+        return self in (Length.MEASURED, Length.OF_ALL)
+
 
 # Densities below are few entries: they wait so long that one gain for all tensors is better.
 FEW = 0.05
@@ -50,7 +55,7 @@ class Decision(NamedTuple):
 
     def gains(self, coherence: Coherence) -> Mapping[str, Gain]:
         """The gains on means by parameter, where they are not 1."""
-        return coherence.gains() if self.mean in (Length.MEASURED, Length.OF_ALL) else {}
+        return coherence.gains() if self.mean.is_measured else {}
 
     def gain(self, coherence: Coherence) -> float | None:
         """The gain on means of all compressed tensors, where they have none of their own; None for
@@ -93,7 +98,7 @@ def decide(
         mean = Length.OF_ALL
     else:
         mean = Length.MEASURED
-    is_used = mean in (Length.MEASURED, Length.OF_ALL) or clips_by_norm
+    is_used = mean.is_measured or clips_by_norm
     # A residual that own weights do not contain keeps no ranks apart.
     holds_back = are_opposed and not config.overlap_steps
     loses_residuals = step <= config.warmup_steps and not holds_back

@@ -121,7 +121,7 @@ class PayloadLayout:
     def numbers(self) -> NDArray[np.int64]:
         """What loops of numba read of it, in the order that they give it."""
         code = self.position_code
-        _, _, *edges, _ = self.edges
+        _, *edges, _ = self.edges
         bits = BITS_PER_VALUE[self.value_format]
         of_code = code.num_bytes, code.num_flags, code.low_bits, code.capacity, code.universe
         return np.array([*edges, *of_code, bits], np.int64)
@@ -168,9 +168,11 @@ def pack_payload(
     if (loops := _loops(layout, flags, kernel)) is not None:
         # numba has no other dtypes.
         own = values if values.dtype == torch.float64 else values.float()
-        made = (header, flags, own, counts, dense, layout.num_bytes)
-        if (payload := loops.write_payload(layout.numbers, *made)) is not None:
-            return payload
+        whole = loops.write_payload(
+            layout.numbers, header, flags, own, counts, dense, layout.num_bytes
+        )
+        if whole is not None:
+            return whole
     data, scales = encode_values(values, counts, layout.value_format, kernel)
     positions = layout.position_code.encode_flags(flags, kernel)
     first = torch.tensor([*header], dtype=torch.uint8, device=data.device)
